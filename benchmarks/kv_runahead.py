@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
+from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import balanced, even, searched
 from fastdecode.perfmodel.prefill_rates import before_share
 from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes

@@ -57,8 +57,8 @@ class GpuStepTime:
     """Any step of a GPU that holds the cache itself, at the roofline: answers ``StepTime(tokens, kv_tokens)``.
 
     Attention is the reading of its keys and values, once per step and sequence, and adds to the rest, as the
-    collectives of ``group`` do, whose GPUs ``gpu`` is taken as one. A step reads
-    ``read_share`` of the cache.
+    collectives of ``group`` do, whose GPUs ``gpu`` is taken as one. A step reads ``read_share`` of the cache, and
+    reads and writes the states of the sequences that it samples.
     """
 
     shape: ModelShape
@@ -73,9 +73,10 @@ class GpuStepTime:
         Only the rows that are sampled, ``output_tokens``, meet the head; all rows unless given.
         """
         unsampled = 0.0 if output_tokens is None else tokens - output_tokens
+        states = 2.0 * self.shape.state_bytes_per_sequence * (tokens - unsampled)
         own = equations.roofline_step_seconds(
             1,
-            kv_tokens * self.read_share * self.kv_bytes_per_token,
+            kv_tokens * self.read_share * self.kv_bytes_per_token + states,
             tokens * self.shape.active_parameters - unsampled * self.shape.head_parameters,
             self.shape.weight_bytes,
             self.gpu.flops_per_second.achieved,
@@ -120,7 +121,7 @@ class GpuServer:
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
         own = equations.roofline_step_seconds(
             batch_size,
-            self.read_share * self._own_kv_bytes,
+            self.read_share * self._own_kv_bytes + 2.0 * self.shape.state_bytes_per_sequence,
             self.shape.active_parameters * self.workload.rows_per_output_token,
             self.shape.weight_bytes,
             self.gpu.flops_per_second.achieved,
@@ -133,7 +134,8 @@ class GpuServer:
     def best(self, latency_limit_seconds: float = math.inf) -> GpuOnly:
         """The largest batch that memory and the limit on a whole sequence allow; throughput only rises with it."""
         weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
-        by_memory = equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, self._own_kv_bytes)
+        of_each = self._own_kv_bytes + self.shape.state_bytes_per_sequence
+        by_memory = equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, of_each)
         limit = latency_limit_seconds / self.workload.output_len
         batch = largest(lambda size: self.step_seconds(size) <= limit, by_memory) if limit < math.inf else by_memory
         limited_by = "memory" if batch == by_memory else "latency limit"

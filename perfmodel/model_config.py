@@ -16,8 +16,10 @@ from fastdecode.perfmodel.index_shape import (
     read_index_shape,
     with_transformers_names,
 )
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.latent_shape import read_latent_shape
-from fastdecode.perfmodel.model_shape import BUILT_IN, ModelShape
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.state_shape import RECURRENT, HybridLayers, has_kinds, read_hybrid_layers, read_state_shape
 
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -46,6 +48,8 @@ _PLAIN_MLP = {
     "gpt_neox_japanese",
     "openai-gpt",
     "xglm",
+    "nemotron",
+    "nemotron_h",
 }
 """Model types whose MLP has two matrices; all others are taken as gated."""
 
@@ -55,7 +59,11 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
 """Beginnings of keys that recurrent models have, and hybrids of them."""
 
-_RECURRENT_KINDS = ("rwkv", "xlstm", "recurrent_gemma")
+_RECURRENT_KINDS = ("rwkv", "xlstm", "recurrent_gemma", "zamba2", "minimax")
+"""Recurrent models whose layers the equations do not know, whatever their configurations say."""
+
+_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
+"""Beginnings of types of models whose queries are projected twice, for a gate of the output."""
 
 _ENCODERS = ("bert", "electra", "mpnet", "clip")
 """Parts of the types of models that attend in both directions, unless they say that they are decoders."""
@@ -96,9 +104,12 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     whole, config = config, config.get("text_config") or config
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"{name}: text_config must be a JSON object, not {config!r}")
+    _check_names(config, name)
     if unknown := _unknown_kind(whole) or _unknown_kind(config):
         raise UnsupportedModelError(f"{name}: {unknown}")
     config = with_transformers_names(config)
+    hybrid = read_hybrid_layers(config, name)
+    config = _without_recurrent(config, hybrid) if hybrid else config
     _check_layer_types(config, name)
     sizes = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
     num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
@@ -115,24 +126,41 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             mlp_matrices=2 if kind in _PLAIN_MLP else 3,
             tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
             num_experts=num_experts,
-            experts_per_token=config.get("num_experts_per_tok") or config.get("experts_per_token") or 1,
+            experts_per_token=config.get("num_experts_per_tok")
+            or config.get("experts_per_token")
+            or config.get("num_experts_per_token")
+            or 1,
             shared_intermediate_size=_shared_intermediate_size(config),
             dtype=_dtype(config),
-            windows=_windows(config, sizes["num_layers"], index),
+            windows=_windows(config, hybrid.attending if hybrid else sizes["num_layers"], index),
             latent=latent,
             dense_layers=dense_layers,
             dense_intermediate_size=_dense_intermediate_size(config) if dense_layers else 0,
             index=index,
+            state=read_state_shape(config, hybrid.recurrent, name) if hybrid else None,
+            mlp_layers=hybrid.mlps if hybrid else 0,
+            gated_attention=kind.startswith(_GATED_ATTENTION),
         )
     except (TypeError, KeyError, ZeroDivisionError, ConfigError) as error:
         raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
 
 
+def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mapping[str, Any]:
+    """Return the configuration with the types of the layers that attend, and layers as the equations count them."""
+    changed: dict[str, Any] = {"num_hidden_layers": hybrid.attending + hybrid.recurrent}
+    changed["layer_types"] = [each for each in config.get("layer_types") or () if each not in RECURRENT]
+    if not hybrid.experts:
+        changed |= dict.fromkeys((*_EXPERTS, "num_experts_per_tok", "n_shared_experts"))
+    if config.get("model_type") == "granitemoehybrid" and not config.get("num_local_experts"):
+        changed |= {"intermediate_size": config["shared_intermediate_size"], "shared_intermediate_size": 0}
+    return {**config, **changed}
+
+
 def _unknown_kind(config: Mapping[str, Any]) -> str | None:
     """Return why the equations do not know a model, None where nothing says so."""
     kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
-    has_state = kind in _RECURRENT_KINDS or any(key.startswith(_RECURRENT) for key in config)
-    if has_state and "layer_types" not in config:
+    has_state = any(key.startswith(_RECURRENT) for key in config) and not has_kinds(config)
+    if has_state or kind in _RECURRENT_KINDS:
         return f"a recurrent state ({kind}) is not in the equations"
     if config.get("is_encoder_decoder"):
         return "encoder–decoder is not in the equations"
@@ -147,12 +175,15 @@ def _unknown_kind(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
+def _check_names(config: Mapping[str, Any], name: str) -> None:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
         raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
-    known = {"full_attention", "sliding_attention", "chunked_attention", INDEXED, BLOCK_SPARSE}
-    if kinds := set(layer_types) - known:
+
+
+def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
+    known = {"full_attention", "attention", "sliding_attention", "chunked_attention", INDEXED, BLOCK_SPARSE}
+    if kinds := set(config.get("layer_types") or ()) - known:
         raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds))} is not in the equations")
 
 
@@ -191,7 +222,8 @@ def _dense_layers(config: Mapping[str, Any]) -> int:
     kinds = config.get("mlp_layer_types")
     if "moe_layers" in config:  # Llama 4
         return config["num_hidden_layers"] - len(config["moe_layers"])
-    return list(kinds).count("dense") if kinds else config.get("first_k_dense_replace") or 0
+    given = config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0
+    return list(kinds).count("dense") if kinds else given
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
@@ -205,11 +237,15 @@ def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts:
     if has_experts and config.get("moe_intermediate_size"):
         return config["moe_intermediate_size"]
     given = next((config[key] for key in _INTERMEDIATE if config.get(key)), None)
+    if given and config.get("block_auto_adjust_ff_dim"):  # LFM2
+        of, multiple = int(2 * given / 3), config["block_multiple_of"]
+        return -(-int(config["block_ffn_dim_multiplier"] * of) // multiple) * multiple
     return given or config.get("expansion_ratio", 4) * hidden_size
 
 
 def _shared_intermediate_size(config: Mapping[str, Any]) -> int:
-    shared = (config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0)
+    num_shared = config.get("n_shared_experts") or config.get("num_shared_experts") or 0
+    shared = num_shared * (config.get("moe_intermediate_size") or 0)
     if "moe_layers" in config:
         return config["intermediate_size"]
     named = config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size")

@@ -1,4 +1,4 @@
-"""The sizes of a transformer that decide its speed, and those of the models that are known by name."""
+"""The sizes of a transformer that decide its speed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import ITEM_BYTES, KVLayout, LayerLayout
 from fastdecode.perfmodel.index_shape import IndexShape
 from fastdecode.perfmodel.latent_shape import LatentShape
+from fastdecode.perfmodel.state_shape import StateShape
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class ModelShape:
     ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all; empty
     where all layers see all. ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
     ``index``: of the index that picks the tokens which queries see; these count as windows. ``dense_layers`` of the
-    layers have one MLP of ``dense_intermediate_size`` in place of experts.
+    layers have one MLP of ``dense_intermediate_size`` in place of experts. ``state``: of recurrent layers, which are
+    among ``num_layers``; the others attend, and the windows are theirs. ``mlp_layers``: MLPs in all, where not each
+    layer has one. ``gated_attention``: queries are projected twice, for a gate of the output.
     """
 
     name: str
@@ -41,6 +44,9 @@ class ModelShape:
     dense_layers: int = 0
     dense_intermediate_size: int = 0
     index: IndexShape | None = None
+    state: StateShape | None = None
+    mlp_layers: int = 0
+    gated_attention: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -64,6 +70,16 @@ class ModelShape:
         return replace(self, num_kv_heads=num_kv_heads)
 
     @property
+    def attention_layers(self) -> int:
+        """Layers that attend; the others are recurrent."""
+        return self.num_layers - (self.state.num_layers if self.state else 0)
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """Bytes of the states of one sequence over all layers; a step reads and writes all of them."""
+        return self.state.bytes_per_sequence if self.state else 0
+
+    @property
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
@@ -72,13 +88,17 @@ class ModelShape:
     def attention_parameters(self) -> int:
         """The mean layer's projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1): q, k, v, o.
 
-        What latents are projected by and what an index has is counted too.
+        What latents are projected by and what an index and recurrent layers have is counted too.
         """
-        of_index = self.index.num_layers * self.index.parameters(self.hidden_size) if self.index else 0
         if self.latent:
-            return self.latent.parameters(self.hidden_size, self.num_heads) + of_index // self.num_layers
-        heads = self.num_heads + self.num_kv_heads
-        return 2 * self.hidden_size * self.head_dim * heads + of_index // self.num_layers
+            own = self.latent.parameters(self.hidden_size, self.num_heads)
+        else:
+            heads = self.num_heads * (3 if self.gated_attention else 2) + 2 * self.num_kv_heads
+            own = self.hidden_size * self.head_dim * heads
+        of_layers = self.attention_layers * own
+        for beside in (self.index, self.state):
+            of_layers += beside.num_layers * beside.parameters(self.hidden_size) if beside else 0
+        return of_layers // self.num_layers
 
     @property
     def mlp_parameters(self) -> int:
@@ -88,12 +108,12 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """One layer has these parameters with all its experts (Question 5)."""
-        return self.attention_parameters + self.num_experts * self.mlp_parameters + self._shared_parameters
+        return self.attention_parameters + self._of_mlps(self.num_experts * self.mlp_parameters)
 
     @property
     def active_layer_parameters(self) -> int:
         """One token meets these parameters of one layer (Question 5)."""
-        return self.attention_parameters + self.experts_per_token * self.mlp_parameters + self._shared_parameters
+        return self.attention_parameters + self._of_mlps(self.experts_per_token * self.mlp_parameters)
 
     @property
     def head_parameters(self) -> int:
@@ -122,14 +142,14 @@ class ModelShape:
 
     @property
     def layer_layout(self) -> LayerLayout:
-        """One layer as an R-worker sees it."""
+        """One attending layer as an R-worker sees it."""
         if self.latent:
             return self.latent.layer_layout(self.num_heads)
         return LayerLayout(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def kv_layout(self, kv_dtype: str) -> KVLayout:
-        """All layers as an R-worker sees them."""
-        return KVLayout((self.layer_layout,) * self.num_layers, self.dtype, kv_dtype)
+        """All attending layers as an R-worker sees them."""
+        return KVLayout((self.layer_layout,) * self.attention_layers, self.dtype, kv_dtype)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes that one token takes in the cache over all layers, the keys of an index included."""
@@ -147,18 +167,22 @@ class ModelShape:
     def attending_row_bytes(self) -> int:
         """Bytes of q, k, v and o of one row and layer on the link: (2·N + 2·K)·H elements (FastDecode, section 3).
 
-        Of the mean layer, with the queries and the key of an index.
+        Of the mean layer, with the queries and the key of an index, and with what recurrent layers send and get.
         """
-        layer, of_index = self.layer_layout, 0
+        layer = self.layer_layout
+        queries = self.attention_layers * layer.num_heads * (layer.key_head_dim + layer.value_head_dim)
         if self.index:
-            of_index = self.index.num_layers * self.index.num_heads * self.index.head_dim // self.num_layers
-        queries = layer.num_heads * (layer.key_head_dim + layer.value_head_dim) + of_index
-        return queries * self.item_bytes + self.appending_row_bytes
+            queries += self.index.num_layers * self.index.num_heads * self.index.head_dim
+        outputs = self.state.num_layers * self.state.output_bytes(self.item_bytes) if self.state else 0
+        return (queries * self.item_bytes + outputs) // self.num_layers + self.appending_row_bytes
 
     @property
     def appending_row_bytes(self) -> int:
-        """Bytes of k and v alone: a prompt's row that attends on the S-worker."""
-        return self.layer_layout.kv_elements_per_token * self.item_bytes + self._index_bytes // self.num_layers
+        """Bytes of k and v alone, and of a recurrent layer's row: what an R-worker stores."""
+        rows = self.attention_layers * self.layer_layout.kv_elements_per_token * self.item_bytes + self._index_bytes
+        if self.state:
+            rows += self.state.num_layers * self.state.row_bytes(self.item_bytes)
+        return rows // self.num_layers
 
     @property
     def _index_bytes(self) -> int:
@@ -169,95 +193,11 @@ class ModelShape:
         dense = self.attention_parameters + self.mlp_matrices * self.hidden_size * self.dense_intermediate_size
         return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
 
-    @property
-    def _shared_parameters(self) -> int:
-        return self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
+    def _of_mlps(self, parameters: int) -> int:
+        """Parameters of the mean layer, whose MLPs have so many beside the one that every token visits."""
+        shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
+        return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
 
     @property
     def _vocabulary_parameters(self) -> int:
         return self.head_parameters * (1 if self.tied_embeddings else 2)
-
-
-_LLAMA_7B = ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, dtype="float16")
-_LLAMA_70B = ModelShape("llama-2-70b", 80, 8192, 28672, 64, 8, 128, 32000, dtype="float16")
-_LLAMA_3_70B = replace(_LLAMA_70B, name="llama-3-70b", vocab_size=128256, dtype="bfloat16")
-_MISTRAL_7B = ModelShape("mistral-7b", 32, 4096, 14336, 32, 8, 128, 32000)
-_OPT_175B = ModelShape("opt-175b", 96, 12288, 49152, 96, 96, 128, 50272, 2, True, dtype="float16")
-
-_DEEPSEEK_V3 = ModelShape(
-    "deepseek-v3", 61, 7168, 2048, 128, 1, 576, 129280, num_experts=256, experts_per_token=8,
-    shared_intermediate_size=2048, latent=LatentShape(512, 1536, 128, 64, 128), dense_layers=3,
-    dense_intermediate_size=18432,
-)  # fmt: skip
-"""transformers' DeepseekV3Config, and so of R1; weights in bfloat16 (published in FP8)."""
-
-_DEEPSEEK_V32 = replace(
-    _DEEPSEEK_V3, name="deepseek-v3.2", windows=(2048,) * 61, index=IndexShape(61, 64, 128, 2048, 1536)
-)
-"""transformers' DeepseekV32Config."""
-
-_KIMI_K2 = replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1)
-"""config.json of moonshotai/Kimi-K2-Instruct, from memory."""
-
-_GLM_5 = ModelShape(
-    "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8, shared_intermediate_size=2048,
-    latent=LatentShape(512, 2048, 192, 64, 256), dense_layers=3, dense_intermediate_size=12288, windows=(2048,) * 78,
-    index=IndexShape(78, 32, 128, 2048, 2048),
-)  # fmt: skip
-"""transformers' GlmMoeDsaConfig, which is the technical report's table; every layer has an index of its own."""
-
-_MINIMAX_M3 = ModelShape(
-    "minimax-m3", 60, 6144, 3072, 64, 4, 128, 200064, num_experts=128, experts_per_token=4,
-    shared_intermediate_size=3072, dense_layers=3, dense_intermediate_size=12288, windows=(0,) * 3 + (2048,) * 57,
-    index=IndexShape(57, 4, 128, 2048, weighs_heads=False),
-)  # fmt: skip
-"""transformers' MiniMaxM3VLTextConfig; that its first three layers are dense and see all is from memory."""
-
-_QWEN3_235B = ModelShape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 128, 151936, num_experts=128, experts_per_token=8)
-"""THUDM/slime, scripts/models/qwen3-235B-A22B.sh."""
-
-_GPT_OSS_120B = ModelShape(
-    "gpt-oss-120b", 36, 2880, 2880, 64, 8, 64, 201088, num_experts=128, experts_per_token=4, windows=(128, 0) * 18
-)
-"""transformers' GptOssConfig; weights in bfloat16 (published in MXFP4)."""
-
-_LLAMA_4_SCOUT = ModelShape(
-    "llama-4-scout", 48, 5120, 8192, 40, 8, 128, 202048, num_experts=16, shared_intermediate_size=8192,
-    windows=(8192, 8192, 8192, 0) * 12,
-)  # fmt: skip
-"""transformers' Llama4TextConfig; Maverick is the same with experts in every other layer, from memory."""
-
-BUILT_IN = {
-    shape.name: shape
-    for shape in (
-        _LLAMA_7B,
-        ModelShape("llama-13b", 40, 5120, 13824, 40, 40, 128, 32000, dtype="float16"),
-        ModelShape("llama-65b", 80, 8192, 22016, 64, 64, 128, 32000, dtype="float16"),
-        _LLAMA_70B,
-        ModelShape("llama-3-8b", 32, 4096, 14336, 32, 8, 128, 128256),
-        _LLAMA_3_70B,
-        replace(_LLAMA_3_70B, name="llama-3.3-70b"),
-        _MISTRAL_7B,
-        replace(_MISTRAL_7B, name="mixtral-8x7b", num_experts=8, experts_per_token=2),
-        ModelShape("mistral-small", 40, 5120, 32768, 32, 8, 128, 131072),  # 3.x, 24B: transformers' Mistral3Config
-        ModelShape("yi-34b", 60, 7168, 20480, 56, 8, 128, 64000),
-        ModelShape("falcon-7b", 32, 4544, 18176, 71, 1, 64, 65024, 2, True),
-        ModelShape("falcon-40b", 60, 8192, 32768, 128, 8, 64, 65024, 2, True),
-        ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
-        ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
-        _OPT_175B,
-        ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # from memory
-        _QWEN3_235B,
-        _LLAMA_4_SCOUT,
-        replace(
-            _LLAMA_4_SCOUT, name="llama-4-maverick", num_experts=128, dense_layers=24, dense_intermediate_size=16384
-        ),
-        _GPT_OSS_120B,
-        _DEEPSEEK_V3,
-        _DEEPSEEK_V32,
-        _KIMI_K2,
-        _GLM_5,
-        _MINIMAX_M3,
-    )
-}
-"""The models of the papers, and the sizes one meets most."""

@@ -39,6 +39,7 @@ class Planner:
     these bytes that a step reads, with windows and indexes counted; ``r_part`` has the seconds of a cached token of the
     mean layer, so.
     ``num_r_workers``: of a pool that is there; as many as keep up with the S-worker when None.
+    ``state_bytes_per_sequence``: of recurrent layers, over all of them; it takes the room of so many cached tokens.
     """
 
     workload: Workload
@@ -60,6 +61,7 @@ class Planner:
     read_share: float = 1.0
     num_r_workers: int | None = None
     storage: StorageCosts = NO_STORAGE_COSTS
+    state_bytes_per_sequence: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks", "num_r_workers"):
@@ -70,11 +72,12 @@ class Planner:
                 f"interval_steps must be from 1 to the {self.workload.output_len:g} steps of a sequence, "
                 f"not {self.interval_steps}"
             )
-        if self.capacity_tokens < min(self.workload.seq_len, SPLIT_TOKENS + self.workload.shared_prefix_len):
+        room = self.capacity_tokens - self.state_tokens
+        if room < min(self.workload.seq_len, SPLIT_TOKENS + self.workload.shared_prefix_len):
+            beside = " beside its states" if self.state_bytes_per_sequence else ""
             raise PlanError(
-                f"one R-worker's memory holds {self.capacity_tokens:.0f} cached tokens, "
-                f"{math.ceil(self.workload.seq_len - self.capacity_tokens):.6g} fewer than one sequence of "
-                f"{self.workload.seq_len:g}"
+                f"one R-worker's memory holds {max(room, 0):.0f} cached tokens{beside}, "
+                f"{math.ceil(self.workload.seq_len - room):.6g} fewer than one sequence of {self.workload.seq_len:g}"
             )
 
     def plan(self, mini_batch_size: int) -> Plan:
@@ -104,6 +107,7 @@ class Planner:
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes_read_per_token=self.kv_bytes_read_per_token,
             r_workers_bound_by=self.r_part.bound_by or None,
+            state_bytes_per_sequence=self.state_bytes_per_sequence,
             r_worker_bandwidth_gb_per_s=self._r_worker_bandwidth(),
             candidates=tuple(
                 self.candidate(mini_batch_size, number)
@@ -151,6 +155,7 @@ class Planner:
             self.workload.shared_prefix_len,
             self.r_part.call_seconds,
             self.r_part.row_seconds
+            + self.r_part.prompt_row_seconds * (self.workload.rows_per_output_token - 1.0)
             + self.storage.append_seconds * self.copied_rows(self.workload.rows_per_output_token),
         )
 
@@ -271,9 +276,14 @@ class Planner:
         is theirs alone, a shared prefix too."""
         shared, copies = self.workload.shared_prefix_len, self.placing.copies - 1
         peak_context = self._load_limit(in_flight) / in_flight
-        held = peak_context - shared + copies * peak_context
+        held = peak_context - shared + copies * peak_context + self.placing.copies * self.state_tokens
         needed = _round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
         return max(needed, self.placing.copies)
+
+    @property
+    def state_tokens(self) -> float:
+        """Cached tokens whose room the states of one sequence take."""
+        return self.state_bytes_per_sequence / self.kv_bytes_per_token if self.kv_bytes_per_token else 0.0
 
     @property
     def kv_bytes_read_per_token(self) -> float | None:

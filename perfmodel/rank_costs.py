@@ -115,6 +115,7 @@ def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
         intermediate_size=math.ceil(shape.intermediate_size / num_ranks),
         shared_intermediate_size=math.ceil(shape.shared_intermediate_size / num_ranks),
         vocab_size=math.ceil(shape.vocab_size / num_ranks),
+        state=shape.state.of_rank(num_ranks, shape.name) if shape.state else None,
     )
 
 

@@ -138,9 +138,9 @@ class Plan(Candidate):
     (``r_workers_set_by``). Both count those of one rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, and
     each holds a rank's heads of its sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps,
     which keeps the load below ``kv_load_limit`` cached tokens over all R-workers. ``kv_bytes_per_token`` (held),
-    ``kv_bytes_read_per_token`` (in a step, for each token of a context) and ``r_worker_bandwidth_gb_per_s`` are of one
-    R-worker; ``r_workers_bound_by``: "reads" or "arithmetic". ``kv_replicas``: R-workers that each sequence is cached
-    on.
+    ``kv_bytes_read_per_token`` (in a step, for each token of a context), ``state_bytes_per_sequence`` (of recurrent
+    layers, read and written in each step) and ``r_worker_bandwidth_gb_per_s`` are of one R-worker;
+    ``r_workers_bound_by``: "reads" or "arithmetic". ``kv_replicas``: R-workers that each sequence is cached on.
     """
 
     mini_batch_size: int
@@ -159,3 +159,4 @@ class Plan(Candidate):
     kv_replicas: int = 1
     kv_bytes_read_per_token: float | None = None
     r_workers_bound_by: str | None = None
+    state_bytes_per_sequence: int = 0

@@ -107,47 +107,65 @@ class MeasuredSPart:
         return float(np.interp(rows, self.batch_sizes, seconds)) * beyond
 
 
+PROMPT_ROWS_PER_STATE = 8
+"""Rows of a prompt whose arithmetic takes an R-worker as long as reading and writing the state once."""
+
+
 @dataclass(frozen=True)
 class RPart:
     """One R-worker: ``seconds_per_token`` per cached token and layer, ``row_seconds`` per row that a layer's call
-    appends and attends, ``call_seconds`` once per call. ``bound_by``: "reads" or "arithmetic", "" where not known."""
+    appends and attends, ``call_seconds`` once per call. ``prompt_row_seconds``: per row of a prompt, where R-workers
+    compute these too. ``bound_by``: "reads" or "arithmetic", "" where not known."""
 
     seconds_per_token: float
     call_seconds: float = 0.0
     row_seconds: float = 0.0
     bound_by: str = ""
+    prompt_row_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        fixed = (self.call_seconds, self.row_seconds)
+        fixed = (self.call_seconds, self.row_seconds, self.prompt_row_seconds)
         if not (0 < self.seconds_per_token < math.inf and all(0 <= seconds < math.inf for seconds in fixed)):
             raise ConfigError(
                 f"an R-worker's seconds per cached token must be finite and above zero, and its call and rows not "
                 f"below, not {self.seconds_per_token:g}, {self.call_seconds:g} and {self.row_seconds:g}"
             )
 
-    def seconds(self, kv_tokens: float, rows: float = 0.0) -> float:
-        """One layer's attention of ``rows`` rows over ``kv_tokens``, all of them this R-worker's."""
-        return self.call_seconds + self.row_seconds * rows + self.seconds_per_token * kv_tokens
+    def seconds(self, kv_tokens: float, rows: float = 0.0, prompt_rows: float = 0.0) -> float:
+        """One layer's attention of ``rows`` rows over ``kv_tokens``, all of them this R-worker's, beside prompts'."""
+        fixed = self.call_seconds + self.row_seconds * rows + self.prompt_row_seconds * prompt_rows
+        return fixed + self.seconds_per_token * kv_tokens
 
     def times(self, factor: float) -> RPart:
         """Return this R-part ``factor`` times as slow."""
         return RPart(
-            factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds, self.bound_by
-        )
+            factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds, self.bound_by,
+            factor * self.prompt_row_seconds,
+        )  # fmt: skip
 
 
 def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0) -> RPart:
-    """An R-worker of ``host``, whose mean layer reads ``row_share`` of its rows, and scans all keys of an index.
+    """An R-worker of ``host``, whose mean attending layer reads ``row_share`` of its rows, and scans all keys of an
+    index.
 
     Each of the two takes the slower of reading and of computing. Bytes per token include scales, so R falls with the KV
-    dtype and with n_kv/n_q.
+    dtype and with n_kv/n_q. Recurrent layers read and write a sequence's states for each row; of a prompt once for
+    several.
     """
-    parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(row_share)]
+    attending = row_share * shape.attention_layers / shape.num_layers
+    parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]
     if shape.index:
         owners = shape.index.num_layers / shape.num_layers
         parts.append(_token_r_part(shape.index.layer_layout, shape.dtype, host, shape.dtype).times(owners))
     slowest = max(parts, key=lambda part: part.seconds_per_token)
-    return replace(slowest, seconds_per_token=sum(part.seconds_per_token for part in parts))
+    state_bytes = 2.0 * shape.state_bytes_per_sequence / shape.num_layers
+    row_seconds = state_bytes / host.read_bytes_per_second.achieved
+    return replace(
+        slowest,
+        seconds_per_token=sum(part.seconds_per_token for part in parts),
+        row_seconds=row_seconds,
+        prompt_row_seconds=row_seconds / PROMPT_ROWS_PER_STATE,
+    )
 
 
 def _token_r_part(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:

@@ -71,9 +71,11 @@ class StepModel:
         merging = self.storage.merge_seconds(load, self.num_mini_batches)
         copied_bytes = self.storage.copied_bytes * load.copied_rows / self.num_mini_batches
         storing = self.storage.append_seconds * load.copied_rows / calls
+        of_prompts = (load.rows - load.sampled) / calls
         return Stages(
             s_part=self.s_part.layer_seconds(rows) + merging,
-            r_part=self.r_workers_per_core * (self.r_part.seconds(load.kv_tokens / calls, attending / calls) + storing),
+            r_part=self.r_workers_per_core
+            * (self.r_part.seconds(load.kv_tokens / calls, attending / calls, of_prompts) + storing),
             hop=self.transport.stage_seconds(rows, more_bytes, copied_bytes),
             trip=self.transport.trip_seconds(rows, more_bytes, copied_bytes),
         )

@@ -22,7 +22,15 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape
 from fastdecode.perfmodel.sizing import Prices, Workload
-from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, Transport, host_r_part
+from fastdecode.perfmodel.stages import (
+    PROMPT_ROWS_PER_STATE,
+    GpuSPart,
+    MeasuredSPart,
+    RPart,
+    SPart,
+    Transport,
+    host_r_part,
+)
 from fastdecode.perfmodel.storage_costs import StorageCosts
 
 HOST_MEMORY_FRACTION = 0.8
@@ -93,6 +101,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
         *_rank_lines(group),
         *_token_lines(of_rank, kv_dtype, planner),
         *_window_lines(shape, planner),
+        *_state_lines(of_rank, planner.workload),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
     )
     return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
@@ -183,6 +192,7 @@ def _planner(
         read_share=share,
         num_r_workers=args.num_r_workers,
         storage=StorageCosts.of(shape, r_part),
+        state_bytes_per_sequence=shape.state_bytes_per_sequence if shape else 0,
     )
 
 
@@ -228,9 +238,10 @@ def _of_read_rows(args: argparse.Namespace, shape: ModelShape | None, r_part: RP
     """An R-part that was measured over whole contexts, with the tokens that windows leave."""
     if shape is None:
         return r_part
-    if shape.index:
+    if shape.index or shape.state:
+        does = "scans an index" if shape.index else "advances states"
         raise ConfigError(
-            f"{shape.name} scans an index, which no profile and no bare number has the time of: name --gpu and --cpu"
+            f"{shape.name} {does}, which no profile and no bare number has the time of: name --gpu and --cpu"
         )
     share = _workload(args).read_share(shape.windows)
     return replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
@@ -242,7 +253,9 @@ def _workload(args: argparse.Namespace) -> Workload:
 
 
 def _mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
-    """A prompt's rows attend on the S-worker, and send k and v alone."""
+    """A prompt's rows attend on the S-worker, and send k and v alone; those of hybrids attend on R-workers."""
+    if shape.state:
+        return shape.attending_row_bytes
     of_prompt = 1.0 - 1.0 / workload.rows_per_output_token
     return shape.attending_row_bytes * (1.0 - of_prompt) + shape.appending_row_bytes * of_prompt
 
@@ -329,4 +342,17 @@ def _window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
     return (
         f"{count} of {len(shape.windows)} layers see {tokens} tokens: the mean layer reads {planner.read_share:.0%} of "
         f"a context; R-workers keep all of it, the GPU alone what it reads",
+    )
+
+
+def _state_lines(shape: ModelShape, workload: Workload) -> tuple[str, ...]:
+    """Say what the states of recurrent layers take beside the cache."""
+    if not shape.state:
+        return ()
+    size = shape.state_bytes_per_sequence
+    context = workload.mean_context * shape.kv_bytes_per_token(shape.dtype)
+    return (
+        f"{shape.state.num_layers} of {shape.num_layers} layers are recurrent: {size / 1e6:.4g} MB of states for each "
+        f"sequence, read and written in each step, beside {context / 1e6:.4g} MB of cache for a mean context; of a "
+        f"prompt once for {PROMPT_ROWS_PER_STATE} tokens, and its own attention on R-workers is not counted",
     )

@@ -19,7 +19,7 @@ from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.hardware import find_cpu_host
-from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.sizing import Plan
 
 KEY_FILE = "pool.key"

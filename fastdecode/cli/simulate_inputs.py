@@ -175,7 +175,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
             f"gpu: beside the weights of {shape.name} {gpu.name} has room for {step_time.capacity_tokens} cached "
             f"tokens, and one KV block has {args.block_size} (--tensor-parallel-size takes more GPUs)"
         )
-    limits = _limits(args, workload, (blocks,), scratch_tokens=0)
+    limits = _limits(args, workload, (blocks,), 0, _state_blocks(args, shape.state_bytes_per_sequence / held))
     title = f"{shape.name} on {gpu.name} alone"
     return SimulationInputs(GpuMachine(step_time), limits, args.schedule, workload, rate, title, ())
 
@@ -196,7 +196,9 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     per_moved = args.seconds_per_moved_token or (kv_bytes / MOVED_BYTES_PER_SECOND or math.inf)
     drafting = read_drafting(args, inputs)
     limits = replace(
-        _limits(args, workload, (blocks,) * workers, _scratch_tokens(inputs)),
+        _limits(
+            args, workload, (blocks,) * workers, _scratch_tokens(inputs), _state_blocks(args, planner.state_tokens)
+        ),
         num_speculative_tokens=drafting.num_speculative_tokens if drafting else 0,
         balanced_kv_tokens=balanced,
         idle_s_share=model.idle_s_share(args.max_num_seqs),
@@ -232,8 +234,17 @@ def _speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:
     return speeds
 
 
+def _state_blocks(args: argparse.Namespace, state_tokens: float) -> int:
+    """Blocks that states take which have the room of so many cached tokens."""
+    return math.ceil(state_tokens / args.block_size)
+
+
 def _limits(
-    args: argparse.Namespace, workload: SimulatedWorkload, num_blocks: tuple[int, ...], scratch_tokens: int
+    args: argparse.Namespace,
+    workload: SimulatedWorkload,
+    num_blocks: tuple[int, ...],
+    scratch_tokens: int,
+    state_blocks: int,
 ) -> Limits:
     return Limits(
         max_num_seqs=args.max_num_seqs,
@@ -247,6 +258,7 @@ def _limits(
         kv_load_limit=args.kv_load_limit,
         micro_batch_interval=args.micro_batch_interval,
         prefix_caching=args.enable_prefix_caching,
+        state_blocks=state_blocks,
     )
 
 
@@ -270,6 +282,8 @@ def _scratch_tokens(inputs: PlanInputs) -> int:
     if inputs.server is None:
         return UNBOUNDED_TOKENS
     shape = inputs.server.shape
+    if shape.state:  # R-workers compute the prompts of hybrids
+        return 0
     own_dtype = GpuStepTime(
         shape, inputs.server.gpu, shape.kv_layout(shape.dtype).kv_bytes_per_token, inputs.server.group
     )

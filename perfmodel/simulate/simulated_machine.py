@@ -70,7 +70,9 @@ class SplitMachine:
         load = replace(load, kv_tokens=as_busiest)
         stages, k = model.stages(load), model.num_mini_batches
         calls = model.num_layers * k
-        fixed = model.r_part.seconds(0, (load.sampled + load.reads) / k / model.num_r_workers)
+        calls_each = k * model.num_r_workers
+        of_prompts = (load.rows - load.sampled) / calls_each
+        fixed = model.r_part.seconds(0, (load.sampled + load.reads) / calls_each, of_prompts)
         storing = model.storage.append_seconds * load.copied_rows / k / model.num_r_workers
         attending = fixed * (loads > 0) + storing + model.r_part.seconds_per_token * loads / k
         return StepCost(

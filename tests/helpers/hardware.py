@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.measurements import (
     AnchorPoint,
@@ -19,7 +20,6 @@ from fastdecode.perfmodel.measurements import (
     RPartPoint,
     SPartPoint,
 )
-from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.simulate import StepCost
 from fastdecode.scheduler import Limits

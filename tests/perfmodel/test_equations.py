@@ -18,8 +18,8 @@ from fastdecode.core.protocols import StepTime
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, find_cpu_host, find_gpu, kernel_bytes_per_second, parse_link
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import StepModel

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.hardware import find_gpu
-from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.partition import even
 from fastdecode.perfmodel.prefill_rates import gpu_prefill_model
 from fastdecode.perfmodel.prefill_times import (

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from fastdecode.core.errors import ConfigError, ProfileError
 from fastdecode.perfmodel.calibration import fit_parts
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.measurements import PrefillPoint
-from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.prefill_rates import (
     TILE_ROWS,

@@ -12,8 +12,8 @@ import pytest
 from fastdecode.cli.main import main
 from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.core.placing import Placing
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.model_shape import BUILT_IN
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.sizing import Workload

@@ -18,7 +18,7 @@ from fastdecode.core.placing import Placing
 from fastdecode.core.protocols import DraftPolicy
 from fastdecode.perfmodel.draft_times import DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import tokens_per_verification
-from fastdecode.perfmodel.model_shape import BUILT_IN
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import SimulatedDrafter, SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.sizing import Workload

@@ -1,0 +1,163 @@
+"""The sizes of recurrent layers, which keep a state of fixed size per sequence in place of keys and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastdecode.core.errors import PlanError, UnsupportedModelError
+
+STATE_ITEM_BYTES = 4
+"""Bytes of an element of a state: float32."""
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """``num_layers`` recurrent layers, whose ``heads`` have a matrix of ``key_dim`` x ``value_dim`` each.
+
+    ``groups`` of heads share queries and keys; ``taps`` tokens of the convolution before the recurrence; a head has
+    ``decays``: 1, or one per key dim. A convolution alone has ``groups`` and ``key_dim`` 0. ``gates``: further
+    projections as wide as the values; ``rates``: numbers of a head that are projected; ``gate_rank``: of those that are
+    products of two narrow ones, of the decays and of the output, 0 where there are none. Names and formulas are those
+    of rworker/state_spec.hpp.
+    """
+
+    num_layers: int
+    heads: int
+    value_dim: int
+    groups: int = 0
+    key_dim: int = 0
+    taps: int = 4
+    decays: int = 1
+    gates: int = 1
+    rates: int = 2
+    gate_rank: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's values, keys and queries."""
+        return self.heads * self.value_dim + 2 * self.groups * self.key_dim
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes that the states of one sequence take over all layers: the last inputs of convolutions, and matrices."""
+        elements = (self.taps - 1) * self.channels + self.heads * self.key_dim * self.value_dim
+        return self.num_layers * elements * STATE_ITEM_BYTES
+
+    def row_bytes(self, item_bytes: int) -> int:
+        """Bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""
+        return self.channels * item_bytes + (self.heads * (self.decays + 1) * 4 if self.key_dim else 0)
+
+    def output_bytes(self, item_bytes: int) -> int:
+        """Bytes of a token's o in one layer."""
+        return self.heads * self.value_dim * item_bytes
+
+    def parameters(self, hidden_size: int) -> int:
+        """One layer's projections have so many, filters and norms left out."""
+        wide = self.heads * self.value_dim
+        low_rank = 2 * self.gate_rank * (hidden_size + wide)
+        return (
+            hidden_size * (self.channels + self.gates * wide + self.heads * self.rates) + low_rank + wide * hidden_size
+        )
+
+    def of_rank(self, num_ranks: int, name: str) -> StateShape:
+        """Return one of ``num_ranks``'s part; PlanError where heads or groups cannot be dealt evenly."""
+        if self.heads % num_ranks or self.groups % num_ranks:
+            raise PlanError(
+                f"tensor_parallel_size: {num_ranks} ranks cannot share the {self.heads} heads and {self.groups} groups "
+                f"of the recurrent layers of {name} evenly"
+            )
+        return replace(self, heads=self.heads // num_ranks, groups=self.groups // num_ranks)
+
+
+_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letters of Nemotron-H's ``hybrid_override_pattern``."""
+
+RECURRENT = ("linear_attention", "mamba", "conv")
+"""Types of layers that are recurrent."""
+
+_ALONE = ("mlp", "moe")
+"""Types of layers that are an MLP and nothing else."""
+
+
+@dataclass(frozen=True)
+class HybridLayers:
+    """The layers that leave the model's code for R-workers, ``attending`` and ``recurrent``; those with an MLP."""
+
+    attending: int
+    recurrent: int
+    mlps: int
+    experts: bool = True
+
+
+def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | None:
+    """Count the layers that a transformers configuration describes, None where none of them is recurrent.
+
+    UnsupportedModelError for a hybrid that the equations do not know.
+    """
+    kinds = Counter(_kinds(config))
+    recurrent = sum(kinds[kind] for kind in RECURRENT)
+    num_layers = kinds.total()
+    if not recurrent:
+        return None
+    if config.get("model_type") == "falcon_h1":  # both side by side in each layer, then an MLP
+        return HybridLayers(num_layers, num_layers, num_layers)
+    alone = sum(kinds[kind] for kind in _ALONE)
+    if alone and kinds["mlp"] and kinds["moe"]:
+        raise UnsupportedModelError(f"{name}: layers of one MLP beside layers of experts are not in the equations")
+    attending = num_layers - recurrent - alone
+    if not attending:
+        raise UnsupportedModelError(
+            f"{name}: all layers are recurrent, so there are no cached tokens to deal to R-workers"
+        )
+    return HybridLayers(attending, recurrent, alone or num_layers, not alone or kinds["moe"] > 0)
+
+
+def has_kinds(config: Mapping[str, Any]) -> bool:
+    """Say whether a configuration tells which of its layers are recurrent."""
+    return bool(_kinds(config))
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    if pattern := config.get("hybrid_override_pattern"):
+        return [_PATTERN.get(letter, letter) for letter in pattern]
+    if kinds := config.get("layer_types") or config.get("layers_block_type"):
+        return list(kinds)
+    if config.get("model_type") == "falcon_h1":
+        return ["linear_attention"] * config["num_hidden_layers"]
+    if config.get("model_type") == "bamba":
+        attending = config.get("attn_layer_indices") or ()
+        layers = range(config["num_hidden_layers"])
+        return ["full_attention" if layer in attending else "mamba" for layer in layers]
+    return []
+
+
+def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> StateShape:
+    """The recurrent layers, ``num_layers`` of them, that a transformers configuration describes.
+
+    KeyError for a missing size, UnsupportedModelError for a recurrence that the equations do not know.
+    """
+    if "linear_num_value_heads" in config:  # gated delta rule
+        return StateShape(
+            num_layers, config["linear_num_value_heads"], config["linear_value_head_dim"],
+            config["linear_num_key_heads"], config["linear_key_head_dim"], config["linear_conv_kernel_dim"],
+        )  # fmt: skip
+    if "linear_num_heads" in config:  # Kimi's delta rule with a decay per channel
+        heads, dim = config["linear_num_heads"], config["linear_head_dim"]
+        taps = config["linear_conv_kernel_dim"]
+        return StateShape(num_layers, heads, dim, heads, dim, taps, decays=dim, gates=0, rates=1, gate_rank=dim)
+    if "mamba_n_heads" in config:  # Mamba-2
+        return StateShape(
+            num_layers, config["mamba_n_heads"], config["mamba_d_head"], config["mamba_n_groups"],
+            config["mamba_d_state"], config["mamba_d_conv"], rates=1,
+        )  # fmt: skip
+    if "mamba_num_heads" in config:  # Mamba-2 in Nemotron-H
+        return StateShape(
+            num_layers, config["mamba_num_heads"], config["mamba_head_dim"], config["n_groups"],
+            config["ssm_state_size"], config["conv_kernel"], rates=1,
+        )  # fmt: skip
+    if "conv_L_cache" in config:  # gated short convolution: two gates beside what is convolved
+        return StateShape(num_layers, 1, config["hidden_size"], taps=config["conv_L_cache"], gates=2, rates=0)
+    raise UnsupportedModelError(f"{name}: a recurrent state ({config.get('model_type')}) is not in the equations")
