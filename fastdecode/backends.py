@@ -140,7 +140,8 @@ def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
 
 def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
     """``layout``, a model's or a rank's part of it, as R-workers are told it."""
-    return replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
+    told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
+    return told.keeping(1 + config.speculative.num_speculative_tokens) if config.speculative else told
 
 
 def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "loopback", "any"]:

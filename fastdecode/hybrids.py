@@ -11,7 +11,6 @@ ASKED = {
     "kv_replicas": "a second copy of a state would have to be advanced as well",
     "prefill_workers": "prefill workers have no states to advance",
     "tensor_parallel_size": "a rank would have a part of each state's heads",
-    "speculative_config": "a state cannot go back to the token before a draft that is refused",
     "prefill_scratch": "prompts attend where the state is, on the R-worker",
 }
 """Settings that ask for what hybrids do not have, and why."""
@@ -25,5 +24,10 @@ def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
     for name, reason in ASKED.items():
         if getattr(config, name) != getattr(defaults, name):
             raise ConfigError(f"{name}: this model keeps a state per sequence beside its cache: {reason}; leave it out")
+    if config.speculative and config.speculative.method == "early_exit":
+        raise ConfigError(
+            "speculative_config: this model keeps a state per sequence beside its cache: early_exit would advance "
+            "those of its first layers while it drafts; use ngram or draft_model"
+        )
     if on_gpu:
         raise ConfigError("device: this model keeps a state per sequence, which goes with 'cpu' only so far")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import model_zoo, r_workers
+from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.tiny_configs import tiny_config
 
@@ -106,21 +107,27 @@ def test_r_workers_that_go_take_no_token_with_them(ending: str, saved: Any) -> N
     """Killed, or drained, when its sequences and their states move to the others."""
     folder, expected = saved("qwen3_next")
     with make_llm(folder, r_workers="spawn:3") as llm:
-        engine, tokens, gone = llm.engine, {}, False
-        for number, prompt in enumerate(prompts()):
-            engine.add_request(str(number), prompt, GREEDY)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-            if not gone and sum(map(len, tokens.values())) >= 20:
-                gone = True
-                victim = int(engine.scheduler.store.workers.num_sequences.argmax())
-                if ending == "kill":
-                    os.kill(r_workers.spawned_pids(llm)[victim], signal.SIGKILL)
-                else:
-                    engine.drain_r_worker(victim)
-        assert gone and [tokens[number] for number in range(len(tokens))] == expected
-        assert_nothing_held(engine)
+        assert run_until_gone(llm, ending) == expected
+
+
+def run_until_gone(llm: LLM, ending: str) -> list[list[int]]:
+    """The outputs of all prompts; the busiest R-worker is killed or drained once there are 20 tokens ("": none is)."""
+    engine, tokens, gone = llm.engine, dict[int, list[int]](), not ending
+    for number, prompt in enumerate(prompts()):
+        engine.add_request(str(number), prompt, GREEDY)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if not gone and sum(map(len, tokens.values())) >= 20:
+            gone = True
+            victim = int(engine.scheduler.store.workers.num_sequences.argmax())
+            if ending == "kill":
+                os.kill(r_workers.spawned_pids(llm)[victim], signal.SIGKILL)
+            else:
+                engine.drain_r_worker(victim)
+    assert gone
+    assert_nothing_held(engine)
+    return [tokens[number] for number in range(len(tokens))]
 
 
 def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
@@ -153,9 +160,32 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
         ("kv_shard_tokens", 512),
         ("kv_replicas", 2),
         ("prefill_scratch", "1MiB"),
-        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+        ("speculative_config", {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}),
     ],
 )
 def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved: Any) -> None:
     with pytest.raises(ConfigError, match=f"{setting}: this model keeps a state per sequence"):
         make_llm(saved("lfm2")[0], r_workers="inproc:2", **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ending", "settings"),
+    [
+        ("qwen3_next", "kill", {"r_workers": "spawn:3"}),
+        ("qwen3_next", "drain", {"r_workers": "inproc:2", "num_mini_batches": 2}),
+        ("falcon_h1", "", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
+        ("lfm2", "", {}),
+    ],
+)
+def test_drafts_that_are_refused_leave_no_trace_in_states(
+    model_type: str, ending: str, settings: dict[str, Any], saved: Any
+) -> None:
+    """Half of the drafts are wrong, and sequences move, or are lost, while rows are kept beside their states."""
+    folder, expected = saved(model_type)
+    texts = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), expected, strict=True)}
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    with make_llm(folder, speculative_config=drafts, **settings) as llm:
+        always_draft(llm.engine, Clairvoyant(texts, 0.3))
+        assert run_until_gone(llm, ending) == expected
+        counts = llm.engine.scheduler.statistics.drafts
+        assert 20 < counts.num_accepted_tokens < counts.num_draft_tokens - 20

@@ -100,6 +100,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     filters: bytes
     bias: bytes
     skip: bytes
+    kept_rows: Annotated[int, Meta(ge=0, le=1 << 12)]
 
 
 class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

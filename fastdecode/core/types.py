@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -69,7 +69,7 @@ class StateLayout:
     convolution before the recurrence. ``decays`` of a head: 1, or one per key dim. ``silu``: after the convolution;
     ``norm``: queries and keys have length 1. ``row_elements``: elements of the model's dtype that a row of the payload
     has, float32 numbers as their bits. ``filters``, ``bias`` and ``skip`` are float32 as bytes: [taps, channels],
-    [channels] or none, [heads] or none.
+    [channels] or none, [heads] or none. ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it.
     """
 
     kind: Literal["delta", "scan", "window"]
@@ -83,6 +83,7 @@ class StateLayout:
     filters: bytes = field(repr=False)
     bias: bytes = field(repr=False, default=b"")
     skip: bytes = field(repr=False, default=b"")
+    kept_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,14 @@ class KVLayout:
     def has_states(self) -> bool:
         """True for a hybrid: some layers keep a state per sequence in place of keys and values."""
         return any(layer.state for layer in self.layers)
+
+    def keeping(self, num_rows: int) -> KVLayout:
+        """The same, where states can go back behind rows of a step with 2 to ``num_rows`` of a sequence."""
+        layers = (
+            replace(layer, state=replace(layer.state, kept_rows=num_rows)) if layer.state else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def kv_bytes_per_token(self) -> int:

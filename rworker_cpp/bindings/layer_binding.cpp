@@ -74,6 +74,7 @@ LayerSpec parse_state(const Record& layer, const Record& state) {
         .filters = state.float_bytes("filters"),
         .bias = state.float_bytes("bias"),
         .skip = state.float_bytes("skip"),
+        .kept_rows = state.integer("kept_rows"),
     });
     return spec;
 }
@@ -86,7 +87,7 @@ LayerSpec parse_layer(const py::handle& item, const std::string& name) {
     if (!layer.object("state").is_none())
         return parse_state(layer, {layer.object("state"), name + ".state", "StateLayout",
                                    {"kind", "groups", "key_dim", "taps", "decays", "silu", "norm", "filters", "bias",
-                                    "skip"}});
+                                    "skip", "kept_rows"}});
     return {
         .num_heads = layer.integer("num_heads"),
         .num_kv_heads = layer.integer("num_kv_heads"),

@@ -188,8 +188,8 @@ py::tuple PyRWorker::read_tokens(std::int64_t sequence_id, std::int64_t layer) c
 }
 
 py::array_t<std::uint8_t> PyRWorker::export_sequence(std::int64_t sequence_id, std::int64_t start,
-                                                     std::optional<std::int64_t> most) const {
-    const rworker::Worker& open = worker();
+                                                     std::optional<std::int64_t> most) {
+    rworker::Worker& open = worker();
     if (!most) open.cache().check_export(sequence_id, start, 0);
     const std::int64_t num_tokens = most ? *most : open.cache().whole_sequence(sequence_id).length - start;
     py::array_t<std::uint8_t> data(open.export_bytes(sequence_id, start, num_tokens));

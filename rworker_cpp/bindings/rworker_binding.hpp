@@ -38,7 +38,7 @@ class PyRWorker {
     void abandon_step();
     py::tuple read_tokens(std::int64_t sequence_id, std::int64_t layer) const;
     py::array_t<std::uint8_t> export_sequence(std::int64_t sequence_id, std::int64_t start,
-                                              std::optional<std::int64_t> most) const;
+                                              std::optional<std::int64_t> most);
     void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data, std::int64_t start);
     /// These three may be called from any thread, even while another one closes the R-worker.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;

@@ -92,6 +92,9 @@ void KVCache::edit_layer(std::int64_t layer) const {
 void KVCache::commit_step() {
     for (const std::int64_t id : grown_) {
         Sequence& sequence = sequences_.at(id);
+        sequence.kept = std::move(sequence.coming);
+        sequence.first_kept = 0;
+        sequence.num_kept = sequence.kept ? sequence.pending_length - sequence.length : 0;
         sequence.length = sequence.pending_length;
         sequence.born_in_step = false;
     }
@@ -103,6 +106,7 @@ void KVCache::abandon_step(bool written) {
         Sequence& sequence = sequences_.at(id);
         sequence.blocks.resize(blocks_for(sequence.length));
         sequence.pending_length = sequence.length;
+        sequence.coming.reset();
         sequence.state_spoilt |= written && !sequence.state_blocks.empty();
         if (sequence.born_in_step) sequences_.erase(id);
     }
@@ -147,8 +151,9 @@ void KVCache::fork(const Control& control) {
         edits_.push_back({source.blocks[num_full], copy.blocks.back(), tile_cut(control.num_tokens, source.length)});
     }
     if (!source.state_blocks.empty()) take_state(copy);
-    for (std::size_t i = 0; i < source.state_blocks.size(); ++i)
+    for (std::int64_t i = 0; i < (source.state_blocks.empty() ? 0 : states_.num_filled()); ++i)
         edits_.push_back({source.state_blocks[i], copy.state_blocks[i], -1});
+    copy.kept = source.kept, copy.first_kept = source.first_kept, copy.num_kept = source.num_kept;
     remember(control.sequence_id);
     sequences_.emplace(control.sequence_id, std::move(copy));
 }
@@ -158,8 +163,10 @@ void KVCache::truncate(const Control& control) {
     if (control.num_tokens < 0 || control.num_tokens > length)
         throw Error("truncate: num_tokens is " + std::to_string(control.num_tokens) + ", but " +
                     name_of(control.sequence_id) + " holds " + std::to_string(length) + " tokens");
-    if (states_.num_blocks() && control.num_tokens != length)
-        throw Error("truncate: " + name_of(control.sequence_id) + " has a state, which is that of all its tokens");
+    const std::int64_t num_refused = states_.num_blocks() ? length - control.num_tokens : 0;
+    if (num_refused > sequence(control.sequence_id).num_kept)
+        throw Error("truncate: " + name_of(control.sequence_id) + " has a state, which is that of its first " +
+                    std::to_string(length - sequence(control.sequence_id).num_kept) + " tokens");
     remember(control.sequence_id);
     Sequence& kept = sequences_.at(control.sequence_id);
     while (std::int64_t(kept.blocks.size()) > blocks_for(control.num_tokens)) {
@@ -175,6 +182,7 @@ void KVCache::truncate(const Control& control) {
         edits_.push_back({last, kept.blocks.back(), tile_cut(control.num_tokens, length)});
     }
     kept.length = kept.pending_length = control.num_tokens;
+    kept.num_kept -= num_refused;
 }
 
 void KVCache::release(const Control& control) {
@@ -216,6 +224,8 @@ void KVCache::grow(const Span& span) {
     }
     Sequence& sequence = found->second;
     sequence.pending_length = length + span.num_rows;
+    if (span.num_rows > 1 && span.num_rows <= states_.most_kept())
+        sequence.coming = KeptRows(new std::uint8_t[states_.kept_bytes()]);
     grown_.push_back(span.sequence_id);
     while (std::int64_t(sequence.blocks.size()) < blocks_for(sequence.pending_length))
         sequence.blocks.push_back(pool_.take());

@@ -114,7 +114,18 @@ void KVCache::export_sequence(std::int64_t sequence_id, std::int64_t start, std:
                    codec.read_value(place, value);
                });
     const Sequence& sequence = whole_sequence(sequence_id);
-    if (start + num_tokens == sequence.length) copy_state(sequence, out + sequence_bytes(num_tokens));
+    if (has_state_at(sequence_id, start + num_tokens)) copy_state(sequence, out + sequence_bytes(num_tokens));
+}
+
+bool KVCache::has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const {
+    const Sequence& sequence = whole_sequence(sequence_id);
+    return states_.num_blocks() && num_tokens <= sequence.length && num_tokens >= sequence.length - sequence.num_kept;
+}
+
+void KVCache::settled(std::int64_t sequence_id, std::int64_t count) {
+    Sequence& sequence = sequences_.at(sequence_id);
+    sequence.first_kept += count;
+    sequence.num_kept -= count;
 }
 
 void KVCache::copy_state(const Sequence& sequence, std::uint8_t* out) const {

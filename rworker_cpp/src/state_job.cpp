@@ -37,9 +37,22 @@ void StateJob::plan(std::span<const Span> spans) {
     rows_.clear();
     std::int64_t first = 0;
     for (const Span& span : spans) {
-        rows_.push_back({cache_.sequence(span.sequence_id).state_blocks.data(), first, span.num_rows, span.context_len});
+        const Sequence& of = cache_.sequence(span.sequence_id);
+        rows_.push_back({of.state_blocks.data(), first, span.num_rows, span.context_len, of.kept.get(), of.first_kept,
+                         of.num_kept, of.coming.get()});
         first += span.num_rows;
     }
+    reserve_counters();
+}
+
+void StateJob::plan(std::int64_t sequence_id, std::int64_t count) {
+    const Sequence& of = cache_.sequence(sequence_id);
+    const std::int64_t position = of.length - of.num_kept + count;
+    rows_ = {{of.state_blocks.data(), 0, 0, position, of.kept.get(), of.first_kept, count, nullptr}};
+    reserve_counters();
+}
+
+void StateJob::reserve_counters() {
     std::size_t counters = 0;
     for (const LayerSpec& layer : cache_.layers())
         if (layer.state) counters = std::max(counters, rows_.size() * std::size_t(layer.state->groups));
@@ -52,7 +65,8 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     payload_ = payload;
     const std::int64_t head_bytes = 4 * spec_->value_dim * (spec_->key_dim + spec_->taps - 1);
     std::int64_t cost = 0;
-    for (const Rows& rows : rows_) cost += 2 * head_bytes * (1 + rows.count / kRowsPerReading) * spec_->heads;
+    for (const Rows& rows : rows_)
+        cost += 2 * head_bytes * (1 + (rows.count + rows.num_kept) / kRowsPerReading) * spec_->heads;
     for (std::size_t i = 0; i < rows_.size() * spec_->groups; ++i)
         heads_left_[i].store(std::int32_t(spec_->heads_per_group()), std::memory_order_relaxed);
     const std::int64_t num_rows = std::int64_t(rows_.size());
@@ -70,9 +84,63 @@ const void* StateJob::payload_of(const Rows& rows) const {
     return advanced(payload_.keys, rows.first * spec_->row_elements(item_bytes(dtype_)), dtype_);
 }
 
+const void* StateJob::kept_of(const Rows& rows) const {
+    return rows.kept + cache_.states().kept_offset(layer()) + rows.first_kept * row_bytes();
+}
+
+void StateJob::keep(const StateChannels& part, const void* payload, std::int64_t count, std::int64_t position) const {
+    kernels_.keep({dtype_, payload, spec_->row_elements(item_bytes(dtype_)), count, position, part, int(spec_->taps),
+                   int(cache_.states().row_floats())});
+}
+
+/// Of what is written for good: the rows that the state lacked, and those that come unless they may be taken back.
 void StateJob::keep(const StateChannels& part, const Rows& rows) const {
-    kernels_.keep({dtype_, payload_of(rows), spec_->row_elements(item_bytes(dtype_)), rows.count, rows.position, part,
-                   int(spec_->taps), int(cache_.states().row_floats())});
+    if (rows.num_kept) keep(part, kept_of(rows), rows.num_kept, rows.position - rows.num_kept);
+    if (!rows.coming) keep(part, payload_of(rows), rows.count, rows.position);
+}
+
+/// A copy of a window, as it is after the rows that the state lacked; other heads may still read the window.
+StateChannels StateJob::moved_on(const StateChannels& part, const Rows& rows, std::vector<float>& floats,
+                                 std::vector<float*>& pointers) const {
+    const std::int64_t wide = cache_.states().row_floats(), count = (spec_->taps - 1) * cache_.states().rows_of(part.dim);
+    floats.resize(count * wide);
+    pointers.resize(count);
+    for (std::int64_t i = 0; i < count; ++i) {
+        pointers[i] = floats.data() + i * wide;
+        std::copy_n(part.window[i], wide, pointers[i]);
+    }
+    const StateChannels copy{part.first_channel, part.dim, pointers.data()};
+    keep(copy, kept_of(rows), rows.num_kept, rows.position - rows.num_kept);
+    return copy;
+}
+
+/// A thread's copies of what rows that may be taken back must not change.
+struct StateJob::Aside {
+    std::vector<float> query, key, value, matrix;
+    std::vector<float*> query_rows, key_rows, value_rows, matrix_rows;
+};
+
+void StateJob::set_aside(float* const* matrix, Aside& aside) const {
+    const std::int64_t wide = cache_.states().row_floats();
+    aside.matrix.resize(spec_->key_dim * wide);
+    aside.matrix_rows.resize(spec_->key_dim);
+    for (std::int64_t i = 0; i < spec_->key_dim; ++i) {
+        aside.matrix_rows[i] = aside.matrix.data() + i * wide;
+        std::copy_n(matrix[i], wide, aside.matrix_rows[i]);
+    }
+}
+
+/// Take the rows that the state lacked, whose outputs are known.
+void StateJob::advance_kept(StateArgs args, const Rows& rows) const {
+    thread_local std::vector<float> out;
+    out.resize(spec_->value_dim);
+    args.rows = kept_of(rows);
+    args.num_rows = rows.num_kept;
+    args.position = rows.position - rows.num_kept;
+    args.next_matrix = nullptr;
+    args.out = out.data();
+    args.out_stride = 0;
+    kernels_.advance(args);
 }
 
 void StateJob::matrix_of(std::int64_t item, std::vector<float*>& rows) const {
@@ -83,6 +151,7 @@ void StateJob::matrix_of(std::int64_t item, std::vector<float*>& rows) const {
 
 void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
     thread_local std::vector<float*> query_window, key_window, value_window, matrix, next_matrix;
+    thread_local Aside aside;
     const StateSpec& spec = *spec_;
     const LayerSpec& of = cache_.layers()[layer()];
     const StatePlaces& places = cache_.states();
@@ -121,13 +190,39 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
         if (next_item >= 0) matrix_of(next_item, next_matrix);
         args.next_matrix = next_item >= 0 ? next_matrix.data() : nullptr;
     }
-    kernels_.advance(args);
-    keep(args.value, rows);
+    const StateArgs here = args;
+    if (rows.num_kept) {
+        if (args.matrix) advance_kept(args, rows);
+        args.value = moved_on(here.value, rows, aside.value, aside.value_rows);
+        if (args.matrix) args.query = moved_on(here.query, rows, aside.query, aside.query_rows);
+        if (args.matrix) args.key = moved_on(here.key, rows, aside.key, aside.key_rows);
+    }
+    if (rows.coming) {
+        if (head == 0)
+            std::memcpy(rows.coming + places.kept_offset(layer()), payload_of(rows), rows.count * row_bytes());
+        if (args.matrix) set_aside(here.matrix, aside), args.matrix = aside.matrix_rows.data();
+    }
+    if (rows.count) kernels_.advance(args);
+    keep(here.value, rows);
     if (spec.kind == StateKind::window) return;
     std::atomic<std::int32_t>& left = heads_left_[item / spec.heads * spec.groups + group];
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    keep(args.query, rows);
-    keep(args.key, rows);
+    keep(here.query, rows);
+    keep(here.key, rows);
+}
+
+void settle_state(KVCache& cache, const StateKernels& kernels, DType dtype, std::int64_t sequence_id, std::int64_t num_tokens) {
+    const Sequence& of = cache.sequence(sequence_id);
+    const std::int64_t count = num_tokens - (of.length - of.num_kept);
+    if (count == 0) return;
+    StateJob job(cache, kernels, dtype, 1);
+    job.plan(sequence_id, count);
+    for (std::size_t layer = 0; layer < cache.layers().size(); ++layer) {
+        if (!cache.layers()[layer].state) continue;
+        job.prepare(std::int64_t(layer), {});
+        for (std::int64_t item = 0; item < job.num_items(); ++item) job.run(item, -1, 0);
+    }
+    cache.settled(sequence_id, count);
 }
 
 }  // namespace rworker

@@ -17,13 +17,17 @@ void check_state(const StateSpec& spec, const char* name) {
     require(spec.taps >= 1 && spec.taps <= 16, of + "taps must be 1 to 16");
     require(window || spec.decays == 1 || spec.decays == spec.key_dim, of + "decays must be 1 or key_dim");
     require(std::int64_t(spec.filters.size()) == spec.taps * spec.channels(), of + "filters must be taps x channels");
+    require(spec.kept_rows >= 0 && spec.kept_rows <= kMost, of + "kept_rows must be 0 to " + std::to_string(kMost));
     require(spec.bias.empty() || std::int64_t(spec.bias.size()) == spec.channels(), of + "bias must be one per channel");
     require(spec.skip.empty() || std::int64_t(spec.skip.size()) == spec.heads, of + "skip must be one per head");
 }
 
 StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector<LayerLayout>& layouts) {
-    for (const LayerSpec& layer : layers)
+    for (const LayerSpec& layer : layers) {
         if (layer.state) row_floats_ = std::max(row_floats_, (layer.state->value_dim + 15) / 16 * 16);
+        if (layer.state) most_kept_ = std::max(most_kept_, layer.state->kept_rows);
+        kept_offsets_.push_back(kept_offsets_.back() + (layer.state ? 4 * (layer.state->channels() + layer.state->numbers()) : 0));
+    }
     if (row_floats_ == 0) return;
     for (const LayerSpec& layer : layers) {
         first_rows_.push_back(num_rows_);
@@ -37,7 +41,10 @@ StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector
             places_.push_back({layout.region_offset_bytes + i * 4 * row_floats_, layout.block_bytes});
     require(!places_.empty(), "a block has no room for a row of a state, " + std::to_string(4 * row_floats_) +
                                   " bytes in one layer; give a larger block_size");
-    num_blocks_ = (num_rows_ + std::int64_t(places_.size()) - 1) / std::int64_t(places_.size());
+    num_filled_ = (num_rows_ + std::int64_t(places_.size()) - 1) / std::int64_t(places_.size());
+    std::int64_t block_bytes = 0;
+    for (const LayerLayout& layout : layouts) block_bytes += layout.block_bytes;
+    num_blocks_ = num_filled_ + (2 * kept_bytes() + block_bytes - 1) / block_bytes;  // those of the step and of the last one
 }
 
 std::int64_t StatePlaces::query_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const {

@@ -252,13 +252,15 @@ void Worker::unwrite(const MiniBatch& mini_batch) const {
 std::int64_t Worker::export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
     require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
     cache_.check_export(sequence_id, start, num_tokens);
-    const bool whole = start + num_tokens == cache_.sequence(sequence_id).length;
-    return cache_.sequence_bytes(num_tokens) + (whole ? cache_.states().num_bytes() : 0);
+    const bool with_state = cache_.has_state_at(sequence_id, start + num_tokens);
+    return cache_.sequence_bytes(num_tokens) + (with_state ? cache_.states().num_bytes() : 0);
 }
 
 void Worker::export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
-                             std::uint8_t* out) const {
+                             std::uint8_t* out) {
     export_bytes(sequence_id, start, num_tokens);
+    if (cache_.has_state_at(sequence_id, start + num_tokens))
+        settle_state(cache_, state_kernels(kernels_), model_dtype_, sequence_id, start + num_tokens);
     cache_.export_sequence(sequence_id, start, num_tokens, out);
 }
 

@@ -54,7 +54,7 @@ void append(Worker& worker, std::int64_t sequence_id, const std::vector<Data>& l
     worker.end_step();
 }
 
-std::vector<std::uint8_t> exported(const Worker& worker, std::int64_t sequence_id) {
+std::vector<std::uint8_t> exported(Worker& worker, std::int64_t sequence_id) {
     const std::int64_t length = worker.cache().sequence(sequence_id).length;
     std::vector<std::uint8_t> bytes(worker.export_bytes(sequence_id, 0, length));
     worker.export_sequence(sequence_id, 0, length, bytes.data());
@@ -62,7 +62,7 @@ std::vector<std::uint8_t> exported(const Worker& worker, std::int64_t sequence_i
 }
 
 /// The prefix of an incoming sequence reads as what its source exports.
-void check_prefix(const Worker& worker, std::int64_t job_id, std::int64_t source_id, std::int64_t context) {
+void check_prefix(Worker& worker, std::int64_t job_id, std::int64_t source_id, std::int64_t context) {
     for (const std::int64_t start : {std::int64_t(0), context / 3, context - 1}) {
         const std::int64_t num_tokens = context - start;
         std::vector<std::uint8_t> wanted(worker.export_bytes(source_id, start, num_tokens)), found;

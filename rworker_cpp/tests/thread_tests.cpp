@@ -185,34 +185,40 @@ void test_cuts_beside_the_step() {
         for (const bool in_one_call : {false, true}) CHECK(run_cuts(num_threads, true, in_one_call) == never_had);
 }
 
-/// Outputs and states of six sequences with a recurrent layer, `cut` rows at a time of 24.
-std::vector<float> run_states(int num_threads, std::int64_t cut) {
+/// Outputs and states of six sequences with a recurrent layer, `cut` rows at a time of 24. With `refused` of them, every
+/// step brings so many more, which the next one takes back; of every second step all stay, though they might go.
+std::vector<float> run_states(int num_threads, std::int64_t cut, std::int64_t refused = 0) {
     constexpr std::int64_t count = 6, rows = 24, heads = 4, dim = 40;
     auto state = std::make_shared<StateSpec>(
         StateSpec{StateKind::delta, heads, 2, 24, dim, 4, 1, true, true, 0.2f, {}, {}, {}});
     state->filters.resize(4 * state->channels(), 0.3f);
+    state->kept_rows = refused ? cut + refused : 0;
     const std::int64_t elements = state->row_elements(4);
     LayerSpec recurrent{heads, 0, 0, dim, 1.0f, 0, 0.0f, {}};
     recurrent.state = state;
     Worker worker({{{2, 1, 16, 16, 0.25f, 0, 0.0f, {}}, recurrent},
                    DType::float32, DType::float32, 16, 2000, num_threads, {}, "auto"});
-    std::vector<float> outputs(count * rows * heads * dim), none(count * rows * 32);
+    std::vector<float> outputs(count * rows * heads * dim), none(count * (rows + refused) * 32);
+    std::vector<Control> controls;
     for (std::int64_t done = 0; done < rows; done += cut) {
+        const std::int64_t wrong = done / cut % 2 ? 0 : refused, all = cut + wrong;
         std::vector<Span> spans;
-        std::vector<float> data(count * cut * elements), out(count * cut * heads * dim);
+        std::vector<float> data(count * all * elements), out(count * all * heads * dim);
         for (std::int64_t i = 0; i < count; ++i) {
-            spans.push_back({i, done, cut, SpanMode::attend});
-            for (std::int64_t j = 0; j < cut * elements; ++j) {
-                const float x = float((j + done * elements + i * 31) * 7919 % 1009) / 500.0f - 1.0f;
-                data[i * cut * elements + j] = j % elements < state->channels() ? x : -x * x;
+            spans.push_back({i, done, all, SpanMode::attend});
+            for (std::int64_t j = 0; j < all * elements; ++j) {
+                const float x = float((j + done * elements + i * 31) * 7919 % (j < cut * elements ? 1009 : 997)) / 500.0f - 1.0f;
+                data[i * all * elements + j] = j % elements < state->channels() ? x : -x * x;
             }
         }
-        worker.begin_step({}, std::vector<std::vector<Span>>{spans});
+        worker.begin_step(controls, std::vector<std::vector<Span>>{spans});
+        controls.clear();
+        for (std::int64_t i = 0; wrong && i < count; ++i) controls.push_back({Verb::truncate, i, 0, done + cut});
         worker.run(0, 0, {none.data(), none.data(), none.data(), none.data()});
         worker.run(0, 1, {nullptr, data.data(), nullptr, out.data()});
         worker.end_step();
         for (std::int64_t i = 0; i < count; ++i)
-            std::copy_n(out.data() + i * cut * heads * dim, cut * heads * dim,
+            std::copy_n(out.data() + i * all * heads * dim, cut * heads * dim,
                         outputs.data() + (i * rows + done) * heads * dim);
     }
     std::vector<std::uint8_t> bytes(worker.export_bytes(2, 0, rows));
@@ -236,6 +242,8 @@ void test_a_prompt_by_itself_is_shared() {
 void run_thread_tests() {
     const std::vector<float> states = run_states(1, 24);
     for (const std::int64_t cut : {1, 2, 12}) CHECK(run_states(3, cut) == states);
+    for (const std::int64_t cut : {1, 2, 3, 8})
+        for (const std::int64_t refused : {1, 3, 6}) CHECK(run_states(3, cut, refused) == states);
     test_a_prompt_by_itself_is_shared();
     test_shared_prefixes();
     test_cuts_beside_the_step();

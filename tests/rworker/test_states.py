@@ -188,7 +188,7 @@ def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
     harness = Harness(kind)
     harness.step([(1, 0, rows[:18])])
     for control in ((TRUNCATE, 1, 0, 16), (FORK, 2, 1, 16)):
-        with pytest.raises(ValueError, match="has a state, which is that of all its tokens"):
+        with pytest.raises(ValueError, match=r"has a state, which is that of (all its|its first 18) tokens"):
             harness.worker.begin_step(table([control]), [table([])])
     with pytest.raises(ValueError, match="mode must be 1"):
         harness.worker.begin_step(table([]), [table([(1, 18, 1, 0)])])

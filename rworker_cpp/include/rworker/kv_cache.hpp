@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -19,6 +20,10 @@
 
 namespace rworker {
 
+/// Payload rows, layer after layer, of the last step of a sequence that may be taken back: its state is advanced by
+/// those that stay once the next step's rows come. Forks share them.
+using KeptRows = std::shared_ptr<std::uint8_t[]>;
+
 /// A sequence of t tokens holds ceil(t / block_size) blocks, each covering all layers. Full blocks may be shared
 /// between sequences; a partial last block never is, so appending needs no copy.
 struct Sequence {
@@ -27,6 +32,8 @@ struct Sequence {
     std::int64_t pending_length = 0;  // with the rows of the open step
     bool born_in_step = false;
     std::vector<std::int32_t> state_blocks = {};  // of its own, where layers are recurrent
+    KeptRows kept = {}, coming = {};              // rows its state lacks so far, and those of the open step it will lack
+    std::int64_t first_kept = 0, num_kept = 0;    // of `kept`, those that a truncate left
     bool state_spoilt = false;                    // by a step that was abandoned
     std::optional<std::int64_t> job_id = {};  // while it is incoming: rows from `length` on come from prefill workers
 };
@@ -101,6 +108,10 @@ class KVCache {
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     /// Error unless the sequence has these tokens.
     void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
+    /// True where the state of a sequence is, or can be advanced to, that after its first `num_tokens` tokens.
+    bool has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const;
+    /// The state of a sequence has been advanced by the first `count` of the rows kept.
+    void settled(std::int64_t sequence_id, std::int64_t count);
     /// A new sequence from what a cache of the same layers and dtype exported; from `start` > 0 on, whole blocks, more
     /// tokens of one that has exactly those before. On an error nothing has changed.
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,

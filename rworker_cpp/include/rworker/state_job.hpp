@@ -18,20 +18,37 @@ class StateJob final : public LayerJob {
 
     /// Which rows come in this step, layer after layer.
     void plan(std::span<const Span> spans);
+    /// No rows come: the state of one sequence is advanced by the first `count` of those it lacks.
+    void plan(std::int64_t sequence_id, std::int64_t count);
+    std::int64_t num_items() const { return std::int64_t(rows_.size()) * spec_->heads; }
     void prepare(std::int64_t layer, const Payload& payload);
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
 
   private:
+    /// Rows that come, after `position` tokens, the last `num_kept` of which the state lacks.
     struct Rows {
         const std::int32_t* blocks;
         std::int64_t first, count, position;
+        const std::uint8_t* kept;
+        std::int64_t first_kept, num_kept;
+        std::uint8_t* coming;  // where the rows are kept in place of advancing the state; or null
     };
+    struct Aside;
+
+    void reserve_counters();
 
     StateChannels channels(std::int64_t first, std::int64_t dim, std::int64_t window, const Rows& rows,
                            std::vector<float*>& pointers) const;
     void matrix_of(std::int64_t item, std::vector<float*>& rows) const;
+    StateChannels moved_on(const StateChannels& part, const Rows& rows, std::vector<float>& floats,
+                           std::vector<float*>& pointers) const;
+    void keep(const StateChannels& part, const void* payload, std::int64_t count, std::int64_t position) const;
     void keep(const StateChannels& part, const Rows& rows) const;
+    void advance_kept(StateArgs args, const Rows& rows) const;
+    void set_aside(float* const* matrix, Aside& aside) const;
     const void* payload_of(const Rows& rows) const;
+    const void* kept_of(const Rows& rows) const;
+    std::int64_t row_bytes() const { return spec_->row_elements(item_bytes(dtype_)) * item_bytes(dtype_); }
 
     const KVCache& cache_;
     const StateKernels& kernels_;
@@ -43,5 +60,8 @@ class StateJob final : public LayerJob {
     std::size_t num_counters_ = 0;
     std::vector<std::vector<float>> scratch_;  // per thread
 };
+
+/// Advance the state of a sequence to that after its first `num_tokens` tokens, by rows that it lacks.
+void settle_state(KVCache& cache, const StateKernels& kernels, DType dtype, std::int64_t sequence_id, std::int64_t num_tokens);
 
 }  // namespace rworker

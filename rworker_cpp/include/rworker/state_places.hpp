@@ -17,8 +17,15 @@ class StatePlaces {
   public:
     StatePlaces(const std::vector<LayerSpec>& layers, const std::vector<LayerLayout>& layouts);
 
-    /// Blocks that the state of one sequence takes; 0 where no layer has one.
+    /// Blocks that the state of one sequence takes; 0 where no layer has one. Those after the first `num_filled` stay
+    /// empty: they count the memory of the rows kept beside the state.
     std::int64_t num_blocks() const { return num_blocks_; }
+    std::int64_t num_filled() const { return num_filled_; }
+    /// Most rows of a step that are kept because they may be taken back, and their bytes, at most, over all layers; the
+    /// rows of one layer begin at its offset.
+    std::int64_t most_kept() const { return most_kept_; }
+    std::int64_t kept_bytes() const { return most_kept_ * kept_offsets_.back(); }
+    std::int64_t kept_offset(std::int64_t layer_index) const { return most_kept_ * kept_offsets_[layer_index]; }
     std::int64_t num_rows() const { return num_rows_; }
     std::int64_t row_floats() const { return row_floats_; }
     std::int64_t num_bytes() const { return num_rows_ * row_floats_ * 4; }
@@ -55,7 +62,8 @@ class StatePlaces {
         std::int64_t first_byte, block_bytes;
     };
 
-    std::int64_t num_blocks_ = 0, num_rows_ = 0, row_floats_ = 0;
+    std::int64_t num_blocks_ = 0, num_filled_ = 0, num_rows_ = 0, row_floats_ = 0, most_kept_ = 0;
+    std::vector<std::int64_t> kept_offsets_ = {0};  // bytes of a row in the layers before each
     std::vector<std::int64_t> first_rows_;  // of each layer
     std::vector<Place> places_;             // of the rows of one block
 };

@@ -29,6 +29,7 @@ struct StateSpec {
     std::vector<float> filters;  // [taps][channels], the oldest token first
     std::vector<float> bias;     // [channels], or empty
     std::vector<float> skip;     // [heads], or empty
+    std::int64_t kept_rows = 0;  // rows of a step, at most, that a later truncate may take back: drafts
 
     std::int64_t channels() const { return heads * value_dim + 2 * groups * key_dim; }
     std::int64_t numbers() const { return kind == StateKind::window ? 0 : heads * (decays + 1); }

@@ -95,7 +95,8 @@ class Worker {
 
     /// The committed tokens as bytes, and back; see KVCache. Throw Error while a step is open.
     std::int64_t export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
-    void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
+    /// A state that lacks rows before the last token is advanced by them first.
+    void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out);
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                          std::span<const std::uint8_t> data);
     /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
