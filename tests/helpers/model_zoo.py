@@ -151,6 +151,7 @@ RECIPES |= {
 
 ARCHITECTURES = tuple(RECIPES)
 SPARSE = ("mixtral", "qwen3_moe", "gpt_oss")  # their experts are called for the tokens that chose them
+ROUTED = (*SPARSE, "llama4_text")  # with a router, also where each expert is called for all tokens
 
 
 @dataclass(frozen=True)
