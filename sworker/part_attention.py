@@ -255,6 +255,6 @@ def _attend_ones(attention: PartAttention, layout: KVLayout, number: int, device
     """Have ``TIMED_ROWS`` rows of ones attend in a layer, and wait for them."""
     layer, dtype = layout.layers[number], TORCH_DTYPE[layout.model_dtype]
     q, k, v = (torch.ones((TIMED_ROWS, *shape), dtype=dtype) for shape in layer.row_shapes[:3])
-    k, v = (to_numpy(torch.cat((each, each))) for each in (k, v))
-    kv = PromptKV(np.zeros((0, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8), k, v)
+    keys, values = (to_numpy(torch.cat((each, each))) for each in (k, v))
+    kv = PromptKV(np.zeros((0, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8), keys, values)
     attention.attend(number, q.to(device), kv, TIMED_ROWS).sum().item()
