@@ -158,14 +158,11 @@ class PromptJob:
 
     def take_in(self, layer: int, start: int, arrays: Arrays) -> None:
         """Rows from another worker, which came before the job; FrameError where they have no place."""
-        found = self.place_for(layer, start, len(arrays[0]))
-        places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
-        if [each.nbytes for each in places] != [each.nbytes for each in rows]:
+        places = self.place_for(layer, start, len(arrays[0]))
+        if [each.shape for each in places] != [each.shape for each in arrays]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(
-            places, rows, strict=True
-        ):  # keys may have come as what is stored: the bytes tell nothing
-            place[...] = each.view(place.dtype).reshape(place.shape)
+        for place, rows in zip(places, arrays, strict=True):
+            place[...] = rows
         self.filled(layer, start, len(arrays[0]))
 
     def filled(self, layer: int, start: int, num_rows: int) -> None:

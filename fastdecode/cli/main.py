@@ -34,7 +34,6 @@ COMMANDS = (
     "r-worker",
     "prefill-worker",
     "launch",
-    "cache",
     "doctor",
     "collect-env",
 )

@@ -1,1 +1,0 @@
-"""Retained prefixes on an R-worker's disk: chains of blocks, a file each."""
