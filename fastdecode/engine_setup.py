@@ -101,12 +101,9 @@ def check_index(config: EngineConfig, layout: KVLayout) -> None:
         return
     why = "an index of this model picks the tokens that its queries see"
     blocks = {layer.pick_block for layer in layout.layers if layer.pick_block}
-    for name, refused in (
-        ("prefill_workers", config.prefill_workers is not None),
-        ("tensor_parallel_size", config.tensor_parallel_size > 1 and bool(blocks)),
-    ):
-        if refused:
-            raise ConfigError(f"{name}: {why}, which works without {name} so far: leave it out")
+    if config.tensor_parallel_size > 1 and blocks:
+        name = "tensor_parallel_size"
+        raise ConfigError(f"{name}: {why}, which works without {name} so far: leave it out")
     for size in blocks:
         if size % config.block_size:
             raise ConfigError(f"block_size: {why}, in blocks of {size}: {config.block_size} must divide that")

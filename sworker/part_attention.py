@@ -7,9 +7,9 @@ the bits there that the S-worker or an R-worker would give it (``PromptCache``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,15 @@ import torch.nn.functional as F
 
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, Verb
-from fastdecode.sworker.prompts import Sight, causal_mask, prompt_attention, rows_by_head, values_of
+from fastdecode.sworker.index import picked
+from fastdecode.sworker.prompts import (
+    Sight,
+    causal_mask,
+    prompt_attention,
+    reference_attention,
+    rows_by_head,
+    values_of,
+)
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
@@ -28,7 +36,7 @@ SEQUENCE_ID = 0
 
 
 class LayerCache(Protocol):
-    """The part of ``_rworker.RWorker``, which says more, that one layer uses."""
+    """The part of ``_rworker.RWorker``, which says more, that a layer uses, and its index."""
 
     def begin_step(self, controls: np.ndarray, mini_batches: list[np.ndarray]) -> None:
         """Begin a step: int64 CONTROL [n, 4], and SPAN [m, 4] of each mini-batch."""
@@ -56,16 +64,25 @@ class LayerCache(Protocol):
 
 
 MakeCache = Callable[[KVLayout], LayerCache]
-"""Makes a cache for the one layer of a layout, which holds the longest prompt, with threads that attend to it."""
+"""Makes a cache for the few layers of a layout, which holds the longest prompt, with threads that attend to it."""
+
+
+class Rows(NamedTuple):
+    """The rows of a part in one layer: ``q`` [rows, num_heads, query_dim]; ``kv`` has their keys and values."""
+
+    layer: int
+    q: np.ndarray
+    kv: PromptKV
 
 
 class PartAttention(Protocol):
     """Attends the rows of one part of a prompt, layer by layer."""
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
-        """o [rows, num_heads, value_head_dim] of the rows ``q`` [rows, num_heads, key_head_dim].
+        """o [rows, num_heads, value_head_dim] of the rows ``q`` [rows, num_heads, query_dim].
 
-        These are at positions ``start`` and on; ``kv`` has their own keys and values, and may reach beyond them.
+        These are at positions ``start`` and on; ``kv`` has their own keys and values, and may reach beyond them. An
+        index layer's o is zeros; the layers that it picks for come after it.
         """
 
     def close(self) -> None:
@@ -76,41 +93,41 @@ class LayerCaches:
     """A cache for each kind of layer, which holds one layer of one prompt at a time.
 
     Nothing of a layer is needed once its rows have attended, so that this takes a layer's keys and values, not a
-    model's. Layers alike, as most models' all are, share one.
+    model's. Layers alike, as most models' all are, share one. A layer that sees what an index picks has its index
+    beside it, which picks anew for each such layer.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
         """``layout``: with the dtype of the R-workers' caches, and their arithmetic."""
         self.layout = layout
         self._make_cache = make_cache
-        self._caches: dict[LayerLayout, LayerCache] = {}
+        self._caches: dict[tuple[LayerLayout, ...], LayerCache] = {}
 
-    def filled(self, layer: int, kv: PromptKV, num_tokens: int) -> LayerCache:
-        """The cache of ``layer`` with the first ``num_tokens`` of ``kv``, as R-workers would store them."""
-        shape = self.layout.layers[layer]
-        if shape not in self._caches:
-            self._caches[shape] = self._make_cache(replace(self.layout, layers=(shape,), kv_port=""))
-        cache, context_len = self._caches[shape], len(kv.prefix)
+    def filled(self, rows: Sequence[Rows], num_tokens: int) -> LayerCache:
+        """A cache of these layers with their first ``num_tokens``, as R-workers would store them."""
+        shapes = self._shapes(rows)
+        if shapes not in self._caches:
+            self._caches[shapes] = self._make_cache(replace(self.layout, layers=shapes, kv_port=""))
+        cache, context_len = self._caches[shapes], len(rows[0].kv.prefix)
         if context_len:
-            cache.import_(SEQUENCE_ID, context_len, kv.prefix.reshape(-1))
+            cache.import_(SEQUENCE_ID, context_len, np.concatenate([each.kv.prefix.reshape(-1) for each in rows]))
         if num_tokens > context_len:
-            rows = slice(0, num_tokens - context_len)
-            queries = np.empty((0, shape.num_heads, shape.key_head_dim), kv.k.dtype)
-            _step(cache, SpanMode.APPEND, context_len, queries, kv.k[rows], kv.v[rows], shape.value_head_dim)
+            none = [each._replace(q=each.q[:0]) for each in rows]
+            _step(cache, SpanMode.APPEND, shapes, none, slice(0, num_tokens - context_len))
         return cache
 
-    def attend(self, layer: int, q: np.ndarray, kv: PromptKV, start: int) -> np.ndarray:
-        """o of the rows ``q`` at positions ``start`` and on, as ``PartAttention.attend``, as numpy carries them."""
-        own = slice(start - len(kv.prefix), start - len(kv.prefix) + len(q))
+    def attend(self, rows: Sequence[Rows], start: int) -> np.ndarray:
+        """o of the last layer's rows, at positions ``start`` and on, as ``PartAttention.attend`` has it."""
+        first = start - len(rows[0].kv.prefix)
         try:
-            cache, value_dim = self.filled(layer, kv, start), self.layout.layers[layer].value_head_dim
-            return _step(cache, SpanMode.ATTEND, start, q, kv.k[own], kv.v[own], value_dim)
+            cache = self.filled(rows, start)
+            return _step(cache, SpanMode.ATTEND, self._shapes(rows), rows, slice(first, first + len(rows[0].q)))
         finally:
-            self.clear(layer)
+            self.clear(rows)
 
-    def clear(self, layer: int) -> None:
-        """The cache of ``layer`` holds nothing any more."""
-        cache = self._caches.get(self.layout.layers[layer])
+    def clear(self, rows: Sequence[Rows]) -> None:
+        """The cache of these layers holds nothing any more."""
+        cache = self._caches.get(self._shapes(rows))
         if cache and cache.sequence_ids():
             cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
             cache.end_step()
@@ -121,15 +138,23 @@ class LayerCaches:
             cache.close()
         self._caches.clear()
 
+    def _shapes(self, rows: Sequence[Rows]) -> tuple[LayerLayout, ...]:
+        """The layers as those of a cache of their own, an index first."""
+        *index, last = (self.layout.layers[each.layer] for each in rows)
+        return (*index, replace(last, picked_by=0 if index else -1))
+
 
 def _step(
-    cache: LayerCache, mode: SpanMode, start: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, value_dim: int
+    cache: LayerCache, mode: SpanMode, shapes: Sequence[LayerLayout], rows: Sequence[Rows], tokens: slice
 ) -> np.ndarray:
-    """Store rows from token ``start`` on, and have those with queries attend; their o."""
-    o = np.empty((len(q), q.shape[1], value_dim), q.dtype)
-    cache.begin_step(np.zeros((0, 4), np.int64), [np.array([[SEQUENCE_ID, start, len(k), mode]], np.int64)])
+    """Store rows ``tokens`` of those after the prefix, and have those with queries attend; the last layer's o."""
+    first = len(rows[0].kv.prefix) + tokens.start
+    span = [SEQUENCE_ID, first, tokens.stop - tokens.start, mode]
+    cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     try:
-        cache.run(0, 0, q, k, v, o)
+        for number, (shape, each) in enumerate(zip(shapes, rows, strict=True)):
+            o = np.empty((len(each.q), *shape.row_shapes[3]), each.q.dtype)
+            cache.run(0, number, each.q, each.kv.k[tokens], each.kv.v[tokens], o)
     except BaseException:
         cache.abandon_step()
         raise
@@ -142,11 +167,18 @@ class StoredAttention:
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
         self._caches = LayerCaches(layout, make_cache)
+        self._index: Rows | None = None
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
-        return from_numpy(self._caches.attend(layer, to_numpy(q), kv, start), q.dtype)
+        shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
+        if shape.picks:  # for the layers that follow
+            self._index = rows
+            return q.new_zeros((len(q), *shape.row_shapes[3]))
+        own = [self._index, rows] if shape.picked_by >= 0 and self._index else [rows]
+        return from_numpy(self._caches.attend(own, start), q.dtype)
 
     def close(self) -> None:
+        self._index = None
         self._caches.close()
 
 
@@ -158,22 +190,32 @@ class TorchAttention:
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
         self._caches = LayerCaches(layout, make_cache)
+        self._picked: torch.Tensor | None = None
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
+        shape, end = self._caches.layout.layers[layer], start + len(q)
         keys, values = (from_numpy(each, q.dtype).to(q.device) for each in (kv.k, kv.v))
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
-        return part_attention(q, keys, values, self._caches.layout.layers[layer], start)
+        if shape.picks:  # for the layers that follow
+            self._picked = picked(q, keys[:end], shape)
+            return q.new_zeros((len(q), *shape.row_shapes[3]))
+        if shape.picked_by >= 0:
+            return reference_attention(q, keys[:end], values[:end], shape, self._picked)
+        return part_attention(q, keys, values, shape, start)
 
     def _prefix(self, layer: int, kv: PromptKV) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the prefix, float32 [context_len, num_kv_heads, …]."""
+        shape = self._caches.layout.layers[layer]
+        rows = [Rows(layer, np.empty((0, *shape.row_shapes[0]), kv.k.dtype), kv)]
         try:
-            return self._caches.filled(layer, kv, len(kv.prefix)).read_tokens(SEQUENCE_ID, 0)
+            return self._caches.filled(rows, len(kv.prefix)).read_tokens(SEQUENCE_ID, 0)
         finally:
-            self._caches.clear(layer)
+            self._caches.clear(rows)
 
     def close(self) -> None:
+        self._picked = None
         self._caches.close()
 
 
@@ -194,18 +236,25 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Lay
 
 
 def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: torch.device) -> float:
-    """Seconds of the first layer's prompt attention for each query and key that are multiplied: the faster of two."""
-    layer, dtype = layout.layers[0], TORCH_DTYPE[layout.model_dtype]
-    q = torch.ones((TIMED_ROWS, layer.num_heads, layer.key_head_dim), dtype=dtype, device=device)
-    k, v = (
-        to_numpy(torch.ones((2 * TIMED_ROWS, layer.num_kv_heads, dim), dtype=dtype))
-        for dim in (layer.key_head_dim, layer.stored_value_dim)
-    )
-    kv = PromptKV(np.zeros((0, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8), k, v)
+    """Seconds of one layer's prompt attention for each query and key that are multiplied: the faster of two.
+
+    Of the first layer, or of an index and the first layer that it picks for, in the mean of both.
+    """
+    timed = range(next(number for number, layer in enumerate(layout.layers) if not layer.picks) + 1)
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
         with torch.inference_mode():
-            attention.attend(0, q, kv, TIMED_ROWS).sum().item()
+            for number in timed:
+                _attend_ones(attention, layout, number, device)
         seconds.append(time.perf_counter() - start)
-    return min(seconds) / (TIMED_ROWS * 1.5 * TIMED_ROWS)
+    return min(seconds) / len(timed) / (TIMED_ROWS * 1.5 * TIMED_ROWS)
+
+
+def _attend_ones(attention: PartAttention, layout: KVLayout, number: int, device: torch.device) -> None:
+    """Have ``TIMED_ROWS`` rows of ones attend in a layer, and wait for them."""
+    layer, dtype = layout.layers[number], TORCH_DTYPE[layout.model_dtype]
+    q, k, v = (torch.ones((TIMED_ROWS, *shape), dtype=dtype) for shape in layer.row_shapes[:3])
+    keys, values = (to_numpy(torch.cat((each, each))) for each in (k, v))
+    kv = PromptKV(np.zeros((0, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8), keys, values)
+    attention.attend(number, q.to(device), kv, TIMED_ROWS).sum().item()

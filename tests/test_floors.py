@@ -37,8 +37,8 @@ OUTSIDE = {0: {"numpy"}, 1: {"numpy"}, 2: {"numpy"}}
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
 LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
 LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster", "ray": "cluster"}
-KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefills.worker"}
-"""The engine's choice of a backend, and the processes that are R-workers and prefill workers."""
+KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefills.worker", "cli.cache"}
+"""The engine's choice of a backend, processes that are R-workers and prefill workers, and what reads their disks."""
 
 IN_ONE_FILE = {"mpi4py", "zmq", "ray"}
 NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}

@@ -43,6 +43,7 @@ from fastdecode.sworker import SModel
 from fastdecode.sworker.part_attention import (
     LayerCaches,
     PartAttention,
+    Rows,
     StoredAttention,
     TorchAttention,
     part_attention,
@@ -123,7 +124,9 @@ class Chain:
         caches = LayerCaches(self.layout, make_cache)
         stored_bytes = self.layout.layers[layer].kv_bytes_per_token(self.layout.kv_dtype)
         prefix = np.zeros((0, stored_bytes), np.uint8)
-        cache = caches.filled(layer, PromptKV(prefix, *self.rows(layer)), num_tokens)
+        kv = PromptKV(prefix, *self.rows(layer))
+        queries = np.empty((0, *self.layout.layers[layer].row_shapes[0]), kv.k.dtype)
+        cache = caches.filled([Rows(layer, queries, kv)], num_tokens)
         try:
             return cache.export(0).reshape(num_tokens, stored_bytes)
         finally:
@@ -399,6 +402,18 @@ def test_rows_without_a_place_are_refused(llama: SModel) -> None:
     with pytest.raises(FrameError):
         job.place_for(0, 0, 20)
     job.place_for(0, 20, 30)
+
+
+def test_rows_that_came_early_are_taken_in_by_their_bytes() -> None:
+    """Keys that have values in them have one part, as those of a prefix; so they may have come as such."""
+    layout = KVLayout((LayerLayout(2, 1, 6, 4, 1.0, values_in_keys=True),), "float32", "float32")
+    job = Chain(layout, [0] * 30, (0, 20, 30)).jobs[1]
+    keys = np.arange(120, dtype=np.float32).reshape(20, 1, 6)
+    job.take_in(0, 0, (keys.reshape(20, 6).view(np.uint8),))
+    own = np.ones((10, 1, 6), np.float32)
+    np.testing.assert_array_equal(job.exchange(0, own, own[..., :0]).k, np.concatenate([keys, own]))
+    with pytest.raises(FrameError, match="have another form"):
+        Chain(layout, [0] * 30, (0, 20, 30)).jobs[1].take_in(0, 0, (keys[..., :5],))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,21 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import latent_zoo, model_zoo, r_workers
+from helpers import latent_zoo, model_zoo, prefill_workers, r_workers
 from helpers.engine_checks import assert_nothing_held
 from helpers.examples import SEES_ALL
 from helpers.prefill_workers import Watched
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
+from fastdecode.cluster.r_worker.host import make_layer_cache
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
+from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.engine_setup import check_index
 from fastdecode.sworker.index import BlockIndexer, TokenIndexer, picked, use_index
 from fastdecode.sworker.latents import use_latent_rows
+from fastdecode.sworker.part_attention import StoredAttention, TorchAttention
 from fastdecode.sworker.prompt_scratch import PromptScratch
 from fastdecode.sworker.prompts import reference_attention
 from fastdecode.sworker.staging import PromptRows
@@ -179,6 +183,26 @@ def test_ranges_on_several_r_workers_match_generate(model: tuple[str, Any, Path]
     assert [model_zoo.disagreements(own, *pair) for pair in zip(texts, tokens, strict=True)] == [0] * 4
 
 
+@pytest.mark.parametrize("model", MORE, indirect=True)
+def test_prefill_workers_pick_as_r_workers_do(model: tuple[str, Any, Path]) -> None:
+    """Parts of prompts, over what others computed and over prefixes, into ranges of which one is lost."""
+    _, own, folder = model
+    texts = prompts((1100, 40, 500))
+    texts += [texts[0][:600] + texts[2][:90], texts[2][:480] + texts[1]]
+    settings: dict[str, Any] = {"kv_shard_tokens": 512, "kv_replicas": 2, "max_model_len": 1200, "r_workers": "spawn:2"}
+    with (
+        prefill_workers.threads(folder, 2, max_model_len=1200) as addresses,
+        LLM(str(folder), **SETTINGS | settings, prefill_workers=addresses) as llm,
+    ):
+        there = Watched(llm, range(2))
+        kill = partial(os.kill, r_workers.spawned_pids(llm)[1], signal.SIGKILL)
+        tokens = there.run(texts[:3], lambda _: GREEDY, {9: kill}) + there.run(texts[3:], lambda _: GREEDY)
+        assert len(there.computed) >= 4 and any(prefill.prefix for prefill in there.handed)
+        assert_nothing_held(llm.engine)
+    pairs = zip(texts, tokens, strict=True)
+    assert [model_zoo.disagreements(own, text, each) for text, (each,) in pairs] == [0] * 5
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", ["glm_moe_dsa"], indirect=True)
 def test_ranks_have_their_heads_and_the_whole_index(model: tuple[str, Any, Path]) -> None:
@@ -205,9 +229,9 @@ def test_what_does_not_go_with_an_index_is_refused_by_name(tmp_path: Path) -> No
     layout = KVLayout(
         (LayerLayout(2, 1, 16, 1, 1.0, picks=3, pick_block=16), LayerLayout(4, 2, 16, 16, 1.0)), *2 * ("float32",)
     )
-    for name, value in (("tensor_parallel_size", 2), ("prefill_workers", "spawn:1")):
-        with pytest.raises(ConfigError, match=f"{name}: an index of this model picks .*, which works without {name}"):
-            check_index(EngineConfig(**{name: value, "block_size": 16}), layout)
+    name = "tensor_parallel_size"
+    with pytest.raises(ConfigError, match=f"{name}: an index of this model picks .*, which works without {name}"):
+        check_index(EngineConfig(tensor_parallel_size=2, block_size=16), layout)
 
 
 def test_an_indexer_that_picks_otherwise_stays_as_it_is() -> None:
@@ -231,21 +255,48 @@ def test_an_indexer_that_picks_otherwise_stays_as_it_is() -> None:
 
 def test_prompts_on_a_gpu_attend_in_chunks_as_at_once() -> None:
     """torch's own attention there, over rows as R-workers get them."""
-    index = LayerLayout(20, 1, 16, 1, 0.3, values_in_keys=True, picks=6)
-    layers = index, LayerLayout(3, 1, 24, 16, 0.2, values_in_keys=True, picked_by=0)
-    scratch, parts = PromptScratch(KVLayout(layers, "float32", "float32")), (slice(0, 17), slice(17, 40))
-    torch.manual_seed(2)
-    rows = [
-        [torch.randn(40, *shape) for shape in ((each.num_heads, each.query_dim), (1, each.key_head_dim))]
-        for each in layers
-    ]
-    found = []
+    (rows, wanted), parts = rows_of_an_index(), (slice(0, 17), slice(17, 40))
+    scratch, found = PromptScratch(INDEXED), []
     for part in parts:
         scratch.begin_step([])
         for number, (q, k) in enumerate(rows):
             here = PromptRows(7, slice(0, part.stop - part.start), part.start, part.stop == 40)
             found.append(scratch.attend(number, 0, q[part], k[part], k[part, :, :0], [here])[0])
-    seen = picked(*rows[0], index)
-    assert seen.sum(-1).tolist() == [[min(row + 1, 6) for row in range(40)]]
-    wanted = reference_attention(*rows[1], rows[1][1][..., :0], layers[1], seen)
     assert torch.allclose(torch.cat(found[1::2]), wanted, atol=1e-6) and not found[0].any()
+
+
+@pytest.mark.parametrize("kind", [StoredAttention, TorchAttention])
+@pytest.mark.parametrize(("prefix", "start", "end", "num_keys"), [(0, 0, 40, 40), (0, 17, 30, 40), (8, 17, 40, 40)])
+def test_parts_of_prompts_attend_as_at_once(kind: Any, prefix: int, start: int, end: int, num_keys: int) -> None:
+    """Over a prefix as it is stored, and, as where all parts gather all, over keys beyond their own."""
+    rows, wanted = rows_of_an_index()
+    attention = kind(INDEXED, partial(make_layer_cache, num_tokens=40, num_threads=1, cores=()))
+    for number, (q, k) in enumerate(rows):
+        keys = k.numpy()
+        stored = keys[:prefix].reshape(prefix, k.shape[2]).view(np.uint8)
+        kv = PromptKV(stored, keys[prefix:num_keys], keys[prefix:num_keys, :, :0])
+        found = attention.attend(number, q[start:end], kv, start)
+    attention.close()
+    assert torch.allclose(found, wanted[start:end], atol=1e-6)
+
+
+INDEXED = KVLayout(
+    (
+        LayerLayout(20, 1, 16, 1, 0.3, values_in_keys=True, picks=6),
+        LayerLayout(3, 1, 24, 16, 0.2, values_in_keys=True, picked_by=0),
+    ),
+    "float32",
+    "float32",
+)
+
+
+def rows_of_an_index() -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+    """Random q and k of 40 rows in both layers of ``INDEXED``, and o of the second."""
+    torch.manual_seed(2)
+    rows = [
+        [torch.randn(40, *shape) for shape in ((each.num_heads, each.query_dim), (1, each.key_head_dim))]
+        for each in INDEXED.layers
+    ]
+    seen = picked(*rows[0], INDEXED.layers[0])
+    assert seen.sum(-1).tolist() == [[min(row + 1, 6) for row in range(40)]]
+    return rows, reference_attention(*rows[1], rows[1][1][..., :0], INDEXED.layers[1], seen)

@@ -158,11 +158,14 @@ class PromptJob:
 
     def take_in(self, layer: int, start: int, arrays: Arrays) -> None:
         """Rows from another worker, which came before the job; FrameError where they have no place."""
-        places = self.place_for(layer, start, len(arrays[0]))
-        if [each.shape for each in places] != [each.shape for each in arrays]:
+        found = self.place_for(layer, start, len(arrays[0]))
+        places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
+        if [each.nbytes for each in places] != [each.nbytes for each in rows]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, rows in zip(places, arrays, strict=True):
-            place[...] = rows
+        for place, each in zip(
+            places, rows, strict=True
+        ):  # keys may have come as what is stored: the bytes tell nothing
+            place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 
     def filled(self, layer: int, start: int, num_rows: int) -> None:

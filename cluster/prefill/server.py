@@ -33,7 +33,7 @@ from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import KVLayout
+from fastdecode.core.types import KVLayout, LayerLayout
 
 MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""
@@ -232,12 +232,15 @@ class PrefillServer:
         if job := self._jobs.get(job_id):
             arrays = job.place_for(frame.layer, start, num_rows)
         else:
-            context_len = 0 if frame.lengths[2] else num_rows  # of a prefix there is one part
-            arrays = LayerRows(self._layout, layers[frame.layer], context_len, num_rows, 0).of(0, num_rows)
-        wanted = (*(each.nbytes for each in arrays), 0)[:2]
-        if frame.lengths[1:] != wanted:
-            raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {wanted}")
+            arrays = self._early_place(layers[frame.layer], num_rows, frame.lengths[1:])
+        if frame.lengths[1:] != _part_bytes(arrays):
+            raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {_part_bytes(arrays)}")
         return arrays
+
+    def _early_place(self, layer: LayerLayout, num_rows: int, part_bytes: tuple[int, ...]) -> Arrays:
+        """Room for rows of a job that is not here yet: of a prefix, or after it, as their bytes tell."""
+        forms = [LayerRows(self._layout, layer, length, num_rows, 0).of(0, num_rows) for length in (num_rows, 0)]
+        return forms[0] if _part_bytes(forms[0]) == part_bytes else forms[1]
 
     def _cancel(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         data = reader.body(frame, JOB.size)
@@ -290,3 +293,8 @@ class PrefillServer:
             self.fail(job, reason)
         elif not job.is_cancelled:
             log.warning("job %d goes on without one of two copies: %s", job.prompt.job_id, reason)
+
+
+def _part_bytes(arrays: Arrays) -> tuple[int, ...]:
+    """Bytes of the two parts of a KV frame that carries rows."""
+    return (*(each.nbytes for each in arrays), 0)[:2]

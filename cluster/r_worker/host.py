@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -164,14 +165,15 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
 
 
 def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
-    """A cache for ``layout``, that of one layer, and a sequence of ``num_tokens``.
+    """A cache for ``layout``, that of one layer, or of one and its index, and a sequence of ``num_tokens``.
 
     Where this process does not attend in the arithmetic that ``layout`` names, it does in its own.
     """
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
-    num_bytes = -(-num_tokens // LAYER_CACHE_BLOCK) * block_bytes(layout, LAYER_CACHE_BLOCK)
-    return make_rworker(layout, LAYER_CACHE_BLOCK, RWorkerSize(num_bytes, num_threads, cores))
+    block_size = math.gcd(LAYER_CACHE_BLOCK, *(layer.pick_block for layer in layout.layers))
+    num_bytes = -(-num_tokens // block_size) * block_bytes(layout, block_size)
+    return make_rworker(layout, block_size, RWorkerSize(num_bytes, num_threads, cores))
 
 
 def attends_in(isa: str) -> bool:

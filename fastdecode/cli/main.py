@@ -34,6 +34,7 @@ COMMANDS = (
     "r-worker",
     "prefill-worker",
     "launch",
+    "cache",
     "doctor",
     "collect-env",
 )

@@ -57,6 +57,10 @@ class RankLostError(FastDecodeError):
     """A rank of tensor parallelism is gone, and the job with it."""
 
 
+class ChainError(FastDecodeError):
+    """A file of parked keys and values that is not what was written, or is another cache's: it is not read."""
+
+
 class FrameError(BackendError):
     """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""
 

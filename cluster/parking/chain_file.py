@@ -1,0 +1,189 @@
+"""A parked chain of blocks as a file: written aside and renamed, and checked wherever it is read.
+
+Layout, little-endian::
+
+    magic "FDCHAIN1" | bytes of the head u32 | head (JSON) | marks, 16 bytes each | SHA-256 of all that
+    for each piece: SHA-256 of (the SHA-256 above, the piece's number u64, its bytes) | its bytes
+
+A piece has the keys and values of ``PIECE_TOKENS`` consecutive tokens, the last one those that remain, as an R-worker
+exports them; a mark is the hash of all tokens up to a piece's end, so the last one is of the whole chain. A piece of
+another chain, of another place, or with any bit changed has another digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fastdecode.core.errors import ChainError
+from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks
+
+MAGIC = b"FDCHAIN1"
+SUFFIX, UNFINISHED = ".chain", ".part"
+MAX_HEAD_BYTES = 1 << 16
+_LENGTH = struct.Struct("<I")
+_NUMBER = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+
+Name = Annotated[str, Meta(max_length=200)]
+
+
+class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a chain is of. ``fingerprint``: of the model's weights, the cache's layout and the arithmetic; the rest is
+    for readers. ``token_bytes``: bytes of a token over all layers."""
+
+    fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    block_size: Annotated[int, Meta(ge=1, le=PIECE_TOKENS)]
+    num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
+    token_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    model_dtype: Name = ""
+    kv_dtype: Name = ""
+    isa: Name = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole chain."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces, and marks."""
+        return num_marks(self.num_blocks, self.block_size)
+
+    def piece_tokens(self, number: int) -> int:
+        """Tokens of piece ``number``."""
+        return min(PIECE_TOKENS, self.num_tokens - number * PIECE_TOKENS)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        start = len(MAGIC) + _LENGTH.size + len(msgspec.json.encode(self)) + self.num_pieces * MARK_BYTES
+        return start + (1 + self.num_pieces) * _DIGEST_BYTES + self.num_tokens * self.token_bytes
+
+
+def file_name(fingerprint: str, mark: bytes) -> str:
+    """The name of the chain that ends with ``mark``, under ``fingerprint``."""
+    return f"{fingerprint[:16]}-{mark.hex()}{SUFFIX}"
+
+
+class ChainWriter:
+    """Writes a chain beside its place, under another ending, and moves it there when it is whole."""
+
+    def __init__(self, path: Path, head: Head, marks: tuple[bytes, ...]) -> None:
+        """OSError where the file cannot be made."""
+        self._path, self._aside = path, path.with_suffix(UNFINISHED)
+        self._number = 0
+        text = msgspec.json.encode(head)
+        start = b"".join((MAGIC, _LENGTH.pack(len(text)), text, *marks))
+        self._digest = hashlib.sha256(start).digest()
+        self._file = self._aside.open("wb", buffering=0)
+        self._aside.chmod(0o600)
+        self._write(start + self._digest)
+
+    def append(self, piece: np.ndarray) -> None:
+        """Write the next piece, uint8 [num_bytes]."""
+        self._write(_piece_digest(self._digest, self._number, piece))
+        self._write(piece.data)
+        self._number += 1
+
+    def finish(self) -> None:
+        """Have the file on the disk, and then in its place."""
+        os.fdatasync(self._file.fileno())
+        self._file.close()
+        self._aside.rename(self._path)
+
+    def discard(self) -> None:
+        """Leave nothing behind of a file that was not finished."""
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[self._file.write(view) :]
+
+
+class ChainReader:
+    """A chain's file, open: its head and marks, checked at once, and its pieces, each checked when it is read.
+
+    ChainError for what is no whole and unchanged chain, OSError where it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        try:
+            self.head, self.marks = self._read_start()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ChainReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yield the pieces in order, uint8 [num_bytes] each."""
+        for number in range(self.head.num_pieces):
+            digest = self._read(_DIGEST_BYTES)
+            piece = np.empty(self.head.piece_tokens(number) * self.head.token_bytes, np.uint8)
+            self._fill(piece.data)
+            if _piece_digest(self._digest, number, piece) != digest:
+                raise self._broken(f"piece {number} is not what was written")
+            yield piece
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._file.close()
+
+    def _read_start(self) -> tuple[Head, tuple[bytes, ...]]:
+        text = self._read(len(MAGIC) + _LENGTH.size)
+        (num_bytes,) = _LENGTH.unpack(text[len(MAGIC) :])
+        if text[: len(MAGIC)] != MAGIC or num_bytes > MAX_HEAD_BYTES:
+            raise self._broken("it is no parked chain")
+        text += self._read(num_bytes)
+        try:
+            head = msgspec.json.decode(text[len(MAGIC) + _LENGTH.size :], type=Head)
+        except (ValueError, RecursionError):
+            raise self._broken("its head cannot be read") from None
+        if (size := os.fstat(self._file.fileno()).st_size) != head.file_bytes:
+            raise self._broken(f"it has {size:,} bytes, and {head.file_bytes:,} were written")
+        marks = self._read(head.num_pieces * MARK_BYTES)
+        self._digest = self._read(_DIGEST_BYTES)
+        if hashlib.sha256(text + marks).digest() != self._digest:
+            raise self._broken("its head is not what was written")
+        return head, tuple(marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES))
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = bytearray(num_bytes)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            count = self._file.readinto(view)
+            if not count:
+                raise self._broken("it ends too early")
+            view = view[count:]
+
+    def _broken(self, why: str) -> ChainError:
+        return ChainError(f"{self.path}: {why}")
+
+
+def _piece_digest(start: bytes, number: int, piece: np.ndarray) -> bytes:
+    digest = hashlib.sha256(start + _NUMBER.pack(number))
+    digest.update(piece.data)
+    return digest.digest()

@@ -1,0 +1,130 @@
+"""``fastdecode cache``: parked sessions on an R-worker's disk: list them, drop them, check every byte."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.flags import add_common_flags
+from fastdecode.core.errors import ChainError, ConfigError
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.parking.chain_file import ChainReader
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="the parked sessions in an R-worker's --park-dir",
+        description="A file is a chain of KV blocks, named by its fingerprint (of weights, layout and arithmetic) and "
+        "its tokens' hash. An R-worker that is at work computes again what it misses.",
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    for name, run, text in (
+        ("ls", run_ls, "one line per chain, the one used longest ago first"),
+        ("drop", run_drop, "remove chains"),
+        ("verify", run_verify, "read every byte; exit 1 where one is not what was written"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("park_dir", metavar="DIR", help="the R-worker's --park-dir")
+        if name == "ls":
+            action.add_argument("--json", action="store_true", help="one JSON object per chain")
+        else:
+            action.add_argument("names", nargs="*", metavar="FILE", help="as ls names them (verify: all)")
+        if name == "drop":
+            action.add_argument("--all", action="store_true", help="every chain")
+            action.add_argument("--unused", type=float, metavar="SECONDS", help="those not used for so long")
+        add_common_flags(action)
+        action.set_defaults(run=run)
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    """Print what each file says of itself, or why it says nothing."""
+    for path in _files(args.park_dir):
+        row = _row(path)
+        if args.json:
+            print(json.dumps(row))
+        elif "error" in row:
+            print(f"{path.name}  {row['error']}")
+        else:
+            print("{file}  {tokens:>8,} tokens  {bytes:>13,} bytes  unused {unused_seconds:>9,.0f} s  {cache}".format(
+                **row, cache=f"{row['kv_cache_dtype']}, {row['isa']}"
+            ))  # fmt: skip
+    return 0
+
+
+def run_drop(args: argparse.Namespace) -> int:
+    """Remove the files that are named, unused or, with --all, there."""
+    if not (args.names or args.all or args.unused is not None):
+        raise ConfigError("cache drop: name files, or give --unused SECONDS or --all")
+    num_bytes = count = 0
+    for path in _named(args):
+        unused = time.time() - path.stat().st_mtime
+        if args.unused is None or unused >= args.unused:
+            num_bytes, count = num_bytes + path.stat().st_size, count + 1
+            path.unlink()
+    print(f"dropped {count} chains, {num_bytes:,} bytes")
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Read all of each file."""
+    good = bad = 0
+    for path in _named(args):
+        try:
+            with _open(path) as reader:
+                for _ in reader.pieces():
+                    pass
+            good += 1
+        except ChainError as error:
+            print(error)
+            bad += 1
+    print(f"{good} chains are as they were written, {bad} are not")
+    return 1 if bad else 0
+
+
+def _files(folder: str) -> list[Path]:
+    from fastdecode.cluster.parking.directory import chain_files
+
+    if not Path(folder).is_dir():
+        raise ConfigError(f"park_dir: there is no folder {folder!r}")
+    return chain_files(Path(folder))
+
+
+def _named(args: argparse.Namespace) -> Iterator[Path]:
+    """The files that ``args`` names, or all; ConfigError for one that is not there."""
+    files = {path.name: path for path in _files(args.park_dir)}
+    if unknown := set(args.names) - set(files):
+        raise ConfigError(f"cache: {args.park_dir} has no chain {min(unknown)}; `fastdecode cache ls` names them")
+    yield from (files[name] for name in args.names or files)
+
+
+def _open(path: Path) -> ChainReader:
+    from fastdecode.cluster.parking.chain_file import ChainReader, file_name
+
+    reader = ChainReader(path)
+    if path.name != file_name(reader.head.fingerprint, reader.marks[-1]):
+        reader.close()
+        raise ChainError(f"{path}: it is another chain's file, renamed")
+    return reader
+
+
+def _row(path: Path) -> dict[str, Any]:
+    row = {"file": path.name, "bytes": path.stat().st_size, "unused_seconds": time.time() - path.stat().st_mtime}
+    try:
+        with _open(path) as reader:
+            head = reader.head
+    except ChainError as error:
+        return row | {"error": str(error).removeprefix(f"{path}: ")}
+    return row | {
+        "tokens": head.num_tokens,
+        "block_size": head.block_size,
+        "dtype": head.model_dtype,
+        "kv_cache_dtype": head.kv_dtype,
+        "isa": head.isa,
+        "fingerprint": head.fingerprint,
+    }

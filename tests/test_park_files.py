@@ -1,0 +1,155 @@
+"""Files of parked chains: what is read is what was written, or is refused; `fastdecode cache` makes use of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdecode.cli.main import main
+from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
+from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.core.errors import ChainError, ConfigError
+from fastdecode.core.parked import Chain
+
+FINGERPRINT, OTHER = "ab" * 32, "cd" * 32
+
+
+def _chain(first: int, num_blocks: int, block_size: int = 32) -> Chain:
+    return Chain.of([bytes([first]) * 8 + index.to_bytes(8, "big") for index in range(num_blocks)], block_size)
+
+
+def _write(directory: ParkDirectory, chain: Chain, fingerprint: str = FINGERPRINT, token_bytes: int = 3) -> Path:
+    head = Head(fingerprint, 32, chain.num_blocks, token_bytes, "float32", "int8", "avx2")
+    assert directory.make_room(head) is not None
+    path = directory.path(fingerprint, chain.name)
+    writer = ChainWriter(path, head, chain.marks)
+    numbers = np.random.default_rng(chain.name[0])
+    for number in range(head.num_pieces):
+        writer.append(numbers.integers(0, 256, head.piece_tokens(number) * token_bytes, np.uint8))
+    assert not path.exists()  # until it is whole
+    writer.finish()
+    directory.add(path)
+    return path
+
+
+def _read(path: Path) -> tuple[tuple[bytes, ...], bytes]:
+    with ChainReader(path) as reader:
+        return reader.marks, b"".join(piece.tobytes() for piece in reader.pieces())
+
+
+def _truncate(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
+    return data[: numbers.integers(0, len(data))]
+
+
+def _flip(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
+    changed = bytearray(data)
+    changed[numbers.integers(0, len(data))] ^= 1 << numbers.integers(0, 8)
+    return bytes(changed)
+
+
+def _zero(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
+    at = int(numbers.integers(0, len(data)))
+    return data[:at] + bytes(len(data) - at)
+
+
+def _cross(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
+    """The end of another chain of the same length: as a disk that wrote a block to the wrong place."""
+    at = int(numbers.integers(1, len(data)))
+    return data[:at] + other[at:]
+
+
+def _repeat(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
+    at, count = numbers.integers(0, len(data)), numbers.integers(1, 100)
+    return data[:at] + data[at - count if at > count else 0 : at] + data[at:] + b"x"
+
+
+WRONGS: list[Callable[[bytes, np.random.Generator, bytes], bytes]] = [_truncate, _flip, _zero, _cross, _repeat]
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path, count: int) -> None:
+    directory = ParkDirectory(tmp_path)
+    path, other = _write(directory, _chain(1, 40)), _write(directory, _chain(2, 40))
+    good, data, foreign = _read(path), path.read_bytes(), other.read_bytes()
+    numbers = np.random.default_rng(0)
+    assert good == _read(path) and len(good[1]) == 40 * 32 * 3
+    for number in range(count):
+        wrong = WRONGS[number % len(WRONGS)](data, numbers, foreign)
+        path.write_bytes(wrong)
+        if wrong != data:
+            with pytest.raises(ChainError, match=path.name):
+                _read(path)
+    path.write_bytes(data)
+    assert _read(path) == good
+
+
+def test_a_folder_keeps_to_its_bytes_and_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
+    chains = [_chain(number, 16) for number in range(4)]
+    size = Head(FINGERPRINT, 32, 16, 3, "float32", "int8", "avx2").file_bytes
+    directory = ParkDirectory(tmp_path, 3 * size)
+    paths = [_write(directory, chain) for chain in chains[:3]]
+    assert {path.stat().st_size for path in paths} == {size}
+    directory.use(paths[0])
+    for age, path in enumerate((paths[0], paths[2], paths[1])):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    directory.close()
+    directory = ParkDirectory(tmp_path, 3 * size)
+    assert [chain.marks for chain in directory.chains(FINGERPRINT)] == [chains[each].marks for each in (1, 2, 0)]
+    assert list(directory.chains(OTHER)) == []
+    paths.append(_write(directory, chains[3]))
+    assert [path.exists() for path in paths] == [True, False, True, True] and directory.num_bytes == 3 * size
+    assert directory.make_room(Head(FINGERPRINT, 32, 1 << 20, 3)) is None and len(directory) == 3
+    directory.close()
+
+
+def test_two_r_workers_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = ParkDirectory(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match=r"park_dir: .* is another R-worker's"):
+        ParkDirectory(tmp_path / "a" / "b")
+    first.close()
+    (tmp_path / "a" / "b" / "x.part").touch()
+    ParkDirectory(tmp_path / "a" / "b").close()
+    assert not (tmp_path / "a" / "b" / "x.part").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"park_dir: .*file: File exists"):
+        ParkDirectory(tmp_path / "file")
+
+
+def test_cache_lists_verifies_and_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = ParkDirectory(tmp_path)
+    paths = [_write(directory, _chain(1, 5)), _write(directory, _chain(2, 17), OTHER)]
+    os.utime(paths[0], (1, 1))
+    assert main(["cache", "ls", str(tmp_path), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["file"], row["tokens"], row["fingerprint"]) for row in rows] == [
+        (paths[0].name, 160, FINGERPRINT), (paths[1].name, 544, OTHER),
+    ]  # fmt: skip
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    paths[1].rename(wrong := tmp_path / paths[1].name.replace("cdcd", "cdce"))
+    assert main(["cache", "verify", str(tmp_path), wrong.name]) == 1
+    assert "it is another chain's file" in capsys.readouterr().out
+    assert main(["cache", "ls", str(tmp_path)]) == 0
+    assert "another chain's" in capsys.readouterr().out
+    assert main(["cache", "drop", str(tmp_path)]) == 2 and main(["cache", "drop", str(tmp_path), "x"]) == 2
+    assert "has no chain x" in capsys.readouterr().err
+    assert main(["cache", "drop", str(tmp_path), "--unused", "1000"]) == 0
+    assert not paths[0].exists() and wrong.exists()
+    assert main(["cache", "drop", str(tmp_path), "--all"]) == 0 and not wrong.exists()
+    assert main(["cache", "ls", str(tmp_path / "none")]) == 2
+    directory.close()
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_marks_are_the_hashes_at_the_ends_of_pieces(block_size: int) -> None:
+    hashes = [index.to_bytes(16, "big") for index in range(100)]
+    for count in range(1, 100):
+        ends = {*range(512, count * block_size + 1, 512), count * block_size}
+        assert Chain.of(hashes[:count], block_size).marks == tuple(
+            hashes[end // block_size - 1] for end in sorted(ends)
+        )
