@@ -1,0 +1,149 @@
+// The calculator: looks plans up in the tables that scripts/plan_tables.py writes (one script for each model), and draws them.
+"use strict";
+
+const LABELS = {
+  model: "Model", gpu: "GPU of the S-worker", cpu: "Hosts of R-workers (two sockets)", link: "Link of the S-worker",
+  kv_cache_dtype: "KV cache", seq_len: "Prompt + output, tokens", prompt_eighths: "Prompt's share of them",
+};
+const FIRST = { model: "llama-3-8b", gpu: "a10", cpu: "epyc-9654", link: "100Gb", seq_len: "4096", prompt_eighths: "4" };
+const PRICES = { gpu_price: "Price of a GPU hour", cpu_price: "Price of a host hour" };
+
+// The entry's place in a model's table: the last choice changes fastest.
+function place(axes, chosen) {
+  return Object.entries(axes).reduce((index, [name, values]) => {
+    const position = values.map(String).indexOf(String(chosen[name]));
+    if (position < 0) throw new RangeError(`${name} is none of ${values}: ${chosen[name]}`);
+    return index * values.length + position;
+  }, 0);
+}
+
+function commandLine(chosen, ranks) {
+  const prompt = chosen.seq_len * chosen.prompt_eighths / 8;
+  const words = ["fastdecode plan", `--model ${chosen.model}`, `--gpu ${chosen.gpu}`, `--cpu ${chosen.cpu}`,
+    `--link ${chosen.link}`, `--seq-len ${chosen.seq_len}`, `--prompt-len ${prompt}`];
+  if (ranks > 1) words.push(`--tensor-parallel-size ${ranks}`);
+  if (chosen.kv_cache_dtype !== "auto") words.push(`--kv-cache-dtype ${chosen.kv_cache_dtype}`);
+  for (const name of Object.keys(PRICES)) if (chosen[name]) words.push(`--${name.replace("_", "-")} ${chosen[name]}`);
+  return words.join(" ");
+}
+
+// Of a million output tokens; null where a price that is needed is missing.
+function price(chosen, ranks, hosts, tokensPerSecond) {
+  if (!chosen.gpu_price || (hosts && !chosen.cpu_price) || !tokensPerSecond) return null;
+  return (ranks * chosen.gpu_price + hosts * (chosen.cpu_price || 0)) / 3600 / tokensPerSecond * 1e6;
+}
+
+const shown = (value) => value === null ? "–" : Number(value).toLocaleString("en", { maximumSignificantDigits: 3 });
+
+function element(name, attributes = {}, ...children) {
+  const svg = ["svg", "path", "line", "circle", "text"].includes(name);
+  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+function label(name, value) {
+  if (name === "kv_cache_dtype") return value === "auto" ? "as the model's" : value;
+  if (name === "prompt_eighths") return `${value} / 8`;
+  return name === "seq_len" ? Number(value).toLocaleString("en") : String(value);
+}
+
+function form(choices, onChange) {
+  const made = element("form", { "aria-label": "What is to be planned" });
+  for (const [name, values] of Object.entries({ model: choices.models, ...choices.axes })) {
+    const options = values.map((value) => element("option", { value }, label(name, value)));
+    const select = element("select", { name }, ...options);
+    if (FIRST[name]) select.value = FIRST[name];
+    made.append(element("label", {}, LABELS[name], select));
+  }
+  for (const [name, text] of Object.entries(PRICES))
+    made.append(element("label", {}, text, element("input", { name, type: "number", min: 0, step: "any" })));
+  made.addEventListener("input", onChange);
+  made.addEventListener("submit", (event) => event.preventDefault());
+  return made;
+}
+
+// Tokens per second over the number of R-workers, with the GPUs alone as a dashed line; hollow where memory lacks.
+function chart(entry) {
+  const [width, height, left, low] = [560, 240, 60, 200];
+  const most = Math.max(...entry.candidates.map((row) => row[3]), entry.alone || 0) * 1.08;
+  const last = Math.max(...entry.candidates.map((row) => row[0]));
+  const x = (count) => left + (width - left - 20) * count / last;
+  const y = (rate) => low - (low - 12) * rate / most;
+  const picture = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img",
+    "aria-label": "Output tokens per second by number of R-workers; the table below has the figures" });
+  const points = entry.candidates.map((row) => `${x(row[0])},${y(row[3])}`);
+  picture.append(
+    element("path", { class: "axis", d: `M${left},8V${low}H${width - 12}` }),
+    element("path", { class: "curve", d: `M${points.join("L")}` }),
+    element("text", { x: 4, y: 20 }, `${shown(most)}/s`),
+    element("text", { x: left, y: height - 8 }, "R-workers of each rank"),
+  );
+  for (const row of entry.candidates) {
+    const kind = row[4] ? "point" : "point lacking";
+    picture.append(element("circle", { class: kind, cx: x(row[0]), cy: y(row[3]), r: row[0] === entry.num_r_workers ? 6 : 3.5 }));
+    picture.append(element("text", { x: x(row[0]) - 4, y: low + 16 }, String(row[0])));
+  }
+  if (entry.alone) {
+    const at = y(entry.alone);
+    picture.append(element("line", { class: "alone", x1: left, x2: width - 12, y1: at, y2: at }));
+    picture.append(element("text", { x: width - 12, y: at - 5, "text-anchor": "end" }, "GPUs alone"));
+  }
+  return picture;
+}
+
+// Without heads of columns, the first cell of each row is its head.
+function table(rows, head = null) {
+  const cell = (text, scope) => scope ? element("th", { scope }, String(text)) : element("td", {}, String(text));
+  const line = ([first, ...others]) => element("tr", {}, cell(first, head ? null : "row"), ...others.map((text) => cell(text)));
+  const made = element("table", {}, element("tbody", {}, ...rows.map(line)));
+  if (head) made.prepend(element("thead", {}, element("tr", {}, ...head.map((text) => cell(text, "col")))));
+  return element("div", { class: "md-typeset__scrollwrap" }, element("div", { class: "md-typeset__table", tabindex: 0 }, made));
+}
+
+function figures(chosen, entry) {
+  const cost = price(chosen, entry.ranks, entry.num_hosts, entry.tokens_per_second);
+  const alone = price(chosen, entry.ranks, 0, entry.alone);
+  const ranks = entry.ranks > 1 ? ` for each of ${entry.ranks} ranks, ${entry.total_r_workers} in all` : "";
+  const answer = [
+    ["GPUs", entry.ranks],
+    ["R-workers", `${entry.num_r_workers}${ranks}, on ${entry.num_hosts} hosts`],
+    ["In flight", `${entry.in_flight} sequences, in two mini-batches of ${entry.mini_batch_size}`],
+    ["Step", `${shown(entry.step_ms)} ms; what takes longest: ${entry.bottleneck}`],
+    ["Output tokens/s", `${shown(entry.tokens_per_second)}; the GPUs alone ${shown(entry.alone)} with a batch of ${entry.alone_batch}`],
+    ["A sequence takes", `${shown(entry.sequence_seconds)} s`],
+  ];
+  if (cost !== null) answer.push(["Price of a million output tokens", `${shown(cost)}; of the GPUs alone ${shown(alone)}`]);
+  const rows = entry.candidates.map(([count, hosts, step, rate, fits]) => {
+    const paid = price(chosen, entry.ranks, hosts, rate);
+    return [count, hosts, shown(step), shown(rate), fits ? "yes" : "no", ...(cost === null ? [] : [shown(paid)])];
+  });
+  const head = ["R-workers", "hosts", "step, ms", "tokens/s", "memory holds it", ...(cost === null ? [] : ["price of a million"])];
+  return [element("p", { class: "answer" }, entry.verdict), table(answer), chart(entry), table(rows, head)];
+}
+
+function start(root, choices, folder) {
+  const result = element("div", { "aria-live": "polite" });
+  const asked = form(choices, show);
+  root.replaceChildren(asked, result);
+  function show() {
+    const chosen = Object.fromEntries(new FormData(asked));
+    const tables = window.planTables ??= {};
+    if (!tables[chosen.model]) return load(`${folder}${chosen.model}.js`);
+    const entry = tables[chosen.model][place(choices.axes, chosen)];
+    const found = entry.reason ? [element("p", { class: "answer" }, `No plan: ${entry.reason}.`)] : figures(chosen, entry);
+    const command = element("pre", {}, element("code", { tabindex: 0 }, commandLine(chosen, entry.ranks)));
+    result.replaceChildren(...found, command);
+  }
+  function load(source) {
+    const script = element("script", { src: source });
+    script.addEventListener("load", show);
+    script.addEventListener("error", () => result.replaceChildren(`${source} could not be loaded.`));
+    document.head.append(script);
+  }
+  show();
+}
+
+if (typeof document === "undefined") module.exports = { place, commandLine, price };
+else start(document.getElementById("calculator"), window.planChoices, "plans/");

@@ -1,0 +1,132 @@
+"""The calculator's tables, which the planner itself writes when the site is built (docs/calculator.md).
+
+A table has one entry for each combination of the choices in ``AXES``; nothing lies between them, so an entry is what
+`fastdecode plan` prints for the same flags, and the page needs none of the equations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from fastdecode.cli.main import build_parser
+from fastdecode.cli.variants.ranges import RangeVariant
+from fastdecode.cli.variants.variant import PlanCase
+from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.gpu_only import held_bytes, judge, usable_bytes
+from fastdecode.perfmodel.hardware import find_gpu
+from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.rank_costs import RankGroup, gpu_peer_link
+
+MODELS = (
+    "llama-7b", "llama-3-8b", "mistral-small", "qwen3-32b", "llama-3.3-70b", "gpt-oss-120b", "qwen3-235b-a22b",
+    "minimax-m3", "deepseek-v3", "qwen3-next-80b-a3b",
+)  # fmt: skip
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "gpu": ("a10", "a100", "h100", "h200"),
+    "cpu": ("epyc-7452", "epyc-9654", "xeon-8480"),
+    "link": ("25Gb", "100Gb", "400Gb"),
+    "kv_cache_dtype": ("auto", "int8"),
+    "seq_len": (1024, 4096, 16384, 65536, 131072),
+    "prompt_eighths": (1, 4, 7),
+}
+"""The choices of each model's table, the last one changing fastest; a prompt is so many eighths of ``seq_len``."""
+
+MOST_RANKS = 64
+NUM_DIGITS = 4
+"""Digits of a figure that are kept."""
+
+Choice = Mapping[str, Any]
+Entry = dict[str, Any]
+
+
+def tables() -> dict[str, str]:
+    """Return a script for each model, which enters its table, and one for the choices, by their file names."""
+    names = {"models": MODELS, "axes": AXES}
+    scripts = {"choices.js": f"window.planChoices = {json.dumps(names)};\n"}
+    for model in MODELS:
+        entries = json.dumps(table(model), separators=(",", ":"))
+        scripts[f"{model}.js"] = f"(window.planTables ??= {{}})[{json.dumps(model)}] = {entries};\n"
+    return scripts
+
+
+def table(model: str) -> list[Entry]:
+    """Return the entries of one model, in the order of ``AXES``."""
+    return [entry(model, dict(zip(AXES, choice, strict=True))) for choice in itertools.product(*AXES.values())]
+
+
+def entry(model: str, choice: Choice) -> Entry:
+    """Return the figures of one plan, or the planner's reason why there is none."""
+    ranks = fewest_ranks(model, choice["gpu"])
+    try:
+        return {"ranks": ranks} | _figures(_case(flags(model, choice, ranks)))
+    except PlanError as reason:
+        return {"ranks": ranks, "reason": str(reason)}
+
+
+def flags(model: str, choice: Choice, ranks: int) -> list[str]:
+    """Return the command line of a plan, without the program's name."""
+    words = ["plan", "--model", model, "--seq-len", str(choice["seq_len"])]
+    words += ["--prompt-len", str(choice["seq_len"] * choice["prompt_eighths"] // 8)]
+    for name in ("gpu", "cpu", "link", "kv_cache_dtype"):
+        words += [f"--{name.replace('_', '-')}", choice[name]]
+    return [*words, "--tensor-parallel-size", str(ranks)]
+
+
+@cache
+def fewest_ranks(model: str, gpu: str) -> int:
+    """Return the fewest GPUs, a power of two, whose memory holds the model's weights, or else ``MOST_RANKS``."""
+    shape, ranks = find_shape(model), 1
+    while ranks < MOST_RANKS:
+        group = RankGroup(ranks, gpu_peer_link(find_gpu(gpu)))
+        if held_bytes(shape, group) <= usable_bytes(find_gpu(gpu).times(ranks)):
+            break
+        ranks *= 2
+    return ranks
+
+
+@cache
+def _parser() -> argparse.ArgumentParser:
+    return build_parser(["plan"])
+
+
+def _case(words: list[str]) -> PlanCase:
+    """The plan, with the ranges that it needs: of the features of plans only these change it unasked."""
+    case = PlanCase.of(_parser().parse_args(words))
+    ranges = RangeVariant()
+    return case.with_planner(ranges.planner(case, ranges.figures(case)))
+
+
+def _figures(case: PlanCase) -> Entry:
+    plan, alone = case.plan, case.inputs.server.best() if case.inputs.server else None
+    verdict = judge(plan, alone, case.planner.prices)
+    return {
+        "mini_batch_size": plan.mini_batch_size,
+        "in_flight": plan.in_flight,
+        "num_r_workers": plan.num_r_workers,
+        "total_r_workers": plan.total_r_workers,
+        "num_hosts": plan.num_hosts,
+        "step_ms": rounded(plan.step_seconds * 1e3),
+        "tokens_per_second": rounded(plan.output_tokens_per_second),
+        "sequence_seconds": rounded(plan.sequence_seconds),
+        "bottleneck": plan.bottleneck,
+        "alone": rounded(alone.output_tokens_per_second) if alone else None,
+        "alone_batch": alone.max_batch_size if alone else None,
+        "use_fastdecode": verdict.use_fastdecode,
+        "verdict": verdict.sentence,
+        "candidates": [
+            [row.num_r_workers, row.num_hosts, rounded(row.step_seconds * 1e3), rounded(row.output_tokens_per_second),
+             int(row.fits_memory)]
+            for row in plan.candidates
+        ],
+    }  # fmt: skip
+
+
+def rounded(value: float) -> float:
+    """Return the number with ``NUM_DIGITS`` digits."""
+    return float(f"{value:.{NUM_DIGITS}g}")

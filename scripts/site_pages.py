@@ -1,0 +1,71 @@
+"""What the site has beside docs/: a hook of MkDocs, which mkdocs.yml names.
+
+The repository's other pages, the command line's reference and the calculator's tables become pages and files of the
+site, and links between Markdown files of the repository become links between its pages.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cli_pages  # noqa: E402
+import plan_tables  # noqa: E402
+
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/kubernetes/README.md": "examples/kubernetes.md",
+    "examples/ray/README.md": "examples/ray.md",
+}
+"""Files of the repository beside docs/ that are pages, and where they are on the site."""
+
+LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
+
+
+def on_config(config: Any) -> Any:
+    """Enter the commands' pages in the navigation, below their index."""
+    commands = [{name: f"cli/{cli_pages.file_name(name)}"} for name in cli_pages.COMMANDS]
+    reference = next(section["Reference"] for section in config.nav if "Reference" in section)
+    reference[0] = {"Command line": ["cli/index.md", *commands]}
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what is not in docs/."""
+    from mkdocs.structure.files import File
+
+    made = {site: (ROOT / place).read_text("utf-8") for place, site in PAGES.items()}
+    made |= {f"cli/{name}": text for name, text in cli_pages.pages().items()}
+    made |= {f"plans/{name}": script for name, script in plan_tables.tables().items()}
+    for name, content in made.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Make links from file to file those from page to page."""
+    return relinked(markdown, page.file.src_uri)
+
+
+def relinked(markdown: str, site_uri: str) -> str:
+    """Return the text of the page at ``site_uri`` with each link to a file of the repository as the site has it."""
+    sources = {site: place for place, site in PAGES.items()}
+    folder = posixpath.dirname(sources.get(site_uri, f"docs/{site_uri}"))
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match[2]))
+        there = PAGES.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
+        if there is None:
+            return match[0]
+        return f"{match[1]}{posixpath.relpath(there, posixpath.dirname(site_uri) or '.')}{match[3] or ''}"
+
+    return LINK.sub(link, markdown)
