@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated compilers fuzz fuzz-api chaos site site-check clean
+.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm compilers fuzz fuzz-api chaos site site-check clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -71,7 +71,8 @@ lint: $(STAMP)
 
 # One pip command; again whenever the C++ or the packaging changed. Of all packages' modules only those are compiled that
 # are imported: here, once, for all processes that come.
-SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name CMakeLists.txt)
+SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -o -name '*.inl' -o -name '*.cmake' \
+  -o -name CMakeLists.txt)
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES) | $(TOOLS)
 	$(BIN)/pip install --disable-pip-version-check -q --no-compile $(CONSTRAINTS) \
 	  -e '.[gguf,lora,mpi,otel,plot,ray,serve,structured,test]'
@@ -99,6 +100,16 @@ emulated: $(STAMP)
 	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir),_rworker)
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker
+
+# The C++ tests on ARM: cross-compiled, and run by qemu as a processor that has all extensions, and as one that has no
+# products of bfloat16 (Graviton2's cores).
+ARM_CPUS ?= max neoverse-n1
+arm: $(TOOLS)
+	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool > /dev/null || { \
+	  echo "make arm: skipped, for there is no $$tool (packages g++-aarch64-linux-gnu, qemu-user-static)"; exit 0; }; done; \
+	{ $(call build,out/arm,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/aarch64.cmake -DFASTDECODE_BUILD_TESTS=ON \
+	  -DFASTDECODE_BUILD_BINDINGS=OFF,rworker_tests); } && for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
+	  QEMU_CPU=$$cpu $(BIN)/ctest --test-dir out/arm/rworker_cpp --output-on-failure || exit 1; done
 
 # The kernels with every g++, clang and zig that is found, at -O2 and -O3: minutes for each.
 compilers: $(STAMP)

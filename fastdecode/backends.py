@@ -141,7 +141,8 @@ def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
 def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
     """``layout``, a model's or a rank's part of it, as R-workers are told it."""
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
-    return told.keeping(1 + config.speculative.num_speculative_tokens) if config.speculative else told
+    num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
+    return told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
 
 
 def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "loopback", "any"]:

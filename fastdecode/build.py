@@ -30,6 +30,7 @@ from fastdecode.cycle import Companion, Membership
 from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import check_index, make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.hybrids import check_hybrid
+from fastdecode.journal.journal import FileJournal, Journal
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
@@ -139,9 +140,18 @@ def _put_together(
     method = config.prefill_parallel
     prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
-    requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock)
+    requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, _make_journal(config, model, cleanup))
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
     return Parts(config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation)
+
+
+def _make_journal(config: EngineConfig, model: SModel, cleanup: ExitStack) -> Journal:
+    """What keeps requests and tokens for an engine after this one, where ``config`` asks for it."""
+    if config.journal is None:
+        return Journal()
+    journal = FileJournal(config.journal, f"{model.identity} {model.layout.kv_dtype} {config.seed}")
+    cleanup.callback(journal.close)
+    return journal
 
 
 def _make_prompts(

@@ -41,7 +41,6 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
         """Load the model and open the R-workers: ``backend``, or those that ``config`` names."""
-        self._ids = itertools.count()
         self.trouble, self._deadline = "", 0.0
         self._closed = False
         self._cleanup = contextlib.ExitStack()
@@ -56,6 +55,7 @@ class LLMEngine:
         self.membership = self._parts.membership
         self.backend, self.r_workers = self.world.backend, self.world.r_workers
         self._requests, self.in_flight = self._parts.requests, self._parts.requests.in_flight
+        self._ids = itertools.count(self._requests.journal.next_sequence_id)
         self.cycle: Cycle[Sampled] = Cycle(self._parts.scheduler, self.world, self._requests, self._parts.companions)
         if config.trace:
             self.world.start_tracing()
@@ -89,6 +89,7 @@ class LLMEngine:
     ) -> None:
         """Queue a request that arrived at ``arrival_seconds`` of ``time.perf_counter`` (now).
 
+        One that the journal has under this id, with the same prompt and parameters, goes on where it was.
         RequestError or ConfigError when it can never run.
         """
         if self._closed:
@@ -99,11 +100,13 @@ class LLMEngine:
             prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len
         )
         params.check_token_ids(self.s_model.vocab_size)
-        first_id, *_ = itertools.islice(self._ids, params.n)
+        past = self._requests.journal.past(request_id, token_ids, params)
+        first_id, *_ = [past.asked.sequence_id] if past else itertools.islice(self._ids, params.n)
         request = make_request(self.s_model, request_id, text, token_ids, params, first_id, self.config.seed)
-        self.scheduler.add(request.completions[0].sequence)
+        for sequence in past.replay(request) if past else [request.completions[0].sequence]:
+            self.scheduler.add(sequence)
         request.arrival_seconds = request.arrival_seconds if arrival_seconds is None else arrival_seconds
-        self.in_flight.add(request)
+        self._requests.enter(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests, waiting or running; unknown ids are ignored, as those may just have finished."""
@@ -114,14 +117,13 @@ class LLMEngine:
         self._attempt(self.cycle.settle, waits=False)
 
     def has_unfinished_requests(self) -> bool:
-        """True while any request waits or runs."""
-        return len(self.in_flight) > 0
+        """True while any request waits or runs, or has ended and was not handed out."""
+        return len(self._requests) > 0
 
     def step(self) -> list[RequestOutput]:
         """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
-        if not self.has_unfinished_requests():
-            return []
-        self._attempt(self.cycle.turn)
+        if self.in_flight:
+            self._attempt(self.cycle.turn)
         return self._requests.take_outputs()
 
     def look_around(self) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
-from fastdecode.core.placing import WHOLE
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import ITEM_BYTES, KVLayout, RWorkerInfo
@@ -60,7 +59,7 @@ def make_scheduler(
         budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
     balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
     num_blocks = tuple(worker.num_blocks for worker in r_workers)
-    placing = WHOLE
+    placing = config.placing.uncut
     if not model.layout.has_states:
         placing = config.placing.chosen(
             model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens

@@ -8,9 +8,8 @@ from fastdecode.core.types import KVLayout
 
 ASKED = {
     "kv_shard_tokens": "a state is that of all tokens of a sequence, so no range of them has one",
-    "kv_replicas": "a second copy of a state would have to be advanced as well",
     "prefill_workers": "prefill workers have no states to advance",
-    "tensor_parallel_size": "a rank would have a part of each state's heads",
+    "tensor_parallel_size": "transformers' plans cut no recurrent layer, so each rank would have whole states",
     "prefill_scratch": "prompts attend where the state is, on the R-worker",
 }
 """Settings that ask for what hybrids do not have, and why."""

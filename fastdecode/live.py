@@ -19,6 +19,7 @@ from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
 from fastdecode.cycle import Cycle, JoinedWorker
 from fastdecode.drafting.speculation import num_accepted
+from fastdecode.journal.journal import Journal
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Sequence as ScheduledSequence
 from fastdecode.scheduler import Transfer
@@ -34,14 +35,32 @@ Sampled = dict[int, list[SampledToken]]
 
 
 class LiveRequests:
-    """``Requests`` of an engine; ``in_flight`` holds those that have not ended."""
+    """``Requests`` of an engine; ``in_flight`` holds those that have not ended, ``journal`` what they have got."""
 
-    def __init__(self, in_flight: InFlight, eos_token_ids: frozenset[int], clock: StateClock) -> None:
+    def __init__(
+        self, in_flight: InFlight, eos_token_ids: frozenset[int], clock: StateClock, journal: Journal | None = None
+    ) -> None:
         self.in_flight = in_flight
+        self.journal = journal or Journal()
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._grown: dict[str, Request] = {}
-        self._given_up: list[Request] = []
+        self._ended: list[Request] = []
+
+    def __len__(self) -> int:
+        """Requests in flight, and those that have ended and were not handed out."""
+        return len(self.in_flight) + len(self._ended)
+
+    def enter(self, request: Request) -> None:
+        """``request`` is under way; some of its outputs, or all, may have ended in an engine before this one."""
+        self.journal.enter(request)
+        self.in_flight.add(request)
+        for completion in request.completions:
+            if completion.finish_reason is not None:
+                self.in_flight.end(completion)
+        if request.finished:
+            self._ended.append(request)
+            self.in_flight.remove(request.request_id)
 
     def begun(self, step: ScheduledStep, now_seconds: float) -> None:
         """See ``Requests``: those whose prompt begins with this step have waited until now."""
@@ -76,6 +95,7 @@ class LiveRequests:
             if request.finished:
                 self.in_flight.remove(request.request_id)
         self._grown |= grown
+        self.journal.grew(grown.values())
         return num_tokens
 
     def give_up(self, cycle: Cycle, sequence: ScheduledSequence) -> None:
@@ -84,22 +104,26 @@ class LiveRequests:
             completion.stop_reason = "no R-worker that is left has room for it"
             self._finish(cycle, completion, "error")
         logger.error("request %s: no R-worker that is left has room for it", request.request_id)
+        self.journal.grew([request])
         if request.finished:
-            self._given_up.append(request)
+            self._ended.append(request)
             self.in_flight.remove(request.request_id)
 
     def abort(self, cycle: Cycle, request_id: str) -> None:
         """Drop a request, waiting or running; unknown ones are ignored."""
+        self._ended = [each for each in self._ended if each.request_id != request_id]
         request = self.in_flight.remove(request_id)
+        if request:
+            self.journal.dropped(request)
         for completion in request.completions if request else ():
             if completion.finish_reason is None:
                 self._finish(cycle, completion, "abort")
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Snapshots of the requests that grew or were given up since the last call."""
-        outputs = [request.output() for request in (*self._grown.values(), *self._given_up)]
+        """Snapshots of the requests that grew or ended otherwise since the last call."""
+        outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
         self._grown.clear()
-        self._given_up.clear()
+        self._ended.clear()
         return outputs
 
     def _grow(self, cycle: Cycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]) -> int:

@@ -15,6 +15,9 @@ import pytest
 from helpers.examples import SEES_ALL
 from helpers.forks import FASTDECODE
 
+from fastdecode.journal.past import pasts_of
+from fastdecode.journal.records import read
+
 pytestmark = pytest.mark.slow
 
 NUM_KILLS = 10 if SEES_ALL else 4
@@ -49,9 +52,9 @@ def answers(path: Path) -> dict[str, Any]:
     return {line["custom_id"]: (line["response"]["status_code"], line["response"]["body"]) for line in lines}
 
 
-def start(asked: Path, out: Path) -> subprocess.Popen[bytes]:
+def start(asked: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
     """A ``run-batch``; what it prints goes nowhere near ours."""
-    command = [FASTDECODE, "run-batch", "-i", str(asked), "-o", str(out), *FLAGS]
+    command = [FASTDECODE, "run-batch", "-i", str(asked), "-o", str(out), *FLAGS, *more]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -59,15 +62,23 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def num_tokens_ahead(journal: Path) -> int:
+    """Output tokens of requests in a journal that have not ended."""
+    pasts = pasts_of(read(journal.read_bytes())[0]).values() if journal.exists() else ()
+    return sum(past.num_tokens - len(past.asked.prompt_token_ids) for past in pasts if not past.ended)
+
+
 def test_kills_change_nothing(tmp_path: Path) -> None:
-    """Killed while it starts, between rows and within them, at moments drawn anew for each."""
+    """Killed while it starts, between rows and within them, at moments drawn anew for each; every other run keeps a
+    journal, which has tokens of rows that were not answered."""
     asked, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     rng = random.Random(17)
     assert start(asked, whole).wait() == 1  # for the rows that cannot run
-    seen = []
-    for _ in range(NUM_KILLS):
-        process, before = start(asked, out), num_lines(out)
+    seen, unanswered = [], 0
+    for number in range(NUM_KILLS):
+        more = ["--journal", str(tmp_path / "journal")] if number % 2 == 0 else []
+        process, before = start(asked, out, *more), num_lines(out)
         wanted = before + rng.randrange(5)
         deadline = time.monotonic() + 60
         while num_lines(out) < wanted and time.monotonic() < deadline:
@@ -76,8 +87,10 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         process.kill()
         assert process.wait() == -signal.SIGKILL
         seen.append(num_lines(out))
+        unanswered += num_tokens_ahead(tmp_path / "journal" / "journal") if more else 0
         if rng.random() < 0.3 and seen[-1]:  # as where the process died within a write
             os.truncate(out, out.stat().st_size - rng.randrange(1, 40))
-    assert 0 < seen[-1] < ROWS
-    assert start(asked, out).wait() == 1
+    assert 0 < seen[-1] < ROWS and unanswered
+    assert start(asked, out, "--journal", str(tmp_path / "journal")).wait() == 1
+    assert num_tokens_ahead(tmp_path / "journal" / "journal") == 0
     assert list(answers(whole)) != [] and answers(out) == answers(whole) and len(answers(out)) == ROWS

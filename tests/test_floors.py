@@ -22,6 +22,7 @@ FLOORS = [
     {"cycle"},
     {"sworker", "cluster", "perfmodel.simulate"},
     {"engine", "build", "live", "tensor_parallel", "backends", "engine_setup", "hybrids", "prefills", "drafting"}
+    | {"journal"}
     | {"api.request", "api.text"},
     {"cli", "server", "llm", "measure", "batch"},
 ]

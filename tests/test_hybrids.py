@@ -18,6 +18,7 @@ from helpers.tiny_configs import tiny_config
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.metrics import StepRecord
 from fastdecode.sworker.loader import auto_class
 
 pytestmark = pytest.mark.slow
@@ -110,17 +111,52 @@ def test_r_workers_that_go_take_no_token_with_them(ending: str, saved: Any) -> N
         assert run_until_gone(llm, ending) == expected
 
 
-def run_until_gone(llm: LLM, ending: str) -> list[list[int]]:
-    """The outputs of all prompts; the busiest R-worker is killed or drained once there are 20 tokens ("": none is)."""
+@pytest.mark.parametrize(("model_type", "mini_batches"), [("qwen3_next", 2), ("lfm2", 1)])
+def test_with_two_copies_a_kill_costs_no_token_and_no_prefill(model_type: str, mini_batches: int, saved: Any) -> None:
+    """The other copy of a state goes back behind the row that attended on the R-worker that was killed."""
+    folder, expected = saved(model_type)
+    records: list[StepRecord] = []
+    with make_llm(folder, r_workers="spawn:3", kv_replicas=2, num_mini_batches=mini_batches) as llm:
+        llm.engine.on_step = records.append
+        assert run_until_gone(llm, "kill") == expected
+    (lost,) = (number for number, record in enumerate(records) if record.lost_workers)
+    assert all(record.is_decode for record in records[lost:])
+
+
+@pytest.mark.parametrize("ending", ["kill", "drain"])
+def test_two_copies_go_together_with_drafts_and_prefixes(ending: str, saved: Any) -> None:
+    folder, expected = saved("qwen3_next")
+    texts = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), expected, strict=True)}
+    settings = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "block_size": 16}
+    with make_llm(folder, r_workers="spawn:3", kv_replicas=2, kv_cache_memory="64MiB", **settings) as llm:
+        always_draft(llm.engine, Clairvoyant(texts, 0.3))
+        llm.generate([{"prompt_token_ids": each} for each in prompts()], GREEDY, use_tqdm=False)
+        assert run_until_gone(llm, ending) == expected
+        assert llm.engine.scheduler.statistics.prefix_hit_tokens > 0
+
+
+def test_a_kill_within_a_prompt_costs_that_prompt(saved: Any) -> None:
+    """The state of its second copy cannot go back so far."""
+    folder, expected = saved("qwen3_next")
+    settings = {"block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    with make_llm(folder, r_workers="spawn:3", kv_replicas=2, **settings) as llm:
+        assert run_until_gone(llm, "kill", after=0) == expected
+
+
+def run_until_gone(llm: LLM, ending: str, after: int = 20) -> list[list[int]]:
+    """The outputs of all prompts; the busiest R-worker, or the home of a prompt under way, is killed or drained once
+    there are ``after`` tokens ("": none is)."""
     engine, tokens, gone = llm.engine, dict[int, list[int]](), not ending
     for number, prompt in enumerate(prompts()):
         engine.add_request(str(number), prompt, GREEDY)
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-        if not gone and sum(map(len, tokens.values())) >= 20:
+        if not gone and sum(map(len, tokens.values())) >= after:
             gone = True
+            prompts_under_way = list(engine.scheduler.store.residents.prompts.values())
             victim = int(engine.scheduler.store.workers.num_sequences.argmax())
+            victim = prompts_under_way[0].tail.home if prompts_under_way else victim
             if ending == "kill":
                 os.kill(r_workers.spawned_pids(llm)[victim], signal.SIGKILL)
             else:
@@ -158,7 +194,6 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
     ("setting", "value"),
     [
         ("kv_shard_tokens", 512),
-        ("kv_replicas", 2),
         ("prefill_scratch", "1MiB"),
         ("speculative_config", {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}),
     ],

@@ -184,6 +184,10 @@ class EngineConfig:
         "auto", "instruction set in which all R-workers attend, so that results depend on none of them", WORKERS,
         choices=("auto", *ISAS), unset="auto: each in its fastest",
     )  # fmt: skip
+    journal: str | None = setting(
+        None, "folder for requests and the tokens of each step: an engine started with it again, after whatever ended "
+        "the one before, goes on with those that are asked again", WORKERS, metavar="DIR", unset="none",
+    )  # fmt: skip
     trace: str | None = setting(None, "write Chrome trace events", WORKERS, metavar="FILE", unset="none")
     seed: int = 0
 
@@ -203,6 +207,8 @@ class EngineConfig:
             )
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
+        if self.journal == "r-workers":
+            raise ConfigError("journal: R-workers keep none so far: give a folder")
         _ = self.speculative, self.lora
         self.placing.check()
         check_workers(self)

@@ -99,6 +99,7 @@ class Request:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.completions = completions
+        self.eos_token_ids = eos_token_ids
         self.arrival_seconds = time.perf_counter()
         self.started_seconds: float | None = None
         self.token_seconds: list[float] = []

@@ -203,7 +203,8 @@ class KVLayout:
         return any(layer.state for layer in self.layers)
 
     def keeping(self, num_rows: int) -> KVLayout:
-        """The same, where states can go back behind rows of a step with 2 to ``num_rows`` of a sequence."""
+        """The same, where states can go back behind rows of a step with 2 to ``num_rows`` of a sequence, second copies
+        behind a single one too."""
         layers = (
             replace(layer, state=replace(layer.state, kept_rows=num_rows)) if layer.state else layer
             for layer in self.layers

@@ -75,7 +75,7 @@ void AttentionJob::append(const Piece& piece) const {
     if (begin < end) append(span, piece.head, begin, end);
     if (!piece.unit->stores_for_others()) return;
     std::atomic<std::int32_t>& stored = list_->stored_flags[piece.unit->stored + piece.head];
-    stored.store(1, std::memory_order_release);
+    stored.store(1);  // sequentially consistent: a release may pass the look that notify_all takes at who sleeps
     stored.notify_all();
 }
 

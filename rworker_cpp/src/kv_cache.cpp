@@ -207,8 +207,8 @@ void KVCache::grow(const Span& span) {
         throw Error(name + ": it is incoming; commit comes first");
     if (found != sequences_.end() && found->second.state_spoilt)
         throw Error(name + ": its state was written by a step that was abandoned; release comes first");
-    if (states_.num_blocks() && span.mode != SpanMode::attend)
-        throw Error(name + ": mode must be 1 (attend), since some layers have states");
+    if (states_.num_blocks() && span.mode == SpanMode::partial)
+        throw Error(name + ": mode must be 0 (append) or 1 (attend), since some layers have states");
     if (span.num_rows > pool_.num_blocks() * block_size_)
         throw Error(name + ": out of blocks: a bug in the scheduler: num_rows is " + std::to_string(span.num_rows) +
                     ", more than the whole cache holds");
@@ -224,7 +224,8 @@ void KVCache::grow(const Span& span) {
     }
     Sequence& sequence = found->second;
     sequence.pending_length = length + span.num_rows;
-    if (span.num_rows > 1 && span.num_rows <= states_.most_kept())
+    const std::int64_t least = span.mode == SpanMode::attend ? 2 : 1;  // one that attends is wrong nowhere else
+    if (span.num_rows >= least && span.num_rows <= states_.most_kept())
         sequence.coming = KeptRows(new std::uint8_t[states_.kept_bytes()]);
     grown_.push_back(span.sequence_id);
     while (std::int64_t(sequence.blocks.size()) < blocks_for(sequence.pending_length))
@@ -238,6 +239,7 @@ void KVCache::take_state(Sequence& sequence) {
 /// A closed range is one node of the tree in which splits are merged, so a power of two of them.
 void KVCache::check_read(const Span& span) const {
     const std::string name = "span that reads " + name_of(span.sequence_id);
+    if (states_.num_blocks()) throw Error(name + ": mode must be 0 (append) or 1 (attend), since some layers have states");
     const std::int64_t length = whole_sequence(span.sequence_id).length;
     if (length % kSplitTokens != 0 || !std::has_single_bit(std::uint64_t(length / kSplitTokens)))
         throw Error(name + ": it holds " + std::to_string(length) + " tokens; a closed range has " +

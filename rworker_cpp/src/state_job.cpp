@@ -39,7 +39,7 @@ void StateJob::plan(std::span<const Span> spans) {
     for (const Span& span : spans) {
         const Sequence& of = cache_.sequence(span.sequence_id);
         rows_.push_back({of.state_blocks.data(), first, span.num_rows, span.context_len, of.kept.get(), of.first_kept,
-                         of.num_kept, of.coming.get()});
+                         of.num_kept, of.coming.get(), span.mode == SpanMode::attend});
         first += span.num_rows;
     }
     reserve_counters();
@@ -48,7 +48,7 @@ void StateJob::plan(std::span<const Span> spans) {
 void StateJob::plan(std::int64_t sequence_id, std::int64_t count) {
     const Sequence& of = cache_.sequence(sequence_id);
     const std::int64_t position = of.length - of.num_kept + count;
-    rows_ = {{of.state_blocks.data(), 0, 0, position, of.kept.get(), of.first_kept, count, nullptr}};
+    rows_ = {{of.state_blocks.data(), 0, 0, position, of.kept.get(), of.first_kept, count, nullptr, false}};
     reserve_counters();
 }
 
@@ -132,12 +132,17 @@ void StateJob::set_aside(float* const* matrix, Aside& aside) const {
 
 /// Take the rows that the state lacked, whose outputs are known.
 void StateJob::advance_kept(StateArgs args, const Rows& rows) const {
-    thread_local std::vector<float> out;
-    out.resize(spec_->value_dim);
     args.rows = kept_of(rows);
     args.num_rows = rows.num_kept;
     args.position = rows.position - rows.num_kept;
     args.next_matrix = nullptr;
+    advance_silently(args);
+}
+
+/// Take rows whose outputs are not wanted.
+void StateJob::advance_silently(StateArgs args) const {
+    thread_local std::vector<float> out;
+    out.resize(spec_->value_dim);
     args.out = out.data();
     args.out_stride = 0;
     kernels_.advance(args);
@@ -178,7 +183,8 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     args.scale = spec.scale;
     args.skip = spec.skip.empty() ? 0.0f : spec.skip[head];
     args.row_floats = int(places.row_floats());
-    args.out = const_cast<void*>(advanced(payload_.out, (rows.first * spec.heads + head) * dim, dtype_));
+    if (rows.attends)
+        args.out = const_cast<void*>(advanced(payload_.out, (rows.first * spec.heads + head) * dim, dtype_));
     args.out_stride = spec.heads * dim;
     args.scratch = scratch_[thread].data();
     if (spec.kind != StateKind::window) {
@@ -191,8 +197,9 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
         args.next_matrix = next_item >= 0 ? next_matrix.data() : nullptr;
     }
     const StateArgs here = args;
-    if (rows.num_kept) {
-        if (args.matrix) advance_kept(args, rows);
+    const bool computes = rows.attends || (rows.count && !rows.coming);
+    if (rows.num_kept && args.matrix) advance_kept(args, rows);
+    if (rows.num_kept && computes) {
         args.value = moved_on(here.value, rows, aside.value, aside.value_rows);
         if (args.matrix) args.query = moved_on(here.query, rows, aside.query, aside.query_rows);
         if (args.matrix) args.key = moved_on(here.key, rows, aside.key, aside.key_rows);
@@ -200,9 +207,9 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     if (rows.coming) {
         if (head == 0)
             std::memcpy(rows.coming + places.kept_offset(layer()), payload_of(rows), rows.count * row_bytes());
-        if (args.matrix) set_aside(here.matrix, aside), args.matrix = aside.matrix_rows.data();
+        if (args.matrix && computes) set_aside(here.matrix, aside), args.matrix = aside.matrix_rows.data();
     }
-    if (rows.count) kernels_.advance(args);
+    if (computes) rows.attends ? kernels_.advance(args) : advance_silently(args);
     keep(here.value, rows);
     if (spec.kind == StateKind::window) return;
     std::atomic<std::int32_t>& left = heads_left_[item / spec.heads * spec.groups + group];

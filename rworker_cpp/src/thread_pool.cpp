@@ -105,7 +105,7 @@ void ThreadPool::lead() {
         const std::uint32_t seen = num_submitted_.load(std::memory_order_acquire);
         if (Job* job = take()) {
             lead(*job);
-            job->finished_.store(1, std::memory_order_release);
+            job->finished_.store(1);  // sequentially consistent: a release may pass notify_all's look at who sleeps
             job->finished_.notify_all();
             continue;
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class Kind:
     norm: bool = True
     has_bias: bool = False
     has_skip: bool = False
+    kept_rows: int = 0
 
     @property
     def channels(self) -> int:
@@ -53,6 +54,7 @@ class Kind:
         state = StateLayout(
             STATE_KINDS[self.kind], self.groups, self.key_dim, self.taps, self.decays, self.silu, self.norm,
             row_elements=0, filters=filters, bias=bias * self.has_bias, skip=skip * self.has_skip,
+            kept_rows=self.kept_rows,
         )  # fmt: skip
         return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, self.scale, state=state)
 
@@ -114,17 +116,23 @@ class Harness:
         self.worker = _rworker.RWorker(layers=[ATTENTION, kind.layout()], kv_dtype=self.dtype, **settings)
 
     def step(
-        self, spans: list[tuple[int, int, np.ndarray]], controls: list[tuple[int, int, int, int]] = (), end: bool = True
+        self,
+        spans: list[tuple[int, int, np.ndarray]],
+        controls: list[tuple[int, int, int, int]] = (),
+        end: bool = True,
+        appended: list[tuple[int, int, np.ndarray]] = (),
     ) -> np.ndarray:
-        """o of the recurrent layer; ``spans``: sequence, tokens before, payload rows."""
-        rows = np.concatenate([rows for *_, rows in spans])
-        self.worker.begin_step(table(list(controls)), [table([(i, before, len(r), 1) for i, before, r in spans])])
-        item = rows.dtype
-        q, k = np.zeros((len(rows), 2, 16), item), np.zeros((len(rows), 1, 16), item)
+        """o of the recurrent layer; ``spans``: sequence, tokens before, payload rows; ``appended``: the same of second
+        copies."""
+        rows = np.concatenate([rows for *_, rows in (*spans, *appended)])
+        planned = [(i, before, len(r), mode) for mode, some in ((1, spans), (0, appended)) for i, before, r in some]
+        self.worker.begin_step(table(list(controls)), [table(planned)])
+        item, num_outputs = rows.dtype, sum(len(each) for *_, each in spans)
+        q, k = np.zeros((num_outputs, 2, 16), item), np.zeros((len(rows), 1, 16), item)
         self.worker.run(0, 0, q, k, k, np.empty_like(q))
         none = np.zeros((len(rows), 1, 0), item)
-        out = np.empty((len(rows), self.kind.heads, self.kind.value_dim), item)
-        self.worker.run(0, 1, none, np.ascontiguousarray(rows), none, out)
+        out = np.empty((num_outputs, self.kind.heads, self.kind.value_dim), item)
+        self.worker.run(0, 1, none[:num_outputs], np.ascontiguousarray(rows), none, out)
         self.worker.end_step() if end else self.worker.abandon_step()
         return out
 
@@ -190,14 +198,37 @@ def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
     for control in ((TRUNCATE, 1, 0, 16), (FORK, 2, 1, 16)):
         with pytest.raises(ValueError, match=r"has a state, which is that of (all its|its first 18) tokens"):
             harness.worker.begin_step(table([control]), [table([])])
-    with pytest.raises(ValueError, match="mode must be 1"):
-        harness.worker.begin_step(table([]), [table([(1, 18, 1, 0)])])
+    with pytest.raises(ValueError, match=r"mode must be 0 \(append\) or 1"):
+        harness.worker.begin_step(table([]), [table([(1, 18, 1, 2)])])
     harness.step([(1, 18, rows[18:19]), (2, 0, rows)], end=False)
     with pytest.raises(ValueError, match="its state was written by a step that was abandoned"):
         harness.step([(1, 18, rows[18:19])])
     found = harness.step([(1, 0, rows[:18]), (2, 0, rows)], [(RELEASE, 1, 0, 0)])
     whole = Harness(kind).cut(rows, ())
     assert np.array_equal(found, np.concatenate([whole[:18], whole]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_second_copy_follows_and_goes_back_behind_the_rows_of_a_step(name: str) -> None:
+    """It gets rows in chunks, one by one, and wrong ones that are taken back; then it attends: the same bits."""
+    kind = replace(KINDS[name], kept_rows=2)
+    rows, wrong = kind.rows("float32")[0], kind.rows("float32", seed=5)[0]
+    wanted = Harness(kind).cut(rows, ())
+    home, copy = Harness(kind), Harness(kind, num_threads=2)
+    for start, end in ((0, 9), (9, 10), (10, 11), (11, 13)):
+        found = home.step([(1, start, rows[start:end])])
+        beside = copy.step([(2, start, rows[start:end])], appended=[(1, start, rows[start:end])])
+        assert np.array_equal(found, wanted[start:end]) and np.array_equal(beside, found)
+    for num_wrong, end in ((1, 14), (2, 16)):
+        length = 13 if num_wrong == 1 else 14
+        copy.step([], appended=[(1, length, wrong[:num_wrong])])
+        copy.step([], [(TRUNCATE, 1, 0, length)], appended=[(1, length, rows[length:end])])
+    assert np.array_equal(copy.step([(1, 16, rows[16:17])]), wanted[16:17])
+    for start in range(13, 17):
+        home.step([(1, start, rows[start : start + 1])])
+    assert np.array_equal(home.worker.export(1), copy.worker.export(1))
+    with pytest.raises(ValueError, match="has a state, which is that of its first 17 tokens"):
+        copy.worker.begin_step(table([(TRUNCATE, 1, 0, 16)]), [table([])])
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,7 @@ class Holdings:
         what is right are kept, and False is returned.
         """
         num_full = num_tokens // self._workers.block_size
-        for copy in segment.copies:
-            self._prefixes.forget_beyond(copy, num_tokens)
-        has_room = all(self._replaces(copy, num_full, num_blocks - segment.num_blocks) for copy in segment.copies)
+        has_room = self.has_room_to_cut(segment, num_tokens, num_blocks)
         if not has_room:
             num_tokens, num_blocks = num_full * self._workers.block_size, num_full
         for copy in segment.copies:
@@ -70,6 +68,13 @@ class Holdings:
             worker.truncate(segment.cache_id, num_tokens)
         segment.num_tokens, segment.num_blocks = num_tokens, num_blocks
         return has_room
+
+    def has_room_to_cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
+        """Whether :meth:`cut` would leave ``num_tokens`` tokens; what was kept of those beyond is forgotten."""
+        num_full = num_tokens // self._workers.block_size
+        for copy in segment.copies:
+            self._prefixes.forget_beyond(copy, num_tokens)
+        return all(self._replaces(copy, num_full, num_blocks - segment.num_blocks) for copy in segment.copies)
 
     def _replaces(self, copy: Copy, num_full: int, more: int) -> bool:
         """Whether the R-worker of ``copy`` can replace all but ``num_full`` shared blocks, and give ``more``."""

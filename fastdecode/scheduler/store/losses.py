@@ -38,11 +38,16 @@ class Losses:
         attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
         starved: list[Sequence] = []
+        stuck: list[Sequence] = []
         for transfer in [each for each in store.transfers if each.target == worker]:
             store.transfers.drop(transfer)
         for sequence in [each for each in here if len(each.holders) > 1]:
             store.give_up(sequence, sequence.tail, worker)
-            if sequence.sequence_id in attended and not self._repeat(sequence, attended[sequence.sequence_id]):
+            if sequence.sequence_id not in attended:
+                continue
+            if not store.goes_back(sequence.tail, attended[sequence.sequence_id]):
+                stuck.append(sequence)
+            elif not self._repeat(sequence, attended[sequence.sequence_id]):
                 starved.append(sequence)
         here = self._residents.on(worker)
         broken: list[Sequence] = []
@@ -55,6 +60,7 @@ class Losses:
             num_sound = (sound if loses_some else attended).get(sequence.sequence_id, sequence.num_tokens)
             has_room = self._break(sequence, worker, num_sound)
             (broken if has_room else starved).append(sequence)
+        whole += stuck
         for sequence in whole:
             store.leave(sequence, keep=False)
         store.prefixes.lose(worker)

@@ -39,6 +39,7 @@ class Store:
         self.residents = Residents(self.table, limits.scratch_tokens)
         self.transfers = TransfersUnderWay(self)
         self._holdings = Holdings(self.workers, self.prefixes)
+        self._kept_rows = 1 + limits.num_speculative_tokens
         self.last_rows: tuple[MiniBatch, ...] = ()
         self.num_sound: dict[int, int] = {}
 
@@ -201,6 +202,14 @@ class Store:
         has_room = self._holdings.cut(segment, num_tokens, num_blocks)
         self.transfers.cut(segment, segment.num_tokens)
         return has_room
+
+    def goes_back(self, segment: Segment, num_tokens: int) -> bool:
+        """Whether ``segment`` can be cut to ``num_tokens`` tokens: where it has a state it goes back behind the few
+        rows that are kept beside that, and only to the very token."""
+        if not self.workers.state_blocks:
+            return True
+        has_room = self._holdings.has_room_to_cut(segment, num_tokens, segment.num_blocks)
+        return has_room and segment.num_tokens - num_tokens <= self._kept_rows
 
     def lose(self, sequence: Sequence, worker: int) -> None:
         """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""

@@ -32,6 +32,7 @@ class StateJob final : public LayerJob {
         const std::uint8_t* kept;
         std::int64_t first_kept, num_kept;
         std::uint8_t* coming;  // where the rows are kept in place of advancing the state; or null
+        bool attends;          // else there is no place for the outputs of those that come
     };
     struct Aside;
 
@@ -45,6 +46,7 @@ class StateJob final : public LayerJob {
     void keep(const StateChannels& part, const void* payload, std::int64_t count, std::int64_t position) const;
     void keep(const StateChannels& part, const Rows& rows) const;
     void advance_kept(StateArgs args, const Rows& rows) const;
+    void advance_silently(StateArgs args) const;
     void set_aside(float* const* matrix, Aside& aside) const;
     const void* payload_of(const Rows& rows) const;
     const void* kept_of(const Rows& rows) const;
