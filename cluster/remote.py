@@ -91,7 +91,7 @@ class RemoteWorker(PoolWorker):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
             raise self._lose("it opened a KV port that was not asked for, or none")
-        self._room_bytes = welcome.num_blocks * self._block_size * self._layout.kv_bytes_per_token
+        self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         self._offset_seconds = clock_offset(self._ping)
         return worker_info(self.name, self._layout, self._block_size, welcome)
 

@@ -97,7 +97,7 @@ def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: in
     from fastdecode.cluster.r_worker.host import RWorkerSize
 
     cores = config.s_core_list or usable_cores()
-    sequence_bytes = (-(-max_model_len // config.block_size) + 1) * config.block_size * layout.kv_bytes_per_token
+    sequence_bytes = (-(-max_model_len // config.block_size) + 1) * config.block_size * layout.room_bytes_per_token
     most = config.bytes_of("kv_cache_memory") or int(available_memory_bytes() * DRAFT_CACHE_SHARE)
     num_bytes = max(sequence_bytes, min(config.max_num_seqs * sequence_bytes, most))
     return InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
@@ -271,7 +271,7 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     if not layout.has_states and placing.fits_pool(max_model_len, num_blocks, block_size, layout.chunk_tokens):
         return
     worker = min(workers, key=lambda worker: worker.num_blocks)
-    block_bytes = block_size * layout.kv_bytes_per_token
+    block_bytes = block_size * layout.room_bytes_per_token
     tokens = max(0, worker.num_blocks - worker.state_blocks) * block_size
     if tokens >= max_model_len:
         return

@@ -22,6 +22,7 @@ from fastdecode.sworker import checkpoints, gguf, lora, sharding
 from fastdecode.sworker.experts import use_padded_experts
 from fastdecode.sworker.index import use_index
 from fastdecode.sworker.latents import use_latent_rows
+from fastdecode.sworker.own_recurrences import use_own_recurrences
 from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
 from fastdecode.sworker.sharding import Rank
@@ -82,7 +83,8 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 **named,
             )
             _check_complete(config.model, info)
-    if not use_states(model) and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
+    has_states = use_states(model) or use_own_recurrences(model)
+    if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
     with _one_clear_error(config.model):
         model = lora.merged(gguf.unpacked(model), config.lora)

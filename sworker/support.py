@@ -67,10 +67,7 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
         what = "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution, or it heeds no "
         refuse(hf_config, what + "position_ids)", f"positions that it is given, or {STATE}")
     model_dtype = DTYPE_NAME[recorder.dtype]
-    layers = recorder.in_order()
-    if all(layer.state for layer in layers):
-        refuse(hf_config, "has no layer that attends", "blocks on R-workers that hold states alone")
-    return KVLayout(layers, model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
+    return KVLayout(recorder.in_order(), model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
 
 
 def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:

@@ -30,7 +30,6 @@ LLAMA = SMALL | {
 }
 MPT = SMALL | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
 GPT = SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-MAMBA_HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
 PHI3_LONG = LLAMA | {"original_max_position_embeddings": 32, "rope_parameters": LONG_ROPE}
 
@@ -45,14 +44,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "MPT without ALiBi": ("MptConfig", MPT | {"attn_config": {"alibi": False}}, "alibi False, which transformers ign"),
     "MPT with a prefix": ("MptConfig", MPT | {"attn_config": {"prefix_lm": True}}, "prefix_lm True"),
     "RoFormer": ("RoFormerConfig", LLAMA | {"is_decoder": True, "embedding_size": 32}, "0 times for its 2 layers"),
-    "Mamba": ("MambaConfig", SMALL | {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, "keeps a state"),
     "RWKV": ("RwkvConfig", SMALL | {"hidden_size": 32, "num_hidden_layers": 2}, "keeps a state"),
-    "Jamba": (
-        "JambaConfig",
-        LLAMA | {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        "keeps a state",
-    ),
-    "Bamba without attention": ("BambaConfig", LLAMA | MAMBA_HEADS, "has no layer that attends"),
     "Phi-3 with longrope": ("Phi3Config", PHI3_LONG, "longrope rotary frequencies beyond 32 tokens"),
 }
 

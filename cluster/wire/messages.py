@@ -31,8 +31,9 @@ from fastdecode.core.types import (
 MAX_JSON_BYTES = 1 << 22
 """As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
 
-MAX_HELLO_BYTES = 1 << 25
-"""Of a HELLO, which has the filters of a hybrid's convolutions: bytes that stay bytes."""
+MAX_HELLO_BYTES = 1 << 27
+"""Of a HELLO, which has the filters of a hybrid's convolutions, and of Mamba-1 a factor for each number of a state:
+bytes that stay bytes."""
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 12
@@ -100,6 +101,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     filters: bytes
     bias: bytes
     skip: bytes
+    factors: bytes
     kept_rows: Annotated[int, Meta(ge=0, le=1 << 12)]
 
 

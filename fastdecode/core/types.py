@@ -57,22 +57,25 @@ WIRE_DTYPE: dict[str, np.dtype] = {
 """How numpy carries each dtype over the seam: 16-bit floats travel as their bits."""
 
 
-STATE_KINDS = ("delta", "scan", "window")
-"""Recurrences that R-workers know: gated delta rule, Mamba-2's scan, and a convolution alone."""
+STATE_KINDS = ("delta", "scan", "window", "selective", "lru")
+"""Recurrences that R-workers know: gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, and a linear
+recurrence of each channel by itself."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
     """A recurrent layer, in place of attention: what R-workers do with its rows, see rworker/state_spec.hpp.
 
-    ``groups`` of heads share queries and keys of ``key_dim`` (both 0 for a "window"). ``taps``: tokens of the
-    convolution before the recurrence. ``decays`` of a head: 1, or one per key dim. ``silu``: after the convolution;
-    ``norm``: queries and keys have length 1. ``row_elements``: elements of the model's dtype that a row of the payload
-    has, float32 numbers as their bits. ``filters``, ``bias`` and ``skip`` are float32 as bytes: [taps, channels],
-    [channels] or none, [heads] or none. ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it.
+    ``groups`` of heads share queries and keys of ``key_dim`` (0 and 0 for a "window", 0 and 1 for an "lru").
+    ``taps``: tokens of the convolution before the recurrence. ``decays`` of a head: 1, or one per key dim. ``silu``:
+    after the convolution; ``norm``: queries and keys have length 1. ``row_elements``: elements of the model's dtype
+    that a row of the payload has, float32 numbers as their bits. ``filters``, ``bias``, ``skip`` and ``factors`` are
+    float32 as bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads,
+    value_dim] ("selective").
+    ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it.
     """
 
-    kind: Literal["delta", "scan", "window"]
+    kind: Literal["delta", "scan", "window", "selective", "lru"]
     groups: int
     key_dim: int
     taps: int
@@ -83,6 +86,7 @@ class StateLayout:
     filters: bytes = field(repr=False)
     bias: bytes = field(repr=False, default=b"")
     skip: bytes = field(repr=False, default=b"")
+    factors: bytes = field(repr=False, default=b"")
     kept_rows: int = 0
 
 
@@ -215,6 +219,13 @@ class KVLayout:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K, V and their scales one token takes in the cache, over all layers."""
         return sum(layer.kv_bytes_per_token(self.kv_dtype) for layer in self.layers)
+
+    @property
+    def room_bytes_per_token(self) -> int:
+        """Bytes that a block has for each of its tokens: where no layer attends, those of a row of states (see
+        rworker/state_places.hpp)."""
+        rows = [4 * (-(-layer.value_head_dim // 16) * 16) for layer in self.layers if layer.state]
+        return self.kv_bytes_per_token or max(rows)
 
 
 def _row_bytes(dim: int, kv_dtype: str) -> int:

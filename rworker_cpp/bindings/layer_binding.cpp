@@ -50,9 +50,9 @@ class Record {
 
 StateKind parse_kind(const Record& state) {
     const std::string kind = state.get<std::string>("kind");
-    const char* const kinds[] = {"delta", "scan", "window"};
+    const char* const kinds[] = {"delta", "scan", "window", "selective", "lru"};
     const auto found = std::find(std::begin(kinds), std::end(kinds), kind);
-    if (found == std::end(kinds)) throw Error(state.name() + ".kind is '" + kind + "'; it must be delta, scan or window");
+    if (found == std::end(kinds)) throw Error(state.name() + ".kind is '" + kind + "'; it must be delta, scan, window, selective or lru");
     return StateKind(found - kinds);
 }
 
@@ -74,6 +74,7 @@ LayerSpec parse_state(const Record& layer, const Record& state) {
         .filters = state.float_bytes("filters"),
         .bias = state.float_bytes("bias"),
         .skip = state.float_bytes("skip"),
+        .factors = state.float_bytes("factors"),
         .kept_rows = state.integer("kept_rows"),
     });
     return spec;
@@ -87,7 +88,7 @@ LayerSpec parse_layer(const py::handle& item, const std::string& name) {
     if (!layer.object("state").is_none())
         return parse_state(layer, {layer.object("state"), name + ".state", "StateLayout",
                                    {"kind", "groups", "key_dim", "taps", "decays", "silu", "norm", "filters", "bias",
-                                    "skip", "kept_rows"}});
+                                    "skip", "factors", "kept_rows"}});
     return {
         .num_heads = layer.integer("num_heads"),
         .num_kv_heads = layer.integer("num_kv_heads"),

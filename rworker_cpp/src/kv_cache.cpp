@@ -8,6 +8,14 @@
 namespace rworker {
 namespace {
 
+/// Floats of a row of the states; 0 where no layer has one.
+std::int64_t state_row_floats(const std::vector<LayerSpec>& layers) {
+    std::int64_t floats = 0;
+    for (const LayerSpec& layer : layers)
+        if (layer.state) floats = std::max(floats, StatePlaces::row_floats(*layer.state));
+    return floats;
+}
+
 std::vector<LayerLayout> place_layers(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size,
                                       std::int64_t num_blocks) {
     std::vector<LayerLayout> layouts;
@@ -16,6 +24,7 @@ std::vector<LayerLayout> place_layers(const std::vector<LayerSpec>& layers, DTyp
         layouts.emplace_back(layer, dtype, block_size, offset);
         offset += layouts.back().block_bytes * num_blocks;
     }
+    if (offset == 0) layouts.front().block_bytes = block_size * 4 * state_row_floats(layers);  // tokens leave nothing
     return layouts;
 }
 

@@ -12,6 +12,12 @@ const void* advanced(const void* data, std::int64_t elements, DType dtype) {
     return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
 }
 
+Recurrence recurrence_of(StateKind kind) {
+    constexpr Recurrence kinds[] = {Recurrence::delta, Recurrence::scan, Recurrence::none, Recurrence::selective,
+                                    Recurrence::lru};
+    return kinds[int(kind)];
+}
+
 }  // namespace
 
 const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
@@ -175,11 +181,13 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     args.channels = spec.channels();
     args.taps = int(spec.taps);
     args.silu = spec.silu;
-    args.delta = spec.kind == StateKind::delta;
+    args.recurrence = recurrence_of(spec.kind);
     args.norm = spec.norm;
-    args.first_decay = numbers + 4 * head * spec.decays;
+    args.first_decay = numbers + 4 * head * (spec.by_channel() ? dim : spec.decays);
     args.first_rate = numbers + 4 * (spec.heads * spec.decays + head);
     args.decays = int(spec.decays);
+    args.factors = spec.factors.data() + head * dim;
+    args.factor_stride = spec.heads * dim;
     args.scale = spec.scale;
     args.skip = spec.skip.empty() ? 0.0f : spec.skip[head];
     args.row_floats = int(places.row_floats());
@@ -187,10 +195,12 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
         args.out = const_cast<void*>(advanced(payload_.out, (rows.first * spec.heads + head) * dim, dtype_));
     args.out_stride = spec.heads * dim;
     args.scratch = scratch_[thread].data();
-    if (spec.kind != StateKind::window) {
+    if (spec.groups) {
         const std::int64_t wide = spec.key_dim;
         args.query = channels(spec.first_query() + group * wide, wide, places.query_window(of, layer(), group), rows, query_window);
         args.key = channels(spec.first_key() + group * wide, wide, places.key_window(of, layer(), group), rows, key_window);
+    }
+    if (spec.key_dim) {
         matrix_of(item, matrix);
         args.matrix = matrix.data();
         if (next_item >= 0) matrix_of(next_item, next_matrix);
@@ -201,8 +211,8 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     if (rows.num_kept && args.matrix) advance_kept(args, rows);
     if (rows.num_kept && computes) {
         args.value = moved_on(here.value, rows, aside.value, aside.value_rows);
-        if (args.matrix) args.query = moved_on(here.query, rows, aside.query, aside.query_rows);
-        if (args.matrix) args.key = moved_on(here.key, rows, aside.key, aside.key_rows);
+        if (spec.groups) args.query = moved_on(here.query, rows, aside.query, aside.query_rows);
+        if (spec.groups) args.key = moved_on(here.key, rows, aside.key, aside.key_rows);
     }
     if (rows.coming) {
         if (head == 0)
@@ -211,7 +221,7 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     }
     if (computes) rows.attends ? kernels_.advance(args) : advance_silently(args);
     keep(here.value, rows);
-    if (spec.kind == StateKind::window) return;
+    if (spec.groups == 0) return;
     std::atomic<std::int32_t>& left = heads_left_[item / spec.heads * spec.groups + group];
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     keep(here.query, rows);

@@ -1,22 +1,30 @@
 #include "rworker/state_places.hpp"
 
 #include <algorithm>
+#include <ranges>
 #include <string>
 
 namespace rworker {
 void check_state(const StateSpec& spec, const char* name) {
     constexpr std::int64_t kMost = 1 << 12;
     const std::string of = std::string(name) + "state: ";
-    const bool window = spec.kind == StateKind::window;
-    require(spec.kind >= StateKind::delta && spec.kind <= StateKind::window, of + "kind is unknown");
+    const bool selective = spec.kind == StateKind::selective, lru = spec.kind == StateKind::lru;
+    require(spec.kind >= StateKind::delta && spec.kind <= StateKind::lru, of + "kind is unknown");
     require(spec.heads >= 1 && spec.heads <= kMost && spec.value_dim >= 1 && spec.value_dim <= kMost,
             of + "heads and value_dim must be 1 to " + std::to_string(kMost));
-    require(window ? spec.groups == 0 && spec.key_dim == 0
-                   : spec.groups >= 1 && spec.heads % spec.groups == 0 && spec.key_dim >= 1 && spec.key_dim <= kMost,
-            of + "groups must divide heads, and key_dim be 1 to " + std::to_string(kMost) + "; both 0 for a window");
+    require(lru || spec.kind == StateKind::window
+                ? spec.groups == 0 && spec.key_dim == (lru ? 1 : 0)
+                : spec.groups >= 1 && spec.heads % spec.groups == 0 && spec.key_dim >= 1 && spec.key_dim <= kMost,
+            of + "groups must divide heads, and key_dim be 1 to " + std::to_string(kMost) +
+                "; 0 and 0 for a window, 0 and 1 for an lru");
     require(spec.taps >= 1 && spec.taps <= 16, of + "taps must be 1 to 16");
-    require(window || spec.decays == 1 || spec.decays == spec.key_dim, of + "decays must be 1 or key_dim");
-    require(std::int64_t(spec.filters.size()) == spec.taps * spec.channels(), of + "filters must be taps x channels");
+    require(spec.numbers() == 0 || spec.by_channel() || spec.decays == 1 || spec.decays == spec.key_dim,
+            of + "decays must be 1 or key_dim");
+    require(std::int64_t(spec.filters.size()) == spec.taps * spec.channels() || (spec.taps == 1 && spec.filters.empty()),
+            of + "filters must be taps x channels, or none for one tap");
+    require(std::int64_t(spec.factors.size()) == (selective ? spec.key_dim * spec.heads * spec.value_dim : 0),
+            of + "factors must be key_dim x heads x value_dim for a selective one, and none for others");
+    require(std::ranges::all_of(spec.factors, [](float x) { return x <= 0.0f; }), of + "factors must not be above 0");
     require(spec.kept_rows >= 0 && spec.kept_rows <= kMost, of + "kept_rows must be 0 to " + std::to_string(kMost));
     require(spec.bias.empty() || std::int64_t(spec.bias.size()) == spec.channels(), of + "bias must be one per channel");
     require(spec.skip.empty() || std::int64_t(spec.skip.size()) == spec.heads, of + "skip must be one per head");
@@ -24,7 +32,7 @@ void check_state(const StateSpec& spec, const char* name) {
 
 StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector<LayerLayout>& layouts) {
     for (const LayerSpec& layer : layers) {
-        if (layer.state) row_floats_ = std::max(row_floats_, (layer.state->value_dim + 15) / 16 * 16);
+        if (layer.state) row_floats_ = std::max(row_floats_, row_floats(*layer.state));
         if (layer.state) most_kept_ = std::max(most_kept_, layer.state->kept_rows);
         kept_offsets_.push_back(kept_offsets_.back() + (layer.state ? 4 * (layer.state->channels() + layer.state->numbers()) : 0));
     }

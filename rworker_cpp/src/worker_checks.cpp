@@ -15,7 +15,9 @@ int order_of(SpanMode mode) {
 
 /// With floats behind filters and bias that kernels may read, and a bias of zeros where there is none.
 std::shared_ptr<const StateSpec> padded(StateSpec state) {
+    if (state.filters.empty()) state.filters.resize(state.channels(), 1.0f);
     state.filters.resize(state.filters.size() + 16);
+    state.factors.resize(state.factors.size() + 16);
     state.bias.resize(state.channels() + 16);
     return std::make_shared<const StateSpec>(std::move(state));
 }

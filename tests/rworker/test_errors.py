@@ -204,7 +204,7 @@ BAD_LAYERS = [
     (replace(LAYER, window="16"), r"^layers\[1\].window is '16', which cannot be one$"),
     (replace(LAYER, sinks=None), r"layers\[1\].sinks is None, which cannot be one"),
     (replace(LAYER, state=LAYER), r"^layers\[1\].state must have the fields of a StateLayout; it lacks kind, groups"),
-    (replace(LAYER, state=replace(STATE, kind="sum")), r"layers\[1\].state.kind is 'sum'; it must be delta, scan or "),
+    (replace(LAYER, state=replace(STATE, kind="sum")), r"layers\[1\].state.kind is 'sum'; it must be delta, "),
 ]  # fmt: skip
 
 

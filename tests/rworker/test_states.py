@@ -13,7 +13,7 @@ from fastdecode.core.types import STATE_KINDS, LayerLayout, StateLayout, from_wi
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
 
-DELTA, SCAN, WINDOW = range(3)
+DELTA, SCAN, WINDOW, SELECTIVE, LRU = range(5)
 ATTENTION = Layer(num_heads=2, num_kv_heads=1, key_head_dim=16, value_head_dim=16)
 NUM_TOKENS = 23
 
@@ -34,6 +34,7 @@ class Kind:
     has_bias: bool = False
     has_skip: bool = False
     kept_rows: int = 0
+    has_convolution: bool = True
 
     @property
     def channels(self) -> int:
@@ -43,17 +44,21 @@ class Kind:
     def scale(self) -> float:
         return self.key_dim**-0.5 if self.kind == DELTA else 1.0
 
-    def weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Filters, bias, skip and factors."""
         rng = np.random.default_rng(7)
-        filters, bias, skip = (rng.standard_normal(n).astype(np.float32) for n in
-                               (self.taps * self.channels, self.channels, self.heads))  # fmt: skip
-        return filters, bias * self.has_bias, skip * self.has_skip
+        out = self.heads * self.value_dim
+        filters, bias, skip, factors = (rng.standard_normal(n).astype(np.float32) for n in
+                               (self.taps * self.channels, self.channels, self.heads, self.key_dim * out))  # fmt: skip
+        filters = filters if self.has_convolution else np.ones_like(filters)
+        return filters, bias * self.has_bias, skip * self.has_skip, -np.abs(factors) * (self.kind == SELECTIVE)
 
     def layout(self) -> LayerLayout:
-        filters, bias, skip = (each.tobytes() for each in self.weights())
+        filters, bias, skip, factors = (each.tobytes() for each in self.weights())
         state = StateLayout(
             STATE_KINDS[self.kind], self.groups, self.key_dim, self.taps, self.decays, self.silu, self.norm,
-            row_elements=0, filters=filters, bias=bias * self.has_bias, skip=skip * self.has_skip,
+            row_elements=0, filters=filters * self.has_convolution, bias=bias * self.has_bias,
+            skip=skip * self.has_skip, factors=factors * (self.kind == SELECTIVE),
             kept_rows=self.kept_rows,
         )  # fmt: skip
         return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, self.scale, state=state)
@@ -65,6 +70,10 @@ class Kind:
         if self.kind == WINDOW:
             none = np.zeros((num_tokens, 0), np.float32)
             return channels[:, None], from_wire(channels, dtype), none, none
+        if self.kind in (SELECTIVE, LRU):  # steps, or decays
+            steps = rng.uniform(0.05, 0.95, (num_tokens, self.heads, self.value_dim)).astype(np.float32)
+            rows = np.concatenate([channels, steps.reshape(num_tokens, -1).view(channels.dtype)], 1)
+            return rows[:, None], from_wire(channels, dtype), steps, steps[:, :, 0]
         decays = -rng.exponential(0.2, (num_tokens, self.heads, self.decays)).astype(np.float32)
         rates = rng.uniform(0.1, 1.0, (num_tokens, self.heads)).astype(np.float32)
         numbers = np.concatenate([decays.reshape(num_tokens, -1), rates], 1).view(channels.dtype)
@@ -78,12 +87,14 @@ KINDS = {
     "scan": Kind(SCAN, groups=1, key_dim=48, value_dim=16, norm=False, has_bias=True, has_skip=True),
     "wide": Kind(groups=4, key_dim=128, value_dim=128),
     "window": Kind(WINDOW, groups=0, key_dim=0, value_dim=32, taps=3, silu=False, norm=False, has_bias=True),
+    "selective": Kind(SELECTIVE, groups=1, taps=1, silu=False, norm=False, has_convolution=False),
+    "lru": Kind(LRU, groups=0, key_dim=1, silu=False, norm=False),
 }
 
 
 def oracle(kind: Kind, channels: np.ndarray, decays: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """o [tokens, heads, value_dim], in float64."""
-    filters, bias, skip = (each.astype(np.float64) for each in kind.weights())
+    filters, bias, skip, factors = (each.astype(np.float64) for each in kind.weights())
     padded = np.concatenate([np.zeros((kind.taps - 1, kind.channels)), channels])
     taps = filters.reshape(kind.taps, -1)
     x = sum(padded[tap : tap + len(channels)] * taps[tap] for tap in range(kind.taps)) + bias
@@ -91,6 +102,11 @@ def oracle(kind: Kind, channels: np.ndarray, decays: np.ndarray, rates: np.ndarr
     wide, out = kind.groups * kind.key_dim, kind.heads * kind.value_dim
     if kind.kind == WINDOW:
         return x.reshape(len(x), kind.heads, -1)
+    if kind.kind == LRU:
+        found = np.zeros((1, kind.heads, kind.value_dim))
+        for now, decay in zip(x, decays.astype(np.float64), strict=True):
+            found = np.concatenate([found, (decay * found[-1] + now.reshape(kind.heads, -1))[None]])
+        return found[1:]
     q, k, v = (x[:, :wide], x[:, wide : 2 * wide], x[:, 2 * wide :]) if kind.kind == DELTA else (
         x[:, out + wide :], x[:, out : out + wide], x[:, :out])  # fmt: skip
     q, k = (each.reshape(len(x), kind.groups, -1).repeat(kind.heads // kind.groups, 1) for each in (q, k))
@@ -99,9 +115,13 @@ def oracle(kind: Kind, channels: np.ndarray, decays: np.ndarray, rates: np.ndarr
     v = v.reshape(len(x), kind.heads, -1)
     state, found = np.zeros((kind.heads, kind.key_dim, kind.value_dim)), []
     for t in range(len(x)):
-        state = state * np.exp(decays[t].astype(np.float64))[:, :, None]
+        logs, rate = decays[t].astype(np.float64)[:, :, None], rates[t][:, None]
+        if kind.kind == SELECTIVE:
+            rate = decays[t]
+            logs = factors.reshape(kind.key_dim, kind.heads, -1).transpose(1, 0, 2) * rate[:, None]
+        state = state * np.exp(logs)
         d = v[t] - (np.einsum("hkv,hk->hv", state, k[t]) if kind.kind == DELTA else 0)
-        state = state + k[t][:, :, None] * (rates[t][:, None] * d)[:, None]
+        state = state + k[t][:, :, None] * (rate * d)[:, None]
         found.append(np.einsum("hkv,hk->hv", state, q[t]) * kind.scale + skip[:, None] * v[t])
     return np.stack(found)
 
@@ -233,7 +253,13 @@ def test_a_second_copy_follows_and_goes_back_behind_the_rows_of_a_step(name: str
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"groups": 3}, "groups must divide heads"), ({"decays": 5}, "decays must be 1"), ({"taps": 17}, "taps")],
+    [
+        ({"groups": 3}, "groups must divide heads"),
+        ({"decays": 5}, "decays must be 1"),
+        ({"taps": 17}, "taps"),
+        ({"kind": LRU}, "0 and 1 for an lru"),
+        ({"has_convolution": False}, "none for one tap"),
+    ],
 )
 def test_numbers_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -13,20 +13,26 @@ struct StateChannels {
     float* const* window;
 };
 
-/// The tokens of one sequence, `num_rows` after `position` earlier ones, in one layer and head; see state_spec.hpp.
+/// What becomes of a head's matrix; see state_spec.hpp.
+enum class Recurrence : int { none, delta, scan, selective, lru };
+
+/// The tokens of one sequence, `num_rows` after `position` earlier ones, in one layer and head.
 /// What is read of windows is left as it is.
 struct StateArgs {
     DType dtype;
     const void* rows;
     int64_t row_stride, num_rows, position;  // stride in elements
-    StateChannels query, key, value;         // without query and key there is no matrix
+    Recurrence recurrence;
+    StateChannels query, key, value;         // of dim 0 where there is none
     const float* filters;                    // [taps][channels], and 16 floats more
     const float* bias;                       // [channels] and 16 more
     int64_t channels;
     int taps;
-    bool silu, delta, norm;
+    bool silu, norm;
     int64_t first_decay, first_rate;  // bytes from a row's begin
     int decays;
+    const float* factors;  // of the head's first channel, [key_dim] rows `factor_stride` apart, readable up to a whole 16
+    int64_t factor_stride;
     float scale, skip;
     float* const* matrix;       // [key_dim] rows
     float* const* next_matrix;  // the one of the call that follows, asked for meanwhile; or null

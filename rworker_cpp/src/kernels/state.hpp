@@ -7,6 +7,7 @@
 
 namespace {
 
+using rworker::Recurrence;
 using rworker::StateArgs;
 using rworker::StateChannels;
 using rworker::WindowArgs;
@@ -88,7 +89,8 @@ template <class L, int N>
     vec d[N], sum[N];
     for (int n = 0; n < N; ++n) d[n] = L::load(v + first + n * L::width), sum[n] = L::set1(0.0f);
     const int dim = args.key.dim;
-    if (args.delta) {
+    const bool delta = args.recurrence == Recurrence::delta;
+    if (delta) {
         for (int i = 0; i < dim; ++i) {
             const float* const row = args.matrix[i] + first;
             if (asks) ask_next(args, i, 0, half);
@@ -101,7 +103,7 @@ template <class L, int N>
     for (int n = 0; n < N; ++n) d[n] = L::mul(d[n], L::set1(rate));
     for (int i = 0; i < dim; ++i) {
         float* const row = args.matrix[i] + first;
-        if (asks) ask_next(args, i, args.delta ? half : 0, args.row_floats);
+        if (asks) ask_next(args, i, delta ? half : 0, args.row_floats);
         const vec key = L::set1(k[i]), decay = L::set1(a[i]), query = L::set1(q[i]);
         RWORKER_UNROLL
         for (int n = 0; n < N; ++n) {
@@ -119,32 +121,90 @@ inline float number_at(const uint8_t* bytes) {
     return number;
 }
 
+/// A token's outputs, in the model's dtype.
+template <class L>
+void write_outputs(const StateArgs& args, int64_t row, const float* o) {
+    narrow_row<L>(args.dtype, o, args.value.dim,
+                  const_cast<void*>(element(args.dtype, args.out, row * args.out_stride)));
+}
+
+inline const uint8_t* numbers_of(const StateArgs& args, int64_t row) {
+    return static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride));
+}
+
+/// A sequence begins with a matrix of zeros.
+template <class L>
+void begin_matrix(const StateArgs& args, int key_dim) {
+    for (int i = 0; i < key_dim && args.position == 0; ++i)
+        for (int c = 0; c < args.row_floats; c += L::width) L::store(args.matrix[i] + c, L::set1(0.0f));
+}
+
+/// `lru`: one row, whose decays the numbers are.
+template <class L>
+void advance_lru(const StateArgs& args, const Convolved<L>& value, float* decays) {
+    begin_matrix<L>(args, 1);
+    float* const state = args.matrix[0];
+    for (int64_t row = 0; row < args.num_rows; ++row) {
+        value.take(row);
+        widen_row<L>(DType::float32, numbers_of(args, row) + args.first_decay, args.value.dim, 1.0f, decays);
+        for (int c = 0; c < value.dim16; c += L::width)
+            L::store(state + c, L::fma(L::load(decays + c), L::load(state + c), L::load(value.out + c)));
+        write_outputs<L>(args, row, state);
+    }
+}
+
+/// `selective`: of each channel its key_dim elements, one below the other.
+template <class L>
+void advance_selective(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch) {
+    using vec = typename L::vec;
+    const Convolved<L> query(args, args.query, scratch), key(args, args.key, scratch);
+    float* const steps = scratch;
+    const int key_dim = args.key.dim;
+    begin_matrix<L>(args, key_dim);
+    for (int64_t row = 0; row < args.num_rows; ++row) {
+        value.take(row), query.take(row), key.take(row);
+        widen_row<L>(DType::float32, numbers_of(args, row) + args.first_decay, args.value.dim, 1.0f, steps);
+        const bool asks = row + 1 == args.num_rows && args.next_matrix;
+        for (int c = 0; c < value.dim16; c += L::width) {
+            const vec step = L::load(steps + c), taken = L::mul(step, L::load(value.out + c));
+            vec sum = L::set1(0.0f);
+            for (int n = 0; n < key_dim; ++n) {
+                if (asks && c == 0) ask_next(args, n, 0, args.row_floats);
+                const vec decay = exp_nonpositive_one<L>(L::mul(step, L::load(args.factors + n * args.factor_stride + c)));
+                const vec s = L::fma(L::set1(key.out[n]), taken, L::mul(decay, L::load(args.matrix[n] + c)));
+                L::store(args.matrix[n] + c, s);
+                sum = L::fma(L::set1(query.out[n]), s, sum);
+            }
+            L::store(o + c, sum);
+        }
+        write_outputs<L>(args, row, o);
+    }
+}
+
 template <class L>
 void advance(const StateArgs& args) {
     float* scratch = args.scratch;
     const Convolved<L> value(args, args.value, scratch);
     float* const o = scratch;
     scratch += value.dim16;
-    if (!args.matrix) {
+    if (args.recurrence == Recurrence::selective) return advance_selective<L>(args, value, o, scratch);
+    if (args.recurrence == Recurrence::lru) return advance_lru<L>(args, value, scratch);
+    if (args.recurrence == Recurrence::none) {
         for (int64_t row = 0; row < args.num_rows; ++row) {
             value.take(row);
-            narrow_row<L>(args.dtype, value.out, args.value.dim,
-                          const_cast<void*>(element(args.dtype, args.out, row * args.out_stride)));
+            write_outputs<L>(args, row, value.out);
         }
         return;
     }
     const Convolved<L> query(args, args.query, scratch), key(args, args.key, scratch);
     float *const a = scratch, *const ak = a + key.dim16;
     const int dim = args.key.dim;
-    if (args.position == 0)
-        for (int i = 0; i < dim; ++i)
-            for (int c = 0; c < args.row_floats; c += L::width) L::store(args.matrix[i] + c, L::set1(0.0f));
+    begin_matrix<L>(args, dim);
     constexpr int kMost = L::width == 8 ? 4 : 8;  // twice as many vectors, and operands, are to fit the registers
     for (int64_t row = 0; row < args.num_rows; ++row) {
         value.take(row), query.take(row), key.take(row);
         query.scale_by(args.scale, args.norm), key.scale_by(1.0f, args.norm);
-        const auto* const numbers =
-            static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride));
+        const uint8_t* const numbers = numbers_of(args, row);
         for (int i = 0; i < args.decays; ++i) a[i] = exp_of_nonpositive<L>(number_at(numbers + args.first_decay + 4 * i));
         for (int i = args.decays; i < dim; ++i) a[i] = a[0];
         for (int i = 0; i < dim; ++i) ak[i] = a[i] * key.out[i];
@@ -161,8 +221,7 @@ void advance(const StateArgs& args) {
         if (args.skip != 0.0f)
             for (int i = 0; i < value.dim16; i += L::width)
                 L::store(o + i, L::fma(L::set1(args.skip), L::load(value.out + i), L::load(o + i)));
-        narrow_row<L>(args.dtype, o, args.value.dim,
-                      const_cast<void*>(element(args.dtype, args.out, row * args.out_stride)));
+        write_outputs<L>(args, row, o);
     }
 }
 
