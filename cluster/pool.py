@@ -18,6 +18,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, NoRWorkerError, WorkerLostError
+from fastdecode.core.parked import ParkPlace
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
 
@@ -145,12 +146,22 @@ class PoolBackend:
             worker.abandon_step()
 
     def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
-        with _asked(self.workers, worker, "export") as holder:
+        with self.asked(worker, "export") as holder:
             return holder.export(sequence_id, start, num_tokens)
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
-        with _asked(self.workers, worker, "import") as holder:
+        with self.asked(worker, "import") as holder:
             holder.import_(sequence_id, num_tokens, data, start)
+
+    @contextlib.contextmanager
+    def asked(self, index: int, what: str) -> Iterator[PoolWorker]:
+        """R-worker ``index``, which is to ``what`` a sequence; BackendError where there is none, or it refuses."""
+        if not 0 <= index < len(self.workers):
+            raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
+        try:
+            yield self.workers[index]
+        except (ValueError, KeyError) as error:
+            raise _refusal(self.workers[index], f"to {what} a sequence", error) from error
 
     @property
     def num_newcomers(self) -> int:
@@ -272,26 +283,19 @@ class InprocBackend(PoolBackend):
         block_size: int,
         own_cores: bool = False,
         security: Security | None = None,
+        park: ParkPlace | None = None,
     ) -> None:
-        """``own_cores``: the S-worker does not run on the cores of ``sizes``. ``security``: of their KV ports."""
+        """``own_cores``: the S-worker does not run on the cores of ``sizes``. ``security``: of their KV ports.
+        ``park``: where they park, each in a folder of its own."""
         waits_working = len(sizes) == 1 and not own_cores
         super().__init__(
             [
-                InprocWorker(f"inproc-{i}", size, block_size, own_cores, waits_working, security)
+                InprocWorker(
+                    f"inproc-{i}", size, block_size, own_cores, waits_working, security, park.of(i) if park else None
+                )
                 for i, size in enumerate(sizes)
             ]
         )
-
-
-@contextlib.contextmanager
-def _asked(workers: Sequence[PoolWorker], index: int, what: str) -> Iterator[PoolWorker]:
-    """R-worker ``index``, which is to ``what`` a sequence; BackendError where there is none, or it refuses."""
-    if not 0 <= index < len(workers):
-        raise BackendError(f"{what}: there is no R-worker {index}; there are {len(workers)}")
-    try:
-        yield workers[index]
-    except (ValueError, KeyError) as error:
-        raise _refusal(workers[index], f"to {what} a sequence", error) from error
 
 
 def _refusal(worker: PoolWorker, what: str, error: Exception) -> BackendError:

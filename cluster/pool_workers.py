@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.parking.disks import Disk
+from fastdecode.cluster.parking.parker import Parker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, host_id, make_rworker
 from fastdecode.cluster.r_worker.session import open_kv_port
 from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 if TYPE_CHECKING:
@@ -77,6 +81,11 @@ class PoolWorker:
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         raise NotImplementedError
 
+    @property
+    def disk(self) -> Disk | None:
+        """Where it parks; None where it has none."""
+        return None
+
     def close(self) -> None:
         """Free everything; may be called twice."""
 
@@ -97,9 +106,13 @@ class InprocWorker(PoolWorker):
         own_cores: bool,
         waits_working: bool = False,
         security: Security | None = None,
+        park: ParkPlace | None = None,
     ) -> None:
-        """``own_cores``: the S-worker does not run on this worker's cores. ``security``: of its KV port, if any."""
+        """``own_cores``: the S-worker does not run on this worker's cores. ``security``: of its KV port, if any.
+        ``park``: where it parks, if it does."""
         self.name = name
+        self._park = ParkDirectory(park) if park else None
+        self._parker: Parker | None = None
         self._security = security or Security()
         self._kv_port: KvPort | None = None
         self._size, self._block_size, self._own_cores = size, block_size, own_cores
@@ -113,13 +126,16 @@ class InprocWorker(PoolWorker):
         self._worker = make_rworker(layout, self._block_size, self._size)
         if layout.kv_port:
             self._kv_port = open_kv_port(self._worker, layout, self._security)
+        if self._park and not layout.has_states:
+            self._parker = Parker(self._worker, self._park, layout)
 
     def opened(self) -> RWorkerInfo:
         worker = self._open
         size = worker.num_blocks, worker.block_size, worker.num_threads
         info = RWorkerInfo(
-            self.name, *size, worker.isa, self._own_cores, host=host_id(), state_blocks=worker.state_blocks
-        )
+            self.name, *size, worker.isa, self._own_cores, host=host_id(), state_blocks=worker.state_blocks,
+            park_after=self._park.after_seconds if self._park and self._parker else None,
+        )  # fmt: skip
         if self._kv_port is None:
             return info
         return replace(info, kv_ports=(KvAddress(self._kv_port.address, self._kv_port.epoch),))
@@ -166,10 +182,18 @@ class InprocWorker(PoolWorker):
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         self._open.import_(sequence_id, num_tokens, data, start)
 
+    @property
+    def disk(self) -> Disk | None:
+        return self._parker
+
     def close(self) -> None:
         self._in_step = False
         if self._kv_port:
             self._kv_port.close()
+        if self._parker:
+            self._parker.close()
+        if self._park:
+            self._park.close()
         if self._worker:
             self._worker.close()
 

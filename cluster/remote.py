@@ -7,15 +7,16 @@ import struct
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.parking.disks import Disk, RemoteDisk
 from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.routed_rows import Arrays
-from fastdecode.cluster.wire.frames import Frame, Kind
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.messages import (
     ALL_TOKENS,
     CHUNK_BYTES,
@@ -41,6 +42,8 @@ from fastdecode.core.errors import (
     interrupts_deferred,
 )
 from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+
+Answer = TypeVar("Answer")
 
 TICK_SECONDS = 0.05
 """How long a wait lasts before the S-worker checks the connection again."""
@@ -186,6 +189,24 @@ class RemoteWorker(PoolWorker):
         for start in range(0, data.nbytes, CHUNK_BYTES):
             self._send(Kind.DATA, data[start : start + CHUNK_BYTES])
         self._answer(Kind.IMPORTED)
+
+    @property
+    def disk(self) -> Disk:
+        return RemoteDisk(self, self._block_size)
+
+    @interrupts_deferred()
+    def ask(
+        self,
+        kind: Kind,
+        body: bytes,
+        answer: Kind,
+        decode: Callable[[bytearray], Answer],
+        most_bytes: int = FRAME_LIMIT,
+    ) -> Answer:
+        """What ``decode`` makes of the body of an ``answer`` to ``kind``."""
+        self._send(kind, body)
+        with self._losses:
+            return decode(self._body(self._answer(answer), most_bytes))
 
     def close(self) -> None:
         link, self.link = self.link, None

@@ -27,6 +27,7 @@ def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) 
         kv_ports=_kv_ports(name, layout.kv_port, welcome),
         host=welcome.host_id,
         state_blocks=welcome.state_blocks,
+        park_after=welcome.park_after,
     )
 
 

@@ -16,6 +16,7 @@ from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
 
@@ -89,6 +90,14 @@ def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> En
     path.touch(0o600)
     path.write_bytes(ray_job.security.secret)
     return replace(config, key_file=str(path), security="encrypt" if ray_job.security.encrypts else "authenticate")
+
+
+def parks_of(backend: AttentionBackend) -> Parks | None:
+    """The disks of R-workers behind ``backend``; None where it has no way to them."""
+    from fastdecode.cluster.parking.disks import PoolParks
+    from fastdecode.cluster.pool import PoolBackend
+
+    return PoolParks(backend) if isinstance(backend, PoolBackend) else None
 
 
 def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
@@ -221,13 +230,13 @@ def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
     if spec.kind == "spawn":
         from fastdecode.cluster.links.spawn import SpawnBackend
 
-        return SpawnBackend(sizes, config.block_size, *guard)
+        return SpawnBackend(sizes, config.block_size, *guard, config.park)
 
     from fastdecode.cluster.pool import InprocBackend
     from fastdecode.cluster.wire.handshake import read_security
 
     security = read_security(config.key_file, config.security)
-    return InprocBackend(sizes, config.block_size, config.separate_cores, security)
+    return InprocBackend(sizes, config.block_size, config.separate_cores, security, config.park)
 
 
 def prepare(config: EngineConfig) -> None:

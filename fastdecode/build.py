@@ -17,6 +17,7 @@ from fastdecode.backends import (
     make_draft_backend,
     make_prefill_backend,
     make_prompt_backend,
+    parks_of,
     place_on_ray,
     pool_layout,
     prepare,
@@ -26,9 +27,9 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
-from fastdecode.cycle import Companion, Membership
+from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
-from fastdecode.engine_setup import check_index, make_scheduler, pin_s_worker, prompt_tokens
+from fastdecode.engine_setup import check_index, make_parking, make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.hybrids import check_hybrid
 from fastdecode.journal.journal import FileJournal, Journal
 from fastdecode.live import LiveRequests, LiveWorld
@@ -55,11 +56,12 @@ class Parts:
     membership: Membership
     prefills: RemotePrefills | None
     speculation: Speculation | None
+    parking: Parking | None
 
     @property
     def companions(self) -> tuple[Companion, ...]:
         """Those that are there, in the order of their turns."""
-        return tuple(each for each in (self.membership, self.prefills, self.speculation) if each)
+        return tuple(each for each in (self.membership, self.parking, self.prefills, self.speculation) if each)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,10 @@ def _put_together(
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, _make_journal(config, model, cleanup))
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
-    return Parts(config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation)
+    parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)
+    return Parts(
+        config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation, parking
+    )
 
 
 def _make_journal(config: EngineConfig, model: SModel, cleanup: ExitStack) -> Journal:

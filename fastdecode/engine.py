@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable
 
@@ -16,13 +17,16 @@ from fastdecode.api.request import make_request
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import PromptType, read_prompt
 from fastdecode.build import build
-from fastdecode.core.errors import NoRWorkerError, RequestError, WorkerLostError, interrupts_deferred
+from fastdecode.core.errors import BackendError, NoRWorkerError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.cycle import Cycle
 from fastdecode.live import Sampled
 from fastdecode.scheduler import Scheduler
+
+END_SECONDS = 10.0
+"""Most time in which an engine that ends parks what is left."""
 
 LOOK_SECONDS = 0.05
 """Between two looks for an R-worker, while there is none."""
@@ -52,7 +56,7 @@ class LLMEngine:
         self.config = self._parts.config
         self.s_model, self.num_mini_batches = self._parts.s_model, self._parts.num_mini_batches
         self.world, self.prefills, self.speculation = self._parts.world, self._parts.prefills, self._parts.speculation
-        self.membership = self._parts.membership
+        self.membership, self.parking = self._parts.membership, self._parts.parking
         self.backend, self.r_workers = self.world.backend, self.world.r_workers
         self._requests, self.in_flight = self._parts.requests, self._parts.requests.in_flight
         self._ids = itertools.count(self._requests.journal.next_sequence_id)
@@ -60,6 +64,7 @@ class LLMEngine:
         if config.trace:
             self.world.start_tracing()
             self._cleanup.callback(self._write_trace, config.trace)
+        self._cleanup.callback(self._park_rest)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
@@ -153,7 +158,7 @@ class LLMEngine:
         first = self.scheduler.store.workers.present[0]
         if len(token_ids) > (room := self.r_workers[first].num_blocks * self.config.block_size):
             raise RequestError(f"score keeps a sequence on one R-worker, which has room for {room} tokens: give fewer")
-        self.reset_prefix_cache()  # it may fill the cache, and the scheduler knows nothing of what is scored
+        self._forget_prefixes()  # it may fill the cache, and the scheduler knows nothing of what is scored
         chunk = Chunk(next(self._ids), first, 0, token_ids, scored=True)
         logprobs = self.world.score(ScheduledStep((MiniBatch.of([chunk]),), tuple(() for _ in self.r_workers)))
         if self.cycle.tell():
@@ -161,7 +166,13 @@ class LLMEngine:
         return logprobs
 
     def reset_prefix_cache(self) -> None:
-        """Forget every retained prefix, for instance when weights were changed; running requests go on."""
+        """Forget every retained prefix, for instance when weights were changed; running requests go on. What was parked
+        is found again by another engine alone."""
+        if self.parking:
+            self.parking.renew(self.scheduler, f"{self.s_model.kv_identity} {secrets.token_hex(16)}")
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
         self.scheduler.store.prefixes.reset()
         self._attempt(self.cycle.settle, waits=False)
 
@@ -191,6 +202,12 @@ class LLMEngine:
             raise WorkerLostError(f"{self.trouble}; none came within {self.config.wait_for_r_workers:g} s")
         time.sleep(LOOK_SECONDS)
         return False
+
+    def _park_rest(self) -> None:
+        """What prefixes are left goes to the disks of R-workers that have some, in the time that an end may take."""
+        if self.parking and not self.trouble:
+            with contextlib.suppress(BackendError):
+                self.parking.finish(self.cycle, END_SECONDS)
 
     def _write_trace(self, path: str) -> None:
         if self.world.tracer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -10,9 +11,12 @@ from dataclasses import replace
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
+from fastdecode.core.parked import Parks
+from fastdecode.core.placing import WHOLE
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import ITEM_BYTES, KVLayout, RWorkerInfo
+from fastdecode.cycle import Parking
 from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
 from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.profile_json import load_profile
@@ -21,6 +25,8 @@ from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.sworker import SModel, SWorker
+
+logger = logging.getLogger(__name__)
 
 CPU_TILE_TOKENS = 64
 """A token budget that is to keep a target is a multiple of this: matrix products are at their best there."""
@@ -92,6 +98,20 @@ def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy |
     if not limits.num_speculative_tokens:
         return None
     return BalancedDrafts(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
+
+
+def make_parking(
+    config: EngineConfig, model: SModel, parks: Parks | None, r_workers: Sequence[RWorkerInfo], limits: Limits
+) -> Parking | None:
+    """What parks the prefixes of ``model`` on the disks of ``r_workers``, and of those that join; None where prefixes
+    are not kept, or lie in several pieces or copies. ``parks``: None where R-workers have no disks."""
+    if parks is None or not limits.prefix_caching or limits.state_blocks:
+        return None
+    if limits.placing != WHOLE:
+        if any(worker.park_after is not None for worker in r_workers):
+            logger.warning("ranges and second copies of sequences are not parked: nothing is")
+        return None
+    return Parking(parks, model.kv_identity, r_workers)
 
 
 def check_index(config: EngineConfig, layout: KVLayout) -> None:

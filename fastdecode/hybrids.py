@@ -10,6 +10,7 @@ ASKED = {
     "kv_shard_tokens": "a state is that of all tokens of a sequence, so no range of them has one",
     "prefill_workers": "prefill workers have no states to advance",
     "tensor_parallel_size": "transformers' plans cut no recurrent layer, so each rank would have whole states",
+    "park_dir": "a prefix is of use only with its state, which is not written to disks",
     "prefill_scratch": "prompts attend where the state is, on the R-worker",
 }
 """Settings that ask for what hybrids do not have, and why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,9 @@ from fastdecode.sworker.support import probe_layers, probe_layout, repeats_rows
 from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
 
 logger = logging.getLogger(__name__)
+
+UNREAD = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Keys of a configuration that change nothing of what is computed, or stand elsewhere."""
 
 
 class SModel:
@@ -73,6 +77,14 @@ class SModel:
     def identity(self) -> str:
         """Return the whole model's name, equal in processes with the same layers, dtype, vocabulary and weights."""
         text = f"{self.whole_layout.layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def kv_identity(self) -> str:
+        """Name all that a token's keys and values depend on, but for the arithmetic of R-workers: weights, the
+        configuration, and the device."""
+        known = {name: value for name, value in self._hf_config.to_dict().items() if name not in UNREAD}
+        text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property

@@ -14,7 +14,7 @@ from fastdecode.cli.main import main
 from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.parking.directory import ParkDirectory
 from fastdecode.core.errors import ChainError, ConfigError
-from fastdecode.core.parked import Chain
+from fastdecode.core.parked import Chain, ParkPlace
 
 FINGERPRINT, OTHER = "ab" * 32, "cd" * 32
 
@@ -25,8 +25,8 @@ def _chain(first: int, num_blocks: int, block_size: int = 32) -> Chain:
 
 def _write(directory: ParkDirectory, chain: Chain, fingerprint: str = FINGERPRINT, token_bytes: int = 3) -> Path:
     head = Head(fingerprint, 32, chain.num_blocks, token_bytes, "float32", "int8", "avx2")
-    assert directory.make_room(head) is not None
     path = directory.path(fingerprint, chain.name)
+    assert directory.make_room(head, path.name) is not None
     writer = ChainWriter(path, head, chain.marks)
     numbers = np.random.default_rng(chain.name[0])
     for number in range(head.num_pieces):
@@ -73,7 +73,7 @@ WRONGS: list[Callable[[bytes, np.random.Generator, bytes], bytes]] = [_truncate,
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path, count: int) -> None:
-    directory = ParkDirectory(tmp_path)
+    directory = ParkDirectory(ParkPlace(tmp_path))
     path, other = _write(directory, _chain(1, 40)), _write(directory, _chain(2, 40))
     good, data, foreign = _read(path), path.read_bytes(), other.read_bytes()
     numbers = np.random.default_rng(0)
@@ -91,38 +91,38 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path, count: i
 def test_a_folder_keeps_to_its_bytes_and_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
     chains = [_chain(number, 16) for number in range(4)]
     size = Head(FINGERPRINT, 32, 16, 3, "float32", "int8", "avx2").file_bytes
-    directory = ParkDirectory(tmp_path, 3 * size)
+    directory = ParkDirectory(ParkPlace(tmp_path, 3 * size))
     paths = [_write(directory, chain) for chain in chains[:3]]
     assert {path.stat().st_size for path in paths} == {size}
     directory.use(paths[0])
     for age, path in enumerate((paths[0], paths[2], paths[1])):
         os.utime(path, (1e9 - age, 1e9 - age))
     directory.close()
-    directory = ParkDirectory(tmp_path, 3 * size)
+    directory = ParkDirectory(ParkPlace(tmp_path, 3 * size))
     assert [chain.marks for chain in directory.chains(FINGERPRINT)] == [chains[each].marks for each in (1, 2, 0)]
     assert list(directory.chains(OTHER)) == []
     paths.append(_write(directory, chains[3]))
     assert [path.exists() for path in paths] == [True, False, True, True] and directory.num_bytes == 3 * size
-    assert directory.make_room(Head(FINGERPRINT, 32, 1 << 20, 3)) is None and len(directory) == 3
+    assert directory.make_room(Head(FINGERPRINT, 32, 1 << 20, 3), "x") is None and directory.num_chains == 3
     directory.close()
 
 
 def test_two_r_workers_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = ParkDirectory(tmp_path / "a" / "b")
+    first = ParkDirectory(ParkPlace(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match=r"park_dir: .* is another R-worker's"):
-        ParkDirectory(tmp_path / "a" / "b")
+        ParkDirectory(ParkPlace(tmp_path / "a" / "b"))
     first.close()
     (tmp_path / "a" / "b" / "x.part").touch()
-    ParkDirectory(tmp_path / "a" / "b").close()
+    ParkDirectory(ParkPlace(tmp_path / "a" / "b")).close()
     assert not (tmp_path / "a" / "b" / "x.part").exists()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"park_dir: .*file: File exists"):
-        ParkDirectory(tmp_path / "file")
+        ParkDirectory(ParkPlace(tmp_path / "file"))
 
 
 def test_cache_lists_verifies_and_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = ParkDirectory(tmp_path)
+    directory = ParkDirectory(ParkPlace(tmp_path))
     paths = [_write(directory, _chain(1, 5)), _write(directory, _chain(2, 17), OTHER)]
     os.utime(paths[0], (1, 1))
     assert main(["cache", "ls", str(tmp_path), "--json"]) == 0

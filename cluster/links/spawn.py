@@ -20,6 +20,7 @@ from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.parent import parent_flags
+from fastdecode.core.parked import ParkPlace
 
 END_SECONDS = 10.0
 """How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
@@ -38,14 +39,19 @@ class SpawnBackend(PoolBackend):
         key_file: str | None = None,
         security: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
+        park: ParkPlace | None = None,
     ) -> None:
         """``key_file`` and ``security`` (see ``TcpBackend``): of their KV ports, where the layout asks for some.
-        ``silence_seconds``: after which one is lost, and killed."""
+        ``silence_seconds``: after which one is lost, and killed. ``park``: where they park, each in a folder of its
+        own."""
         flags = _security_flags(key_file, security)
+        places = [park.of(index).flags() if park else [] for index in range(len(sizes))]
         super().__init__(
             [
-                RemoteWorker(name, partial(_SpawnedLink, size, flags, silence_seconds), block_size)
-                for name, size in ((f"spawn-{index}", size) for index, size in enumerate(sizes))
+                RemoteWorker(
+                    f"spawn-{index}", partial(_SpawnedLink, size, [*flags, *place], silence_seconds), block_size
+                )
+                for index, (size, place) in enumerate(zip(sizes, places, strict=True))
             ]
         )
 

@@ -6,15 +6,16 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
 from fastdecode.cluster.parking.chain_file import SUFFIX, UNFINISHED, ChainReader, Head, file_name
 from fastdecode.core.errors import ChainError, ConfigError
-from fastdecode.core.parked import Chain
+from fastdecode.core.parked import Chain, ParkPlace
 
-LOCK = ".lock"
+LOCK, LOCK_SECONDS = ".lock", 1.0
 
 
 def chain_files(folder: Path) -> list[Path]:
@@ -29,13 +30,13 @@ def chain_files(folder: Path) -> list[Path]:
 class ParkDirectory:
     """One R-worker's folder. The time of a file's last change is that of its chain's last use.
 
-    ``num_bytes`` of files are in it, ``most_bytes`` at most.
+    ``num_bytes`` of files are in it, ``most_bytes`` at most. ``after_seconds``: without use, chains come here.
     """
 
-    def __init__(self, folder: str | Path, most_bytes: int | None = None) -> None:
-        """Make ``folder``, readable by this user alone, and clear it of what was not finished. ``most_bytes``: half of
-        what is free, and what is there already, unless given. ConfigError where it cannot be had."""
-        self.folder = Path(folder)
+    def __init__(self, place: ParkPlace) -> None:
+        """Make the folder, readable by this user alone, and clear it of what was not finished. Its limit: what is there
+        already and half of what is free, unless ``place`` has one. ConfigError where it cannot be had."""
+        self.folder, self.after_seconds = place.folder, place.after_seconds
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = self._take_lock()
@@ -45,10 +46,11 @@ class ParkDirectory:
             self.num_bytes = sum(self._sizes.values())
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
-            raise ConfigError(f"park_dir: {folder}: {error.strerror}") from None
-        self.most_bytes = most_bytes or self.num_bytes + free // 2
+            raise ConfigError(f"park_dir: {self.folder}: {error.strerror}") from None
+        self.most_bytes = place.most_bytes or self.num_bytes + free // 2
 
-    def __len__(self) -> int:
+    @property
+    def num_chains(self) -> int:
         """Chains in the folder."""
         return len(self._sizes)
 
@@ -67,15 +69,16 @@ class ParkDirectory:
         """Where the chain that ends with ``mark`` is, or would be."""
         return self.folder / file_name(fingerprint, mark)
 
-    def make_room(self, head: Head) -> list[str] | None:
-        """Drop chains, those used longest ago first, until one of ``head`` fits; the names of the dropped. None, and
-        nothing is dropped, where it never fits."""
+    def make_room(self, head: Head, name: str) -> list[str] | None:
+        """Drop chains, those used longest ago first, until one of ``head`` fits as file ``name``, in place of what is
+        there; the names of the dropped. None, and nothing is dropped, where it never fits."""
         needed = head.file_bytes
         if needed > self.most_bytes:
             return None
         dropped = []
-        while self.num_bytes + needed > self.most_bytes:
-            dropped.append(next(iter(self._sizes)))
+        others = (each for each in list(self._sizes) if each != name)
+        while self.num_bytes - self._sizes.get(name, 0) + needed > self.most_bytes:
+            dropped.append(next(others))
             self.drop(dropped[-1])
         return dropped
 
@@ -99,14 +102,23 @@ class ParkDirectory:
             (self.folder / name).unlink()
 
     def close(self) -> None:
-        """Let another R-worker have the folder."""
-        os.close(self._lock)
+        """Let another R-worker have the folder; may be called twice."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
     def _take_lock(self) -> int:
+        """A file descriptor that has the folder's lock; one that was killed just now may have it for a moment."""
         lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(f"park_dir: {self.folder} is another R-worker's: give each a folder of its own") from None
-        return lock
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(LOCK_SECONDS / 10)
+                    continue
+                os.close(lock)
+                mine = "give each a folder of its own"
+                raise ConfigError(f"park_dir: {self.folder} is another R-worker's: {mine}") from None

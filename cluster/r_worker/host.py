@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.cluster.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import (
@@ -23,6 +24,7 @@ from fastdecode.core.machine import (
     total_memory_bytes,
     usable_cores,
 )
+from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYER_CACHE_BLOCK = 256
@@ -40,13 +42,15 @@ class RWorkerSize:
 
 @dataclass(frozen=True)
 class Host:
-    """An R-worker's memory and threads, its read bandwidth, and the machine and cores it runs on."""
+    """An R-worker's memory and threads, its read bandwidth, the machine and cores it runs on, and its disk to park on,
+    if any."""
 
     size: RWorkerSize
     tuning: Tuning
     read_gb_per_s: float
     host_id: str
     cores: tuple[int, ...]
+    park: ParkDirectory | None = None
 
     def describe(self) -> str:
         """Cores, threads, instruction set, memory and bandwidth in one line."""
@@ -57,7 +61,9 @@ class Host:
         )
 
 
-def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None) -> Host:
+def take_host(
+    cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None, park: ParkPlace | None = None
+) -> Host:
     """Bind this process to ``cores`` and measure its read bandwidth.
 
     None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. Where the cgroup has a quota of
@@ -65,6 +71,7 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
     CapacityError for what this machine does not have, BackendError for kernels that it gets wrong.
     """
     tuned = tuning()
+    directory = ParkDirectory(park) if park else None
     if cores is not None:
         _bind(cores)
     bound = tuple(sorted(os.sched_getaffinity(0)) if cores is not None else usable_cores())
@@ -79,7 +86,7 @@ def take_host(cores: list[int] | None, num_threads: int | None, kv_cache_bytes: 
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
-    return Host(size, tuned, bandwidth, host_id(), bound)
+    return Host(size, tuned, bandwidth, host_id(), bound, directory)
 
 
 def host_id() -> str:

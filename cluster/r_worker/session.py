@@ -14,6 +14,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
+from fastdecode.cluster.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.host import Host, begin_step, block_bytes, end_step, make_rworker
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
@@ -92,6 +93,7 @@ class Session:
         self._vitals = vitals or Vitals()
         self._security, self._listens_at = security or Security(), listens_at
         self._kv_port: KvPort | None = None
+        self._park_door: ParkDoor | None = None
         self._link, self._host, self._on_open = link, host, on_open
         self._idle_seconds = 0.0
         self._spin = Spin()
@@ -122,8 +124,9 @@ class Session:
         except ConnectionError as error:
             log.info("the S-worker is gone: %s", error)
         finally:
-            if self._kv_port:
-                self._kv_port.close()
+            for door in (self._kv_port, self._park_door):
+                if door:
+                    door.close()
             if self._worker:
                 self._worker.close()
             self._vitals.closed()
@@ -170,6 +173,10 @@ class Session:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
         self._worker, self._layout = worker, hello.layout
+        park = None if hello.layout.has_states else self._host.park
+        if park:
+            self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
+            self._handlers |= self._park_door.handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(
@@ -183,6 +190,7 @@ class Session:
             fingerprint=fingerprint(hello.layout, hello.block_size),
             kv_address=self._kv_port.address if self._kv_port else "",
             kv_epoch=self._kv_port.epoch if self._kv_port else 0,
+            park_after=park.after_seconds if park else None,
         )
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 

@@ -26,6 +26,7 @@ class Vitals:
         self.trouble = ""
         self.turned = time.monotonic()
         self.num_blocks, self.blocks_free, self.num_sequences = 0, 0, 0
+        self.parked_chains = self.parked_bytes = 0
         self.num_sessions, self.num_steps, self.kv_bytes_read, self.busy_seconds = 0, 0, 0, 0.0
 
     def turn(self) -> None:
@@ -73,6 +74,8 @@ class Vitals:
             ("kv_blocks_used", "gauge", "Of those, held by sequences and prefixes after the last step", used),
             ("kv_blocks_free", "gauge", "Of those, held by none", self.blocks_free),
             ("sequences", "gauge", "Sequences with rows in the last step", self.num_sequences),
+            ("parked_chains", "gauge", "Chains of KV blocks on its disk", self.parked_chains),
+            ("parked_bytes", "gauge", "Bytes of these", self.parked_bytes),
             ("sessions_total", "counter", "S-workers that were served", self.num_sessions),
             ("steps_total", "counter", "Steps", self.num_steps),
             ("busy_seconds_total", "counter", "Seconds in which it attended", self.busy_seconds),

@@ -67,6 +67,11 @@ class Kind(IntEnum):
     CANCEL = 30  # S: a job that is not wanted any more
     READ = 31  # prefill worker, to a KV port: job, first token, rows of a layer of a prefix, which come as KV
     PICKS = 32  # S: after the OUTPUT of an index layer, how many of what each row of a range ranked is picked (int32)
+    PARKING = 33  # S: the model whose caches are to be parked (JSON)
+    CHAINS = 34  # R: what it has parked of them
+    PARK = 35  # S: sequence id, chain, names of chains that it supersedes; sent again while it is under way
+    WAKE = 36  # S: sequence id, blocks, name of the chain; likewise
+    PARKED = 37  # R: how far a PARK or a WAKE is
 
 
 _KINDS = frozenset(Kind)

@@ -149,7 +149,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``state_blocks``: those that a sequence's states take. ``kv_address``: "host:port" of its KV port, without the host
     where the S-worker's own way to it is the way for all; "" where it has none. ``kv_epoch``: what frames to that port
-    must carry.
+    must carry. ``park_after``: seconds after which what is not used is to be parked on its disk; None: it has none.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -162,6 +162,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_address: Text = ""
     kv_epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     state_blocks: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    park_after: Annotated[float, Meta(ge=0, le=MAX_NUMBER)] | None = None
 
 
 class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from fastdecode.api.settings import (
     parse_cores,
     parse_kv_cache_memory,
     parse_lora_modules,
+    parse_park,
     parse_prefill_workers,
     parse_r_workers,
     setting,
@@ -22,6 +23,7 @@ from fastdecode.api.settings import (
 from fastdecode.api.worker_checks import check_workers
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import usable_cores
+from fastdecode.core.parked import ParkPlace
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.core.types import ISAS, PREFILL_METHODS
 from fastdecode.drafting.speculative_config import SpeculativeConfig
@@ -180,6 +182,17 @@ class EngineConfig:
         30.0, "once the last R-worker is lost, how long to wait until it, or another, comes; 0: not at all", WORKERS,
         metavar="SECONDS",
     )  # fmt: skip
+    park_dir: str | None = setting(
+        None, "where R-workers of inproc and spawn park prefixes that are not used, and wake them, also after all was "
+        "started anew; others have their own --park-dir", WORKERS, metavar="DIR", unset="nowhere",
+    )  # fmt: skip
+    park_after: float | None = setting(
+        None, "without use, after which a prefix is parked", WORKERS, metavar="SECONDS", unset="60"
+    )
+    park_bytes: int | str | None = setting(
+        None, "most on the disk, per R-worker, such as 100GiB; what was used longest ago goes first", WORKERS,
+        metavar="BYTES", unset="half of what is free there",
+    )  # fmt: skip
     uniform_arithmetic: str = setting(
         "auto", "instruction set in which all R-workers attend, so that results depend on none of them", WORKERS,
         choices=("auto", *ISAS), unset="auto: each in its fastest",
@@ -209,7 +222,7 @@ class EngineConfig:
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
         if self.journal == "r-workers":
             raise ConfigError("journal: R-workers keep none so far: give a folder")
-        _ = self.speculative, self.lora
+        _ = self.speculative, self.lora, self.park
         self.placing.check()
         check_workers(self)
 
@@ -244,6 +257,11 @@ class EngineConfig:
     def prefill_worker_spec(self) -> WorkerSpec | None:
         """What ``prefill_workers`` asks for."""
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
+
+    @property
+    def park(self) -> ParkPlace | None:
+        """Where R-workers that this process starts are to park."""
+        return parse_park(self.park_dir, self.park_after, self.park_bytes)
 
     @property
     def in_mpi_job(self) -> bool:

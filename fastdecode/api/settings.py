@@ -6,12 +6,17 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.parked import PARK_AFTER, ParkPlace
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+MOST_PARK_AFTER = 30 * 86400.0
+"""Seconds; more is never."""
 
 LEAST_KV_CACHE_BYTES = 1000
 """Of an R-worker; less is a number without its unit."""
@@ -72,6 +77,21 @@ def parse_kv_cache_memory(value: int | str) -> int:
             f"kv_cache_memory must be at least {LEAST_KV_CACHE_BYTES} bytes, not {value}; give a unit, such as 4GiB"
         )
     return size
+
+
+def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int | str | None) -> ParkPlace | None:
+    """Where to park, None: nowhere; ConfigError for settings of a place without one."""
+    if folder is None:
+        for name, value in (("park_after", after_seconds), ("park_bytes", most_bytes)):
+            if value is not None:
+                raise ConfigError(f"{name}: there is no folder to park in: give --park-dir DIR as well")
+        return None
+    after = PARK_AFTER if after_seconds is None else after_seconds
+    if not 0 <= after <= MOST_PARK_AFTER:
+        raise ConfigError(f"park_after must be 0 to {MOST_PARK_AFTER:g} seconds, not {after_seconds!r}")
+    return ParkPlace(
+        Path(folder).absolute(), None if most_bytes is None else parse_bytes("park_bytes", most_bytes), after
+    )
 
 
 def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:

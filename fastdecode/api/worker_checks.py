@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def check_workers(config: EngineConfig) -> None:
     """ConfigError names a setting of R-workers, prefill workers or ranks that cannot be, or not beside another."""
     _check_r_workers(config)
+    _check_parking(config)
     _check_prefill_workers(config)
     _check_memory(config)
     _check_cores(config)
@@ -40,8 +41,8 @@ def _check_r_workers(config: EngineConfig) -> None:
     """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
     spec = config.r_worker_spec
     check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], config.key_file)
-    for name in ("kv_cache_memory", "r_threads", "r_cores"):
-        placed = spec.kind == "ray" and name != "r_cores"
+    for name in ("kv_cache_memory", "r_threads", "r_cores", "park_dir"):
+        placed = spec.kind == "ray" and name in ("kv_cache_memory", "r_threads")
         if not spec.on_this_machine and not placed and getattr(config, name) is not None:
             raise ConfigError(
                 f"{name}: R-workers that this process does not start have their own; give it to `fastdecode r-worker`"
@@ -58,6 +59,23 @@ def _check_r_workers(config: EngineConfig) -> None:
             raise ConfigError("pool_listen: an MPI job has the ranks it was started with; use host:port or spawn:N")
     elif spec.kind not in ("tcp", "ray") and config.key_file and config.prefill_workers is None:
         raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {config.r_workers}")
+
+
+def _check_parking(config: EngineConfig) -> None:
+    """What parked prefixes need, and what keeps them in memory so far."""
+    if config.park_dir is None:
+        return
+    for name, refused in (
+        ("enable_prefix_caching", not config.enable_prefix_caching),
+        ("kv_shard_tokens", config.kv_shard_tokens is not None),
+        ("kv_replicas", config.kv_replicas > 1),
+        ("tensor_parallel_size", config.tensor_parallel_size > 1),
+    ):
+        if refused:
+            raise ConfigError(
+                f"park_dir: prefixes that lie whole on one R-worker of one S-worker process are parked so far: leave "
+                f"out park_dir, or {name}={getattr(config, name)}"
+            )
 
 
 def _check_joining(config: EngineConfig) -> None:

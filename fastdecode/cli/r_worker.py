@@ -14,6 +14,7 @@ from fastdecode.api.settings import (
     describe_security,
     parse_cores,
     parse_kv_cache_memory,
+    parse_park,
     split_address,
 )
 from fastdecode.cli.flags import (
@@ -27,6 +28,7 @@ from fastdecode.cli.flags import (
 )
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.parent import die_with
+from fastdecode.core.parked import PARK_AFTER, ParkPlace
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.tcp import Server
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 
 LISTEN = "tcp://127.0.0.1:5580"
 
-Resources: TypeAlias = tuple[list[int] | None, int | None, int | None]
-"""Cores, threads and bytes of the KV cache; None where the choice is left to the machine."""
+Resources: TypeAlias = tuple[list[int] | None, int | None, int | None, ParkPlace | None]
+"""Cores, threads and bytes of the KV cache, None where the choice is left to the machine; and where to park."""
 
 
 def add_command(commands: Any) -> None:
@@ -47,6 +49,14 @@ def add_command(commands: Any) -> None:
     )
     add_worker_flags(parser, LISTEN)
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
+    parser.add_argument("--park-dir", metavar="DIR", help="park prefixes that are not used there, and wake them (none)")
+    parser.add_argument(
+        "--park-after", type=float, metavar="SECONDS", help=f"without use, after which they are parked ({PARK_AFTER:g})"
+    )
+    parser.add_argument(
+        "--park-bytes", metavar="BYTES",
+        help="most on the disk, such as 100GiB; what was used longest ago goes first (half of what is free there)",
+    )  # fmt: skip
     parser.add_argument(
         "--health-listen", metavar="HOST:PORT",
         help="answer GET /health (200, 503 where it cannot serve) and /metrics (Prometheus) there, without a key; port "
@@ -83,7 +93,8 @@ def _resources(args: argparse.Namespace) -> Resources:
     cores = parse_cores("cores", args.cores)
     check_threads(args.threads)
     wanted = args.kv_cache_memory
-    return cores, args.threads, None if wanted is None else parse_kv_cache_memory(wanted)
+    park = parse_park(args.park_dir, args.park_after, args.park_bytes)
+    return cores, args.threads, None if wanted is None else parse_kv_cache_memory(wanted), park
 
 
 def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:

@@ -322,6 +322,7 @@ class RWorkerInfo:
     ``kv_ports``: its KV port, if it has one; those of all ranks' parts, in order, where ranks share the model.
     ``host``: its machine, by a name that no other machine has; "" where that is not known.
     ``state_blocks``: blocks that a sequence takes there beside those of its tokens, for the states of a hybrid.
+    ``park_after``: seconds after which prefixes that are not used go to its disk; None where it has none.
     """
 
     name: str
@@ -334,6 +335,7 @@ class RWorkerInfo:
     kv_ports: tuple[KvAddress, ...] = ()
     host: str = ""
     state_blocks: int = 0
+    park_after: float | None = None
 
 
 @dataclass(frozen=True)

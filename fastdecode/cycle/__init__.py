@@ -3,5 +3,6 @@
 from fastdecode.cycle.contracts import JoinedWorker, Requests, World
 from fastdecode.cycle.cycle import Companion, Cycle
 from fastdecode.cycle.membership import Membership
+from fastdecode.cycle.parking import Parking
 
-__all__ = ["Companion", "Cycle", "JoinedWorker", "Membership", "Requests", "World"]
+__all__ = ["Companion", "Cycle", "JoinedWorker", "Membership", "Parking", "Requests", "World"]

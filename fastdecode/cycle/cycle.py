@@ -143,7 +143,8 @@ class Cycle(Generic[T]):
         with interrupts_deferred():
             step = self.scheduler.schedule(self.world.now())
             self._forget_prompts_that_left()
-            if not step.num_tokens and not step.arrived and not len(self.scheduler.remote_prompts):
+            awaits = len(self.scheduler.remote_prompts) or self.scheduler.queue.num_aside
+            if not step.num_tokens and not step.arrived and not awaits:
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             self._tell_world(step)
             for companion in self.companions:

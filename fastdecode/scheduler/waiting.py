@@ -11,25 +11,28 @@ from fastdecode.scheduler.store.store import Store
 
 
 class WaitingQueue:
-    """Ordered by age. One whose prefix is being computed right now steps aside and follows its leader."""
+    """Ordered by age. One whose prefix is being computed right now steps aside and follows its leader; one whose prefix
+    is read from a disk steps aside, too."""
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
         self._waiting: list[Sequence] = []
         self._following: dict[int, list[Sequence]] = {}
+        self._aside: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
-        """Return how many wait, followers included."""
-        return len(self._waiting) + sum(map(len, self._following.values()))
+        """Return how many wait, followers and those aside included."""
+        return len(self._waiting) + sum(map(len, self._following.values())) + len(self._aside)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Oldest first, without followers."""
+        """Oldest first, without followers and those aside."""
         return iter(self._waiting)
 
     @property
     def all(self) -> list[Sequence]:
-        """All that wait, followers included, in no order."""
-        return [*self._waiting, *(follower for group in self._following.values() for follower in group)]
+        """All that wait, followers and those aside included, in no order."""
+        followers = (follower for group in self._following.values() for follower in group)
+        return [*self._waiting, *followers, *self._aside.values()]
 
     def push(self, sequence: Sequence) -> None:
         """Queue ``sequence`` to compute all tokens it has."""
@@ -55,8 +58,28 @@ class WaitingQueue:
         for sequence in self._following.pop(leader.sequence_id, []):
             self._insert(sequence)
 
+    @property
+    def num_aside(self) -> int:
+        """Sequences that wait for their own prefix, and for no step."""
+        return len(self._aside)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """``sequence`` steps aside until its prefix is read back."""
+        self._waiting.remove(sequence)
+        self._aside[sequence.sequence_id] = sequence
+
+    def come_back(self, sequence: Sequence) -> None:
+        """``sequence`` need not wait for its prefix any more; no effect where it has left."""
+        if self._aside.pop(sequence.sequence_id, None):
+            self._insert(sequence)
+
+    def is_aside(self, sequence: Sequence) -> bool:
+        """Whether it still waits for its prefix."""
+        return sequence.sequence_id in self._aside
+
     def discard(self, sequence: Sequence) -> None:
         """Take ``sequence`` out, wherever it waits, if it does."""
+        self._aside.pop(sequence.sequence_id, None)
         for group in (self._waiting, *self._following.values()):
             if sequence in group:
                 group.remove(sequence)

@@ -23,12 +23,14 @@ class Hit(NamedTuple):
 
 
 class PrefixIndex:
-    """Retained prefixes, found by the hash of all tokens up to a block's end.
+    """Retained prefixes, found by the hash of all tokens up to a block's end. ``now_seconds``: of any clock, as it was
+    told last.
 
     A prefix holds blocks of one segment, so what several segments hold is found as a prefix of each.
     """
 
     def __init__(self, workers: Workers) -> None:
+        self.now_seconds = 0.0
         self._workers = workers
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
@@ -57,14 +59,21 @@ class PrefixIndex:
         holders = self._by_hash[prefix.block_hashes[num_blocks - 1]].values()
         return next((each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker), None)
 
+    def is_within_another(self, prefix: Prefix) -> bool:
+        """Whether a longer prefix of the same R-worker has all of ``prefix``."""
+        holders = self._by_hash[prefix.block_hashes[-1]].values()
+        return any(each.worker == prefix.worker and len(each.blocks) > len(prefix.blocks) for each in holders)
+
     def touch(self, prefix: Prefix) -> None:
         """``prefix`` was used just now."""
+        prefix.used_seconds = self.now_seconds
         self._workers[prefix.worker].prefixes.move_to_end(prefix.prefix_id)
 
     def add(self, prefix: Prefix) -> None:
         """Retain ``prefix``, whose blocks a running sequence holds."""
         for block in (*prefix.blocks, *prefix.own):
             block.num_prefixes += 1
+        prefix.used_seconds = self.now_seconds
         self._workers[prefix.worker].prefixes[prefix.prefix_id] = prefix
         for block_hash in self._found_by(prefix, 0):
             self._by_hash.setdefault(block_hash, {})[prefix.worker, prefix.prefix_id] = prefix
@@ -155,7 +164,28 @@ class PrefixCache:
         token is always computed, since its logits are sampled.
         """
         found = self._index.longest(sequence, self._usable(sequence))
-        return {worker: hit for worker, hit in found.items() if self._is_worth(sequence, hit.num_blocks)}
+        return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}
+
+    def lookup(self, sequence: Sequence) -> tuple[list[bytes], int]:
+        """Hashes of the blocks that ``sequence`` could begin with, and how many of them are cached."""
+        usable = self._usable(sequence)
+        return usable, max((hit.num_blocks for hit in self._index.longest(sequence, usable).values()), default=0)
+
+    def is_within_another(self, prefix: Prefix) -> bool:
+        """Whether a longer prefix of the same R-worker has all of ``prefix``."""
+        return self._index.is_within_another(prefix)
+
+    def now(self, seconds: float) -> None:
+        """What is used from here on is used at ``seconds``."""
+        self._index.now_seconds = seconds
+
+    def take_back(self, prefix: Prefix) -> None:
+        """Retain ``prefix``, which has come back: its R-worker has it, in blocks that are free here."""
+        worker, count = self._workers[prefix.worker], len(prefix.block_hashes)
+        prefix.blocks = [Block(num_sequences=0) for _ in range(count)]
+        worker.free -= count
+        worker.cached += count
+        self._index.add(prefix)
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
         """What a sequence may begin from where ``hit`` is the longest, best first."""
@@ -166,7 +196,7 @@ class PrefixCache:
         usable = self._usable(sequence)
         for depth in range(len(usable), 0, -1):
             leader = self._computing.get(usable[depth - 1])
-            if leader and self._is_worth(sequence, depth) and self._leaves(leader, depth):
+            if leader and self.is_worth(sequence, depth) and self._leaves(leader, depth):
                 cached = max((hit.num_blocks for hit in self._index.longest(sequence, usable).values()), default=0)
                 return leader if depth > cached else None
         return None
@@ -286,7 +316,8 @@ class PrefixCache:
     def _usable(self, sequence: Sequence) -> list[bytes]:
         return sequence.block_hashes[: (sequence.num_prefill - 1) // self._workers.block_size] if self.enabled else []
 
-    def _is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+    def is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether so many blocks, and what remains then, is better than all of ``sequence`` computed."""
         return 2 * num_blocks * self._workers.block_size >= sequence.num_prefill
 
     def _leaves(self, leader: Sequence, num_blocks: int) -> bool:

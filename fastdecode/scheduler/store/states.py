@@ -178,7 +178,7 @@ class StateCache(PrefixCache):
         wanted = self._seen.get(sequence.block_hashes[num_blocks - 1], False)
         return wanted or num_blocks == last or num_blocks % self._interval == 0
 
-    def _is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+    def is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
         return True
 
     def _leaves(self, leader: Sequence, num_blocks: int) -> bool:

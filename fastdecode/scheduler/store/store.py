@@ -12,6 +12,7 @@ from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.holdings import Holdings, TransfersUnderWay
+from fastdecode.scheduler.store.parked import ParkedPrefixes
 from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import Hit, PrefixCache
 from fastdecode.scheduler.store.residents import Residents
@@ -23,9 +24,10 @@ from fastdecode.scheduler.store.workers import Workers
 class Store:
     """The only writer of blocks, counters and controls. It decides nothing: policies read it, and say what to do.
 
-    ``transfers``: copies under way, each to an R-worker that has blocks for it. ``last_rows``: those committed last,
-    which say what the loss of an R-worker that attended them spoils; ``num_sound``: tokens that sequences of several
-    segments, and those whose prompts had just arrived, had cached before.
+    ``transfers``: copies under way, each to an R-worker that has blocks for it. ``parked``: prefixes on disks.
+    ``last_rows``: those committed last, which say what the loss of an R-worker that attended them spoils;
+    ``num_sound``: tokens that sequences of several segments, and those whose prompts had just arrived, had cached
+    before.
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
@@ -38,6 +40,7 @@ class Store:
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
         self.transfers = TransfersUnderWay(self)
+        self.parked = ParkedPrefixes(self.workers, self.prefixes)
         self._holdings = Holdings(self.workers, self.prefixes)
         self._kept_rows = 1 + limits.num_speculative_tokens
         self.last_rows: tuple[MiniBatch, ...] = ()

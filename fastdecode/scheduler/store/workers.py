@@ -29,7 +29,8 @@ class Prefix:
 
     Hash i covers all tokens up to block i's end. Of a sequence with two copies both are retained, under the same
     ``origin``: they are the same bit for bit. ``own``: blocks that only this prefix has, of a hybrid's state and of the
-    tokens ``rest`` after the last full block; with a state it is of use as a whole alone.
+    tokens ``rest`` after the last full block; with a state it is of use as a whole alone. ``used_seconds``: when it was
+    used last. ``is_parked``: its R-worker's disk has all of it, too.
     """
 
     prefix_id: int
@@ -39,6 +40,8 @@ class Prefix:
     origin: int = 0
     own: list[Block] = field(default_factory=list)
     rest: list[int] = field(default_factory=list)
+    used_seconds: float = 0.0
+    is_parked: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,77 @@
+"""The disks of a pool's R-workers, as the engine reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from fastdecode.cluster.wire.frames import Kind
+from fastdecode.cluster.wire.parked import (
+    MAX_PARK_BYTES,
+    WAKE,
+    decode_chains,
+    decode_parked,
+    encode_park,
+    encode_parking,
+)
+from fastdecode.core.parked import Chain, Parked
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.remote import RemoteWorker
+
+
+class Disk(Protocol):
+    """One R-worker's; methods as of ``Parks``, with the errors of ``PoolWorker``."""
+
+    def chains(self, model: str) -> list[Chain]: ...
+
+    def park(self, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked: ...
+
+    def wake(self, sequence_id: int, num_blocks: int, name: bytes) -> Parked: ...
+
+
+class RemoteDisk:
+    """``Disk`` of a worker in another process."""
+
+    def __init__(self, worker: RemoteWorker, block_size: int) -> None:
+        self._worker, self._block_size = worker, block_size
+
+    def chains(self, model: str) -> list[Chain]:
+        return self._worker.ask(
+            Kind.PARKING, encode_parking(model), Kind.CHAINS, lambda data: decode_chains(data, self._block_size)
+        )
+
+    def park(self, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
+        return self._parked(Kind.PARK, encode_park(sequence_id, chain, superseded))
+
+    def wake(self, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+        return self._parked(Kind.WAKE, WAKE.pack(sequence_id, num_blocks, name))
+
+    def _parked(self, kind: Kind, body: bytes) -> Parked:
+        return self._worker.ask(kind, body, Kind.PARKED, decode_parked, MAX_PARK_BYTES)
+
+
+class PoolParks:
+    """``Parks`` over the R-workers of a pool."""
+
+    def __init__(self, pool: PoolBackend) -> None:
+        self._pool = pool
+
+    def chains(self, worker: int, model: str) -> list[Chain]:
+        with self._pool.asked(worker, "park") as holder:
+            return _disk(holder.disk).chains(model)
+
+    def park(self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = ()) -> Parked:
+        with self._pool.asked(worker, "park") as holder:
+            return _disk(holder.disk).park(sequence_id, chain, superseded)
+
+    def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+        with self._pool.asked(worker, "wake") as holder:
+            return _disk(holder.disk).wake(sequence_id, num_blocks, name)
+
+
+def _disk(disk: Disk | None) -> Disk:
+    if disk is None:
+        raise ValueError("it has no disk to park on")
+    return disk

@@ -1,0 +1,243 @@
+"""Parks and wakes the sequences of one R-worker: pieces cross between its cache and its disk from one step to the next.
+
+The R-worker's own thread copies a piece out of the cache, or into it; another one writes, reads and checks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdecode import _rworker
+from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
+from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.wire.messages import fingerprint
+from fastdecode.core.errors import CapacityError, ChainError
+from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
+from fastdecode.core.types import KVLayout
+
+TURN_SECONDS = 0.002
+"""How long a request waits for the disk before it says that it is under way."""
+
+FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
+
+log = logging.getLogger("fastdecode.r_worker")
+
+
+class Parker:
+    """One thing at a time, for one S-worker; another request gives up the one that is under way."""
+
+    def __init__(self, worker: _rworker.RWorker, directory: ParkDirectory, layout: KVLayout) -> None:
+        self._worker, self._directory, self._layout = worker, directory, layout
+        self._threads = ThreadPoolExecutor(1, "park")
+        self._fingerprint = ""
+        self._job: _Parking | _Waking | None = None
+        self._asked: tuple[Any, ...] = ()
+        self._dropped: tuple[bytes, ...] = ()
+
+    def chains(self, model: str) -> list[Chain]:
+        """See ``Parks.chains``."""
+        self._give_up()
+        cache = fingerprint(replace(self._layout, kv_port="", isa="auto"), self._worker.block_size)
+        self._fingerprint = hashlib.sha256(f"{model} {cache} {self._worker.isa}".encode()).hexdigest()
+        return list(self._directory.chains(self._fingerprint))
+
+    def park(self, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
+        """See ``Parks.park``. What an R-worker gives up for the room is said with the first answer."""
+        if self._asked != (asked := (sequence_id, chain)):
+            self._give_up()
+            head = self._head(chain)
+            for name in superseded:
+                self._directory.drop(self._path(name).name)
+            dropped = self._directory.make_room(head, self._path(chain.name).name)
+            if dropped is None:
+                return self._failed(f"{head.file_bytes:,} bytes are more than --park-bytes")
+            mine = self._fingerprint[:16]
+            names = (Path(each).stem.rpartition("-")[2] for each in dropped if each.startswith(mine))
+            self._dropped = tuple(bytes.fromhex(each) for each in names)
+            try:
+                writer = ChainWriter(self._path(chain.name), head, chain.marks)
+            except OSError as error:
+                return self._failed(str(error))
+            self._asked, self._job = asked, _Parking(self._worker, self._threads, sequence_id, head, writer)
+        return self._go_on(self._path(chain.name))
+
+    def wake(self, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+        """See ``Parks.wake``."""
+        path = self._path(name)
+        if self._asked != (asked := (sequence_id, num_blocks, name)):
+            self._give_up()
+            try:
+                self._job = self._open(path, sequence_id, num_blocks, name)
+            except FAILURES as error:
+                return self._lost(path, error)
+            self._asked = asked
+        return self._go_on(path)
+
+    def close(self) -> None:
+        """Wait for the disk, and give up what is under way."""
+        self._give_up()
+        self._threads.shutdown()
+
+    def _go_on(self, path: Path) -> Parked:
+        """Do what can be done within ``TURN_SECONDS``."""
+        job = self._job
+        if job is None:
+            return self._failed("nothing is under way")
+        try:
+            if not job.advance(time.monotonic() + TURN_SECONDS):
+                return self._answer(Progress.UNDER_WAY, job.num_tokens)
+            if isinstance(job, _Parking):
+                self._directory.add(path)
+            else:
+                self._directory.use(path)
+        except FAILURES as error:
+            answer = self._lost(path, error)
+            self._give_up()
+            return answer
+        self._give_up()
+        return self._answer(Progress.DONE, job.num_tokens)
+
+    def _open(self, path: Path, sequence_id: int, num_blocks: int, name: bytes) -> _Waking:
+        reader = ChainReader(path)
+        num_tokens, head = num_blocks * self._worker.block_size, reader.head
+        if (head.fingerprint, reader.marks[-1]) != (self._fingerprint, name):
+            reader.close()
+            raise ChainError(f"{path}: it is of another cache")
+        if not 0 < num_tokens <= head.num_tokens or (num_tokens % PIECE_TOKENS and num_tokens != head.num_tokens):
+            reader.close()
+            raise ValueError(f"wake: {num_tokens} tokens are no pieces of {head.num_tokens}")
+        return _Waking(self._worker, self._threads, sequence_id, num_tokens, reader)
+
+    def _head(self, chain: Chain) -> Head:
+        layout, worker = self._layout, self._worker
+        token_bytes = layout.kv_bytes_per_token
+        kinds = layout.model_dtype, layout.kv_dtype, worker.isa
+        return Head(self._fingerprint, worker.block_size, chain.num_blocks, token_bytes, *kinds)
+
+    def _path(self, name: bytes) -> Path:
+        if not self._fingerprint or len(name) != MARK_BYTES:
+            raise ValueError("park: the S-worker has not said of which model its caches are")
+        return self._directory.path(self._fingerprint, name)
+
+    def _lost(self, path: Path, error: Exception) -> Parked:
+        """Say why; a file that is not what was written is removed, so that it is not tried again."""
+        if isinstance(error, ChainError):
+            self._directory.drop(path.name)
+        return self._failed(str(error))
+
+    def _failed(self, why: str) -> Parked:
+        log.warning("not parked, or not woken: %s", why)
+        return self._answer(Progress.FAILED, self._job.num_tokens if self._job else 0)
+
+    def _answer(self, progress: Progress, num_tokens: int) -> Parked:
+        dropped, self._dropped = self._dropped, ()
+        return Parked(progress, num_tokens, self._directory.num_bytes, dropped)
+
+    def _give_up(self) -> None:
+        job, self._job, self._asked = self._job, None, ()
+        if job:
+            job.close()
+
+
+class _Job:
+    """Work of which the disk's thread does one part at a time. ``num_tokens``: that it has done."""
+
+    def __init__(self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int) -> None:
+        self.num_tokens = 0
+        self._worker, self._threads, self._sequence_id = worker, threads, sequence_id
+        self._pending: Future[Any] | None = None
+
+    def _come(self, deadline: float) -> Any:
+        """Return what the disk's thread has done; TimeoutError where it has not by ``deadline``."""
+        if self._pending is None:
+            return None
+        value = self._pending.result(max(0.0, deadline - time.monotonic()))
+        self._pending = None
+        return value
+
+    def _settle(self) -> None:
+        """Wait for the disk's thread."""
+        if self._pending:
+            with suppress(*FAILURES):
+                self._pending.result()
+
+
+class _Parking(_Job):
+    """A sequence on its way to the disk."""
+
+    def __init__(
+        self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int, head: Head, writer: ChainWriter
+    ) -> None:
+        super().__init__(worker, threads, sequence_id)
+        self._head, self._writer, self._next = head, writer, 0
+        self._is_written = False
+
+    def advance(self, deadline: float) -> bool:
+        """True once the file is in its place."""
+        try:
+            while True:
+                self._come(deadline)
+                if self._is_written:
+                    return True
+                self._begin_next()
+        except NotYet:
+            return False
+
+    def _begin_next(self) -> None:
+        number = self._next
+        if number == self._head.num_pieces:
+            self._pending, self._is_written = self._threads.submit(self._writer.finish), True
+            return
+        count = self._head.piece_tokens(number)
+        piece = self._worker.export(self._sequence_id, number * PIECE_TOKENS, count)
+        self._pending = self._threads.submit(self._writer.append, piece)
+        self._next, self.num_tokens = number + 1, number * PIECE_TOKENS + count
+
+    def close(self) -> None:
+        """Leave nothing of a file that is not whole."""
+        self._settle()
+        self._writer.discard()
+
+
+class _Waking(_Job):
+    """A sequence on its way back: ``num_wanted`` tokens."""
+
+    def __init__(
+        self,
+        worker: _rworker.RWorker,
+        threads: ThreadPoolExecutor,
+        sequence_id: int,
+        num_wanted: int,
+        reader: ChainReader,
+    ) -> None:
+        super().__init__(worker, threads, sequence_id)
+        self._num_wanted, self._reader, self._pieces = num_wanted, reader, reader.pieces()
+        self._pending = threads.submit(next, self._pieces)
+
+    def advance(self, deadline: float) -> bool:
+        """True once all tokens are in the cache."""
+        try:
+            while self.num_tokens < self._num_wanted:
+                piece = self._come(deadline)
+                count = min(PIECE_TOKENS, self._num_wanted - self.num_tokens)
+                if self.num_tokens + count < self._num_wanted:
+                    self._pending = self._threads.submit(next, self._pieces)
+                self._worker.import_(self._sequence_id, count, piece, self.num_tokens)
+                self.num_tokens += count
+        except NotYet:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._settle()
+        self._reader.close()

@@ -1,0 +1,105 @@
+"""The bodies of frames about parked chains, to bytes and back, with every value checked."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fastdecode.cluster.wire.messages import decode_json, encode_json
+from fastdecode.core.errors import FrameError
+from fastdecode.core.parked import MARK_BYTES, Chain, Parked, Progress, num_marks
+
+MAX_PARK_BYTES = 1 << 24
+"""Of a PARK or a PARKED, which have 16 bytes for every 512 tokens and for every chain that is dropped."""
+
+MAX_BLOCKS = 1 << 31
+
+_PARK = struct.Struct("<qqq")
+"""The beginning of PARK: sequence id, blocks, names of chains that it makes useless; marks and names follow."""
+
+WAKE = struct.Struct(f"<qq{MARK_BYTES}s")
+"""The body of WAKE: the sequence id it is to have, blocks, the chain's name."""
+
+_PARKED = struct.Struct("<qqqq")
+"""The beginning of PARKED: progress, tokens that are there, bytes on the disk, names of dropped chains, listed next."""
+
+
+class _Parking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+def encode_parking(model: str) -> bytes:
+    """``model`` identifies the weights, and how the S-worker computes with them."""
+    return encode_json(_Parking(model))
+
+
+def decode_parking(data: bytes | bytearray) -> str:
+    """FrameError for anything else than a name."""
+    return decode_json("PARKING", data, _Parking).model
+
+
+def encode_park(sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> bytes:
+    """A PARK: ``superseded`` are names of chains that ``chain`` has all of."""
+    return b"".join((_PARK.pack(sequence_id, chain.num_blocks, len(superseded)), *chain.marks, *superseded))
+
+
+def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, Chain, tuple[bytes, ...]]:
+    """Sequence id, chain and names; FrameError unless they fill ``data``."""
+    sequence_id, num_blocks, num_names = _start("PARK", _PARK, data)
+    if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= num_names <= len(data):
+        raise FrameError(f"PARK: {num_blocks} blocks and {num_names} names")
+    names = _names("PARK", data, _PARK.size, num_marks(num_blocks, block_size) + num_names)
+    return sequence_id, Chain(num_blocks, names[: len(names) - num_names]), names[len(names) - num_names :]
+
+
+def encode_parked(parked: Parked) -> bytes:
+    """Say how far a PARK or a WAKE is."""
+    return b"".join(
+        (_PARKED.pack(parked.progress, parked.num_tokens, parked.num_bytes, len(parked.dropped)), *parked.dropped)
+    )
+
+
+def decode_parked(data: bytes | bytearray) -> Parked:
+    """FrameError for a progress that there is not, and unless the names fill ``data``."""
+    progress, num_tokens, num_bytes, num_names = _start("PARKED", _PARKED, data)
+    if progress not in set(Progress) or num_tokens < 0 or num_bytes < 0 or not 0 <= num_names <= len(data):
+        raise FrameError(f"PARKED: {progress}, {num_tokens} tokens, {num_bytes} bytes, {num_names} names")
+    return Parked(Progress(progress), num_tokens, num_bytes, _names("PARKED", data, _PARKED.size, num_names))
+
+
+def encode_chains(chains: Sequence[Chain]) -> bytes:
+    """What is parked: how many chains, blocks of each (int64), and all marks."""
+    counts = np.array([len(chains), *(chain.num_blocks for chain in chains)], "<i8")
+    return b"".join((counts.tobytes(), *(mark for chain in chains for mark in chain.marks)))
+
+
+def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
+    """FrameError unless they fill ``data``."""
+    num_chains = int(np.frombuffer(data[:8], "<i8")[0]) if len(data) >= 8 else -1
+    if not 0 <= num_chains <= len(data) // (8 + MARK_BYTES):
+        raise FrameError(f"CHAINS: {num_chains} chains in {len(data)} bytes")
+    counts = np.frombuffer(data, "<i8", num_chains, 8).tolist()
+    if not all(1 <= count <= MAX_BLOCKS for count in counts):
+        raise FrameError(f"CHAINS: a chain of {min(counts)} blocks, or of {max(counts)}")
+    each = [num_marks(count, block_size) for count in counts]
+    marks = iter(_names("CHAINS", data, 8 + 8 * num_chains, sum(each)))
+    return [Chain(count, tuple(next(marks) for _ in range(num))) for count, num in zip(counts, each, strict=True)]
+
+
+def _start(kind: str, form: struct.Struct, data: bytes | bytearray) -> tuple[int, ...]:
+    if len(data) < form.size:
+        raise FrameError(f"{kind}: {len(data)} bytes, and {form.size} at least belong there")
+    return form.unpack_from(data)
+
+
+def _names(kind: str, data: bytes | bytearray, start: int, count: int) -> tuple[bytes, ...]:
+    """``count`` marks that fill ``data`` from ``start`` on."""
+    if len(data) != start + count * MARK_BYTES:
+        raise FrameError(f"{kind}: {len(data)} bytes, and {start + count * MARK_BYTES} belong there")
+    places: Iterable[int] = range(start, len(data), MARK_BYTES)
+    return tuple(bytes(data[place : place + MARK_BYTES]) for place in places)

@@ -1,0 +1,228 @@
+"""The companion of the steps that parks prefixes which are not used, on R-workers' disks, and wakes those wanted."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence as PySequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from fastdecode.core.errors import BackendError, WorkerLostError
+from fastdecode.core.parked import Chain, Parks, Progress
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.cycle.cycle import Companion, Cycle
+from fastdecode.scheduler import Scheduler, Sequence
+from fastdecode.scheduler.store.parked import ParkedPrefixes, Waking
+from fastdecode.scheduler.store.workers import Prefix, WorkerState
+
+BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05
+"""Time for disks in a turn where sequences run, and where none does."""
+
+LOOK_SECONDS = 0.25
+"""Between two looks for something to park."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Disk:
+    """An R-worker that parks, as long as the scheduler counts on it as ``state``.
+
+    ``wishes``: sequences that wait for prefixes from there, oldest first, the first for ``waking`` once it has begun.
+    ``parking``: the prefix that is written, as its chain was when that began.
+    """
+
+    index: int
+    state: WorkerState
+    after_seconds: float
+    wishes: deque[Sequence] = field(default_factory=deque)
+    waking: Waking | None = None
+    parking: tuple[Prefix, Chain] | None = None
+    next_look: float = 0.0
+    is_refusing: bool = False
+
+
+class Parking(Companion):
+    """Between steps: what is to be parked and woken goes on, a little each time; waking first.
+
+    ``parked_bytes``: on each R-worker's disk, by index, as it said last.
+    """
+
+    def __init__(self, parks: Parks, model: str, r_workers: PySequence[RWorkerInfo]) -> None:
+        """``model`` identifies the weights; ``r_workers``: all, by index, those that join included."""
+        self.parked_bytes: dict[int, int] = {}
+        self._parks, self._model, self._r_workers = parks, model, r_workers
+        self._disks: dict[int, _Disk] = {}
+        self._looked: set[int] = set()
+
+    def before(self, cycle: Cycle) -> None:
+        """Have the disks do what is due, for ``BUSY_SECONDS``, or longer where nothing else is."""
+        scheduler, now = cycle.scheduler, cycle.world.now()
+        scheduler.store.prefixes.now(now)
+        self._meet(scheduler)
+        if not self._disks:
+            return
+        self._wish(scheduler)
+        is_idle = not len(scheduler.store.residents) and len(scheduler.queue) == scheduler.queue.num_aside
+        self._work(cycle, now + (IDLE_SECONDS if is_idle else BUSY_SECONDS), -1.0)
+
+    def forget(self, sequence_id: int) -> None:
+        """Its prefix may be looked for again, should the id be used again."""
+        self._looked.discard(sequence_id)
+
+    def finish(self, cycle: Cycle, most_seconds: float) -> None:
+        """The engine ends: park what is not parked yet, for ``most_seconds`` at most."""
+        self._meet(cycle.scheduler)
+        for disk in self._disks.values():
+            disk.next_look = 0.0
+        deadline = cycle.world.now() + most_seconds
+        self._work(cycle, deadline, 0.0)
+        if left := sum(self._next(cycle.scheduler, each, deadline, 0.0) is not None for each in self._disks.values()):
+            logger.warning("%d R-workers had more to park than %g s were enough for", left, most_seconds)
+
+    def renew(self, scheduler: Scheduler, model: str) -> None:
+        """The weights are others from here on, those of ``model``: what was parked is not theirs."""
+        self._model = model
+        for disk in list(self._disks.values()):
+            self._drop(scheduler, disk)
+
+    def _meet(self, scheduler: Scheduler) -> None:
+        """Begin with R-workers that have come, and forget those that are gone, or have come anew."""
+        workers = scheduler.store.workers
+        for disk in list(self._disks.values()):
+            if workers[disk.index] is not disk.state:
+                self._drop(scheduler, disk, is_gone=True)
+        for index in workers.present:
+            after = self._r_workers[index].park_after
+            if after is not None and index not in self._disks:
+                self._disks[index] = disk = _Disk(index, workers[index], after)
+                try:
+                    for chain in self._parks.chains(index, self._model):
+                        scheduler.store.parked.chains.add(index, chain)
+                except WorkerLostError:
+                    return  # the next step finds out
+                except BackendError as error:
+                    self._refused(disk, error)
+
+    def _wish(self, scheduler: Scheduler) -> None:
+        """Set sequences aside that would go on from a parked prefix."""
+        parked = scheduler.store.parked
+        if not len(parked.chains):
+            return
+        for sequence in list(islice(scheduler.queue, scheduler.limits.max_num_seqs)):
+            if sequence.sequence_id in self._looked:
+                continue
+            self._looked.add(sequence.sequence_id)
+            if beginning := parked.wanted(sequence):
+                scheduler.queue.set_aside(sequence)
+                self._disks[beginning.worker].wishes.append(sequence)
+
+    def _work(self, cycle: Cycle, deadline: float, least_seconds: float) -> None:
+        """Go on, on all disks in turn, until ``deadline`` or until nothing is to be done, but once at least.
+
+        ``least_seconds``: without use, after which a prefix is parked; below 0: what each R-worker says.
+        """
+        has_work = True
+        while has_work:
+            has_work = False
+            for disk in list(self._disks.values()):
+                if disk.is_refusing:
+                    continue
+                try:
+                    has_work |= self._wake(cycle, disk) or self._park(cycle, disk, least_seconds)
+                except WorkerLostError:
+                    return  # the next step finds out which one, and goes on without it
+                except BackendError as error:
+                    self._refused(disk, error)
+                    self._let_go(cycle.scheduler, disk)
+            has_work &= cycle.world.now() < deadline
+
+    def _wake(self, cycle: Cycle, disk: _Disk) -> bool:
+        """Go on with what is wanted from ``disk``; False where that is nothing."""
+        scheduler, parked = cycle.scheduler, cycle.scheduler.store.parked
+        while disk.wishes and disk.waking is None:
+            disk.waking = self._begin(scheduler, disk, parked)
+            if disk.waking is None:
+                scheduler.queue.come_back(disk.wishes.popleft())
+        waking = disk.waking
+        if waking is None:
+            return False
+        disk.parking = None  # which the R-worker gives up for this
+        if scheduler.store.workers.has_controls:
+            cycle.tell()  # it may be releases that it needs the room of
+            if scheduler.store.workers[disk.index] is not disk.state:
+                return False
+        beginning = waking.beginning
+        answer = self._parks.wake(disk.index, waking.prefix_id, beginning.num_blocks, beginning.chain.name)
+        self.parked_bytes[disk.index], waking.num_tokens = answer.num_bytes, answer.num_tokens
+        if answer.progress is Progress.UNDER_WAY:
+            return True
+        disk.waking = None
+        if answer.progress is Progress.DONE:
+            parked.woken(waking)
+        else:
+            parked.failed(waking)
+        scheduler.queue.come_back(disk.wishes.popleft())
+        return True
+
+    def _begin(self, scheduler: Scheduler, disk: _Disk, parked: ParkedPrefixes) -> Waking | None:
+        """Begin with the first wish; None where its sequence has left, needs nothing by now, or there is no room."""
+        sequence = disk.wishes[0]
+        if not scheduler.queue.is_aside(sequence):
+            return None
+        beginning = parked.wanted(sequence)
+        if beginning is None or beginning.worker != disk.index:
+            return None
+        return parked.begin(sequence, beginning)
+
+    def _park(self, cycle: Cycle, disk: _Disk, least_seconds: float) -> bool:
+        """Go on with what is to be parked on ``disk``; False where that is nothing."""
+        scheduler, parked, now = cycle.scheduler, cycle.scheduler.store.parked, cycle.world.now()
+        after = disk.after_seconds if least_seconds < 0 else least_seconds
+        disk.parking = disk.parking or self._next(scheduler, disk, now, after)
+        if disk.parking is None:
+            return False
+        prefix, chain = disk.parking
+        if prefix.prefix_id not in disk.state.prefixes or len(prefix.blocks) != chain.num_blocks:
+            disk.parking = None  # evicted meanwhile
+            return True
+        if scheduler.store.workers.has_controls:
+            cycle.tell()  # it may be the prefix itself that is not there yet
+            if scheduler.store.workers[disk.index] is not disk.state:
+                return False
+        superseded = parked.chains.within(disk.index, prefix.block_hashes[:-1])
+        answer = self._parks.park(disk.index, prefix.prefix_id, chain, superseded)
+        self.parked_bytes[disk.index] = answer.num_bytes
+        parked.dropped(disk.index, (*answer.dropped, *superseded))
+        if answer.progress is not Progress.UNDER_WAY:
+            disk.parking = None
+            parked.parked(prefix, chain if answer.progress is Progress.DONE else None)
+        return True
+
+    def _next(self, scheduler: Scheduler, disk: _Disk, now: float, after: float) -> tuple[Prefix, Chain] | None:
+        if now < disk.next_look:
+            return None
+        found = scheduler.store.parked.next_to_park(disk.index, now - after if after else float("inf"))
+        disk.next_look = 0.0 if found else now + LOOK_SECONDS
+        return found
+
+    def _refused(self, disk: _Disk, error: BackendError) -> None:
+        logger.warning("nothing is parked there any more: %s", error)
+        disk.is_refusing = True
+
+    def _drop(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
+        """Forget ``disk``, and what is known of it."""
+        scheduler.store.parked.chains.forget(disk.index)
+        self.parked_bytes.pop(disk.index, None)
+        self._let_go(scheduler, disk, is_gone)
+        del self._disks[disk.index]
+
+    def _let_go(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
+        """Sequences that wait for prefixes from ``disk`` start without; what came of one is released, unless it
+        ``is_gone``."""
+        if disk.waking and not is_gone:
+            scheduler.store.parked.failed(disk.waking)
+        disk.waking = disk.parking = None
+        while disk.wishes:
+            scheduler.queue.come_back(disk.wishes.popleft())

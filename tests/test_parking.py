@@ -1,0 +1,209 @@
+"""R-workers park sequences and wake them, byte for byte, also in another process; what was changed they refuse."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import r_workers
+
+from fastdecode.cluster.links.spawn import SpawnBackend
+from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.parking.disks import PoolParks
+from fastdecode.cluster.pool import InprocBackend, PoolBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.cluster.wire.frames import Kind
+from fastdecode.cluster.wire.parked import (
+    WAKE,
+    decode_chains,
+    decode_park,
+    decode_parked,
+    decode_parking,
+    encode_chains,
+    encode_park,
+    encode_parked,
+    encode_parking,
+)
+from fastdecode.core.errors import BackendError, FrameError
+from fastdecode.core.parked import Chain, Parked, ParkPlace, Progress
+from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, StepPlan, Verb, WorkerPlan
+
+LAYOUT = KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3)), "float32", "int8")
+NUM_BLOCKS, BLOCK_SIZE = 85, 16  # two whole pieces of 512 tokens, and 336
+SIZE = RWorkerSize(1 << 20, 1)
+HASHES = [number.to_bytes(16, "big") for number in range(1, 1 + NUM_BLOCKS)]
+CHAIN = Chain.of(HASHES, BLOCK_SIZE)
+Make = Callable[[], PoolBackend]
+
+
+@pytest.fixture(params=["inproc", "spawn", "tcp"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Makes an open backend of one R-worker that parks in ``tmp_path``: with another process each time."""
+    place = ParkPlace(tmp_path, None, 0.0)
+    with ExitStack() as stack:
+
+        def one() -> PoolBackend:
+            stack.pop_all().close()
+            backend: PoolBackend
+            if request.param == "tcp":
+                _, address = stack.enter_context(r_workers.listening(*place.of(0).flags()))
+                backend = TcpBackend([address], BLOCK_SIZE)
+            elif request.param == "spawn":
+                backend = SpawnBackend([SIZE], BLOCK_SIZE, park=place)
+            else:
+                backend = InprocBackend([SIZE], BLOCK_SIZE, park=place)
+            stack.callback(backend.close)
+            assert [info.park_after for info in backend.open(LAYOUT)] == [0.0]
+            return backend
+
+        yield one
+
+
+def _fill(backend: PoolBackend, sequence_id: int, num_blocks: int = NUM_BLOCKS) -> bytes:
+    """A sequence of drawn numbers; its bytes."""
+    num_tokens = num_blocks * BLOCK_SIZE
+    plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(sequence_id, 0, num_tokens, 0)], SPAN),))
+    backend.begin_step(StepPlan((plan,)))
+    numbers = np.random.default_rng(sequence_id)
+    for index, layer in enumerate(LAYOUT.layers):
+        shapes = (
+            (num_tokens, layer.num_kv_heads, layer.key_head_dim),
+            (num_tokens, layer.num_kv_heads, layer.value_head_dim),
+        )
+        k, v = (numbers.standard_normal(shape, dtype=np.float32) for shape in shapes)
+        backend.submit(0, index, np.zeros((0, layer.num_heads, layer.key_head_dim), np.float32), k, v)
+        backend.collect(0)
+    backend.end_step()
+    return backend.export(0, sequence_id).tobytes()
+
+
+def _release(backend: PoolBackend, sequence_id: int) -> None:
+    controls = np.array([(Verb.RELEASE, sequence_id, 0, 0)], CONTROL)
+    backend.begin_step(StepPlan((WorkerPlan(controls, (np.zeros(0, SPAN),)),)))
+    backend.end_step()
+
+
+def _ended(ask: Callable[[], Parked]) -> Parked:
+    while (answer := ask()).progress is Progress.UNDER_WAY:
+        pass
+    return answer
+
+
+def test_what_was_parked_wakes_byte_for_byte_in_another_process(make: Make, tmp_path: Path) -> None:
+    backend = make()
+    parks, data = PoolParks(backend), _fill(backend, 7)
+    assert parks.chains(0, "model") == []
+    parked = _ended(lambda: parks.park(0, 7, CHAIN))
+    assert (parked.progress, parked.num_tokens) == (Progress.DONE, NUM_BLOCKS * BLOCK_SIZE)
+    [path] = tmp_path.rglob("*.chain")
+    assert path.stat().st_size == parked.num_bytes > len(data) and path.stat().st_mode & 0o777 == 0o600
+
+    backend = make()
+    parks = PoolParks(backend)
+    assert parks.chains(0, "model") == [CHAIN] and parks.chains(0, "another") == []
+    assert _ended(lambda: parks.wake(0, -1, NUM_BLOCKS, CHAIN.name)).progress is Progress.FAILED
+    parks.chains(0, "model")
+    for sequence_id, num_blocks in ((-1, NUM_BLOCKS), (-2, 32)):
+        assert _ended(partial(parks.wake, 0, sequence_id, num_blocks, CHAIN.name)).progress is Progress.DONE
+        length = len(data) // NUM_BLOCKS * num_blocks
+        woken = backend.export(0, sequence_id)
+        assert woken.nbytes == length and (num_blocks < NUM_BLOCKS or woken.tobytes() == data)
+    assert _ended(lambda: parks.wake(0, -3, 33, CHAIN.name)).progress is Progress.FAILED  # within a piece
+    assert _ended(lambda: parks.wake(0, -3, NUM_BLOCKS, HASHES[0])).progress is Progress.FAILED
+    assert _ended(lambda: parks.park(0, 99, CHAIN)).progress is Progress.FAILED  # no such sequence
+    assert _fill(backend, 8, 2)  # and all goes on
+
+
+def test_a_file_that_was_changed_is_refused_and_removed(make: Make, tmp_path: Path) -> None:
+    backend = make()
+    parks = PoolParks(backend)
+    _fill(backend, 7)
+    parks.chains(0, "model")
+    _ended(lambda: parks.park(0, 7, CHAIN))
+    [path] = tmp_path.rglob("*.chain")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    answer = _ended(lambda: parks.wake(0, -1, NUM_BLOCKS, CHAIN.name))
+    assert (answer.progress, answer.num_tokens, answer.num_bytes) == (Progress.FAILED, 1024, 0)
+    _release(backend, -1)
+    assert not path.exists()
+    assert backend.blocks_used == NUM_BLOCKS
+
+
+def test_what_is_superseded_or_too_much_goes(tmp_path: Path) -> None:
+    place = ParkPlace(tmp_path, 2 * (BLOCK_SIZE * 40 * LAYOUT.kv_bytes_per_token + 5000))
+    backend = InprocBackend([SIZE], BLOCK_SIZE, park=place)
+    backend.open(LAYOUT)
+    parks = PoolParks(backend)
+    _fill(backend, 7)
+    parks.chains(0, "model")
+    first, second, third = (Chain.of(HASHES[start : start + 40], BLOCK_SIZE) for start in (0, 10, 20))
+    for chain in (first, second):
+        assert _ended(partial(parks.park, 0, 7, chain)).dropped == ()
+    assert parks.park(0, 7, third).dropped == (first.name,)
+    assert parks.park(0, 7, third).progress is not Progress.FAILED
+    _ended(lambda: parks.park(0, 7, third))
+    assert parks.chains(0, "model") == [second, third]
+    longer = Chain.of(HASHES[20 : 20 + 41], BLOCK_SIZE)
+    _ended(lambda: parks.park(0, 7, longer, [third.name]))
+    assert parks.chains(0, "model") == [second, longer]
+    assert parks.park(0, 7, CHAIN).progress is Progress.FAILED  # more than the folder may ever have
+    parks.park(0, 7, third)
+    backend.close()  # while one is under way
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_an_r_worker_without_a_disk_says_so() -> None:
+    backend = InprocBackend([SIZE], BLOCK_SIZE)
+    assert backend.open(LAYOUT)[0].park_after is None
+    with pytest.raises(BackendError, match="R-worker inproc-0 refused to park a sequence: it has no disk to park on"):
+        PoolParks(backend).chains(0, "model")
+    backend.close()
+
+
+MESSAGES: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
+    "PARKING": (encode_parking("model"), decode_parking),
+    "PARK": (encode_park(7, CHAIN, HASHES[:2]), lambda data: decode_park(data, BLOCK_SIZE)),
+    "PARKED": (encode_parked(Parked(Progress.FAILED, 3, 4, tuple(HASHES[:2]))), decode_parked),
+    "CHAINS": (encode_chains([CHAIN, Chain.of(HASHES[:3], BLOCK_SIZE)]), lambda data: decode_chains(data, BLOCK_SIZE)),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_messages_are_read_whole_or_refused(kind: str) -> None:
+    """What was said is read; any beginning of it, more than it, and other numbers in it are refused or read as such."""
+    data, decode = MESSAGES[kind]
+    said = {"PARKING": "model", "PARK": (7, CHAIN, tuple(HASHES[:2]))}
+    said |= {"PARKED": Parked(Progress.FAILED, 3, 4, tuple(HASHES[:2]))}
+    assert decode(data) == said.get(kind, [CHAIN, Chain.of(HASHES[:3], BLOCK_SIZE)])
+    for wrong in (*(data[:end] for end in range(len(data))), data + b"x", data + bytes(16)):
+        with pytest.raises(FrameError, match=kind):
+            decode(wrong)
+    for place in range(0, min(len(data), 32) if kind != "PARKING" else 0, 8):
+        for number in (-1, 1 << 40, (1 << 63) - 1):
+            with contextlib.suppress(FrameError):
+                decode(data[:place] + number.to_bytes(8, "little", signed=True) + data[place + 8 :])
+
+
+def test_frames_about_parking_that_an_r_worker_refuses(tmp_path: Path) -> None:
+    """Before PARKING, of a wrong length, and to one without a disk: the session goes on."""
+    for park in (ParkPlace(tmp_path, None, 0.0), None):
+        backend = SpawnBackend([SIZE], BLOCK_SIZE, park=park)
+        backend.open(LAYOUT)
+        [worker] = backend.workers
+        for kind, body, reason in (
+            (Kind.WAKE, WAKE.pack(1, 2, HASHES[0]), "has not said of which model" if park else "has no place here"),
+            (Kind.PARK, encode_park(1, CHAIN, ()), "has not said of which model" if park else "has no place here"),
+            (Kind.WAKE, b"x", "a WAKE frame of 1 bytes" if park else "has no place here"),
+            (Kind.CHAINS, b"", "has no place here"),
+        ):
+            with pytest.raises((ValueError, BackendError), match=reason):
+                worker.ask(kind, body, Kind.PARKED, decode_parked)
+        assert len(_fill(backend, 3, 2)) > 0
+        backend.close()
