@@ -2,6 +2,7 @@
 // errors of scripts and requests to other hosts. Pictures of all pages go beside it. Run by `make site-check`:
 //   node site_check.mjs SITE [PAGE …], in a folder with puppeteer-core and axe-core installed
 import { readFileSync, readdirSync, mkdirSync } from "node:fs";
+import { createServer } from "node:http";
 import { createRequire } from "node:module";
 import { join, resolve } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -16,14 +17,23 @@ const site = resolve(process.argv[2]);
 const pages = process.argv.length > 3 ? process.argv.slice(3)
   : readdirSync(site, { recursive: true }).filter((name) => name.endsWith(".html") && name !== "404.html");  // a server's page
 
+const TYPES = { html: "text/html", css: "text/css", js: "text/javascript", json: "application/json", png: "image/png" };
+const server = createServer((request, response) => {
+  const name = decodeURI(new URL(request.url, "http://here").pathname).slice(1);
+  response.setHeader("Content-Type", TYPES[name.split(".").at(-1)] ?? "application/octet-stream");
+  try { response.end(readFileSync(join(site, name))); } catch { response.writeHead(404).end(); }
+});
+await new Promise((listens) => server.listen(0, "127.0.0.1", listens));
+const here = `http://127.0.0.1:${server.address().port}/`;
+
 // One line for each serious fault of a page as it is shown.
 async function faults(tab, name) {
   const found = [];
   const wrong = (error) => found.push(`script: ${error.message}`);
-  const asked = (request) => { if (/^(https?|wss?):/.test(request.url())) found.push(`asks another host: ${request.url()}`); };
+  const asked = (request) => { if (!request.url().startsWith(here)) found.push(`asks another host: ${request.url()}`); };
   tab.on("pageerror", wrong);
   tab.on("request", asked);
-  await tab.goto(pathToFileURL(join(site, name)).href, { waitUntil: "load" });
+  await tab.goto(here + name, { waitUntil: "load" });
   await tab.evaluate(axe);
   const { violations } = await tab.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
   for (const rule of violations.filter((each) => SERIOUS.includes(each.impact)))
@@ -55,5 +65,6 @@ for (const scheme of ["light", "dark"]) for (const [size, viewport] of Object.en
   await context.close();
 }
 await browser.close();
+server.close();
 console.log(`${pages.length} pages, light and dark, wide and narrow: ${count} serious faults`);
 process.exit(count ? 1 : 0);

@@ -28,6 +28,11 @@ PAGES = {
 }
 """Files of the repository beside docs/ that are pages, and where they are on the site."""
 
+SCRIPTS = {
+    f"examples/{name}.py": f"examples/{name}.md" for name in ("three_r_workers", "spot_hosts", "shared_documents")
+}
+"""Examples in cells that are pages, too."""
+
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 
 
@@ -44,11 +49,24 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     made = {site: (ROOT / place).read_text("utf-8") for place, site in PAGES.items()}
+    made |= {site: script_page((ROOT / place).read_text("utf-8")) for place, site in SCRIPTS.items()}
     made |= {f"cli/{name}": text for name, text in cli_pages.pages().items()}
     made |= {f"plans/{name}": script for name, script in plan_tables.tables().items()}
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+def script_page(script: str) -> str:
+    """Return a page of a script in cells: its docstring, and each cell's first line above its code."""
+    _, docstring, code = script.split('"""', 2)
+    title, _, rest = docstring.partition("\n")
+    heading, _, command = title.rpartition(": ")
+    blocks = [f"# {heading}", f"`{command}`", rest.strip()]
+    for cell in code.split("\n# %% ")[1:]:
+        text, _, lines = cell.partition("\n")
+        blocks += [text, f"```python\n{lines.strip()}\n```"]
+    return "\n\n".join(blocks) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

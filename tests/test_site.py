@@ -82,6 +82,17 @@ def test_the_command_line_s_pages_have_every_flag() -> None:
             assert f"`{flag}" in page or action.help == argparse.SUPPRESS
 
 
+def test_a_script_s_page_has_all_its_code() -> None:
+    for place in site_pages.SCRIPTS:
+        script = (ROOT / place).read_text("utf-8")
+        page = site_pages.script_page(script)
+        code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+        wanted = script.split("import annotations\n")[1]
+        assert [line for line in code.splitlines() if line] == [
+            line for line in wanted.splitlines() if line and not line.startswith("# %%")
+        ]
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     """``make site`` looks at anchors, too."""
     sources = site_pages.PAGES | {f"docs/{each.name}": each.name for each in (ROOT / "docs").glob("*.md")}

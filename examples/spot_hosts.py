@@ -1,0 +1,79 @@
+"""One GPU and four spot hosts, of which two go while text is generated: python examples/spot_hosts.py
+
+The S-worker takes the GPU where there is one, and else this machine's CPU. R-workers ask to join, as they would from
+hosts that a cloud lends cheaply and takes back. Each sequence has two copies, so a host that vanishes costs no time.
+"""
+
+from __future__ import annotations
+
+# %% Four R-workers ask at the S-worker's door. Beyond one machine give both sides `--key-file`.
+import atexit
+import itertools
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from fastdecode import LLM, SamplingParams
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    door = f"127.0.0.1:{free.getsockname()[1]}"
+COMMAND = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--join", door, "--threads", "1"]
+
+
+def new_host() -> subprocess.Popen[bytes]:
+    """A spot host, whose only process asks to join; it may be started before the S-worker, or later."""
+    host = subprocess.Popen([*COMMAND, "--kv-cache-memory", "64MiB"], stdout=subprocess.DEVNULL)
+    atexit.register(host.kill)
+    return host
+
+
+hosts = [new_host() for _ in range(4)]
+
+# %% The S-worker waits until four have joined.
+prompts = [f"def {name}(self, path):\n    " for name in ("read", "write", "open", "close", "copy", "move")]
+params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+settings = {"dtype": "float32", "max_model_len": 128}
+llm = LLM(device="auto", r_workers="join:4", pool_listen=door, kv_replicas=2, **settings)
+engine = llm.llm_engine
+changes = engine.membership.changes  # counts R-workers that joined, left and were lost, and sequences that moved
+
+# %% What the cloud does before a step: SIGTERM to the first host, a notice; and the second one vanishes without any.
+CLOUD = {6: hosts[0].terminate, 12: hosts[1].kill}
+
+
+def generate(cloud: dict[int, Callable[[], None]]) -> list[str]:
+    """Return the texts of all prompts, step by step."""
+    texts: dict[str, str] = {}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    for num_steps in itertools.count(1):
+        if not engine.has_unfinished_requests():
+            return [texts[str(number)] for number in range(len(prompts))]
+        cloud.get(num_steps, lambda: None)()
+        for output in engine.step():
+            texts[output.request_id] = output.outputs[0].text
+    return []
+
+
+def look_until(happened: Callable[[], bool]) -> None:
+    """An idle engine looks around for hosts that go and come."""
+    while not happened():
+        engine.look_around()
+        time.sleep(0.02)
+
+
+disturbed = generate(CLOUD)
+look_until(lambda: changes.left > 0 and changes.lost > 0)
+print(f"{changes.left} R-worker left, {changes.lost} lost")
+
+# %% A new host joins, and takes its part of the same requests.
+num_joined = changes.joined
+hosts.append(new_host())
+look_until(lambda: changes.joined > num_joined)
+quiet = generate({})
+num_same = sum(map(str.__eq__, disturbed, quiet))
+print(f"{changes.joined - num_joined} joined; {num_same} of {len(quiet)} texts are the same")
+llm.close()

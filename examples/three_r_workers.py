@@ -1,0 +1,49 @@
+"""Three R-workers hold the cache; one is killed, and no token differs: python examples/three_r_workers.py
+
+Each cell (`# %%`) can be run by itself in an editor that knows them.
+"""
+
+from __future__ import annotations
+
+# %% R-workers are processes that listen. Here all run on this machine; elsewhere each has a host of its own.
+import atexit
+import subprocess
+import sys
+
+from fastdecode import LLM, SamplingParams
+
+COMMAND = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--listen", "tcp://127.0.0.1:0", "--threads", "1"]
+processes = [
+    subprocess.Popen([*COMMAND, "--kv-cache-memory", "64MiB"], stdout=subprocess.PIPE, text=True) for _ in range(3)
+]
+for process in processes:
+    atexit.register(process.kill)
+lines = [process.stdout.readline() if process.stdout else "" for process in processes]
+addresses = [line.split("tcp://")[1].split()[0] for line in lines]
+print(f"three R-workers, at {', '.join(addresses)}")
+
+# %% Six requests, and what they get where nothing is lost.
+prompts = [f"def {name}(self, path):\n    " for name in ("read", "write", "open", "close", "copy", "move")]
+params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+settings = {"dtype": "float32", "max_model_len": 128}
+with LLM(r_workers="inproc:1", kv_cache_memory="64MiB", **settings) as llm:
+    undisturbed = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+
+# %% The same on the three R-workers, step by step. In the tenth step one of them is killed.
+texts: dict[str, str] = {}
+with LLM(r_workers=",".join(addresses), **settings) as llm:
+    engine, num_steps, num_lost = llm.llm_engine, 0, []
+    engine.on_step = lambda record: num_lost.append(record.lost_workers)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    while engine.has_unfinished_requests():
+        num_steps += 1
+        if num_steps == 10:
+            processes[1].kill()
+        for output in engine.step():
+            texts[output.request_id] = output.outputs[0].text
+
+# %% Its sequences were computed again on the other two, and go on with the same text.
+same = [texts[str(number)] == text for number, text in enumerate(undisturbed)]
+print(f"{sum(num_lost)} R-worker lost in {num_steps} steps; {sum(same)} of {len(same)} texts as without the loss")
+print(prompts[0] + undisturbed[0])
