@@ -116,16 +116,12 @@ def make_parking(
 
 def check_index(config: EngineConfig, layout: KVLayout) -> None:
     """ConfigError names the setting that is not for models of which an index picks the tokens that are seen."""
-    if not layout.has_index:
-        return
-    why = "an index of this model picks the tokens that its queries see"
-    blocks = {layer.pick_block for layer in layout.layers if layer.pick_block}
-    if config.tensor_parallel_size > 1 and blocks:
-        name = "tensor_parallel_size"
-        raise ConfigError(f"{name}: {why}, which works without {name} so far: leave it out")
-    for size in blocks:
+    for size in {layer.pick_block for layer in layout.layers if layer.pick_block}:
         if size % config.block_size:
-            raise ConfigError(f"block_size: {why}, in blocks of {size}: {config.block_size} must divide that")
+            raise ConfigError(
+                f"block_size: an index of this model picks the tokens that its queries see, in blocks of {size}: "
+                f"{config.block_size} must divide that"
+            )
 
 
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:

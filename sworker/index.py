@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.types import LayerLayout, is_quantized
+from fastdecode.core.types import LayerLayout
 from fastdecode.sworker.latents import LatentRows
 
 PROOF_ROWS = 24
@@ -126,22 +125,32 @@ def _best(scores: torch.Tensor, seen: torch.Tensor, most: int) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
-def use_index(model: torch.nn.Module, kv_dtype: str) -> None:
+def use_index(model: torch.nn.Module) -> None:
     """Have every indexer of ``model`` hand over its queries and keys, where that proves to pick the same.
 
-    ``kv_dtype``: of the cache, or "auto"; UnsupportedModelError for int8 and int4. Others stay as they are.
+    Others stay as they are.
     """
     owners = [module for module in model.modules() if isinstance(getattr(module, "indexer", None), torch.nn.Module)]
-    if owners and is_quantized(kv_dtype):
-        raise UnsupportedModelError(
-            f"kv_cache_dtype: {type(model).__name__} picks the tokens that it reads by an index, of which caches of "
-            f"{kv_dtype} hold no keys: use auto, float16, bfloat16 or float32"
-        )
     for owner in owners:
         found = _proven(owner.indexer, isinstance(owner, LatentRows))
         if found is not None:
             owner.indexer.__class__ = found
             owner.register_forward_pre_hook(_with_some_mask, with_kwargs=True)
+
+
+def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
+    """Styles, as in transformers' plans for ranks, of attention where each head of an index picks for a KV head.
+
+    A rank has its own heads of both, and of layers beside them that see all. transformers' own plan leaves all heads to
+    every rank, since its masks are of all.
+    """
+    named = dict(model.named_modules())
+    indexers = [name for name, module in named.items() if isinstance(module, BlockIndexer)]
+    kinds = tuple({type(named[name.rpartition(".")[0]]) for name in indexers})
+    owners = [name for name, module in named.items() if isinstance(module, kinds)]
+    styles = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+    plan = {f"{owner}.{name}": style for owner in owners for name, style in styles.items()}
+    return plan | {f"{name}.q_proj": "colwise" for name in indexers}
 
 
 def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

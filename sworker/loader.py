@@ -90,7 +90,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
         model = lora.merged(gguf.unpacked(model), config.lora)
         adapt(model)
         use_latent_rows(model)
-        use_index(model, config.kv_cache_dtype)
+        use_index(model)
         if device.type == "cpu":
             use_padded_experts(model)
         return model.eval().requires_grad_(False)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
+from fastdecode.sworker.index import plan_of_picked_heads
 from fastdecode.sworker.shared_exchange import SharedExchange, SharedMemory, whereabouts
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
@@ -153,7 +154,7 @@ def leave(rank: Rank | None = None) -> None:
 
 def shard(model: Any, hf_config: Any, rank: Rank) -> None:
     """Leave ``model``, which is whole, this rank's part, and have it work with the others."""
-    plan = check_plan(model, hf_config, rank.size)
+    plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model)
     _untie(model, plan)
     modules, num_kv_heads = dict(model.named_modules()), _num_kv_heads(hf_config)
     for name, style in plan.items():
@@ -163,7 +164,7 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
             continue
         if isinstance(owner, torch.nn.Linear):
             if module is not None:
-                repeats = name.endswith((".k_proj", ".v_proj")) and rank.size > num_kv_heads
+                repeats = name.endswith((".k_proj", ".v_proj", ".indexer.q_proj")) and rank.size > num_kv_heads
                 _cut_linear(name, owner, style, rank, num_kv_heads if repeats else 0)
         elif module is not None and style == IDENTITY:
             module.register_forward_hook(lambda module, args, output: output / rank.size)

@@ -101,7 +101,8 @@ class LayerLayout:
     ``values_in_keys``: values are the first ``value_head_dim`` elements of the keys, and are neither sent nor stored;
     in caches of int8 and int4 these have codes, and the keys' other elements 16 bits.
 
-    An index layer, which has ``picks``, does not attend; its o says nothing. It keeps index keys, and each of its
+    An index layer, which has ``picks``, does not attend; its o says nothing. It keeps index keys, in caches of int8 and
+    int4 as bfloat16, and each of its
     queries picks the tokens that the layers after it see, those that name it, by its number, as ``picked_by`` (-1: a
     layer that sees all): at most ``picks`` tokens, by the sum of relu(scale · q · k) · weight over its heads; a weight
     is a float32 in the place of two more elements of q. Or, with ``pick_block``, each head, for the KV head of its
@@ -171,6 +172,8 @@ class LayerLayout:
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
         """Bytes of one cached token's K, and of its V, of one head, each with its scales."""
+        if self.picks and is_quantized(kv_dtype):
+            return 2 * self.key_head_dim, 0
         if self.values_in_keys and is_quantized(kv_dtype):
             return _row_bytes(self.value_head_dim, kv_dtype) + 2 * (self.key_head_dim - self.value_head_dim), 0
         fifth_bits = 4 * -(-self.key_head_dim // INT4_FIFTH_BIT_DIMS) if kv_dtype == "int4" else 0
@@ -195,11 +198,6 @@ class KVLayout:
     def chunk_tokens(self) -> int:
         """Tokens of which ranges must be whole multiples, so that chunks begin alike in each; 1 without chunks."""
         return math.lcm(*(layer.window for layer in self.layers if layer.chunked))
-
-    @property
-    def has_index(self) -> bool:
-        """Say whether some layers see only the tokens that an index picks."""
-        return any(layer.picks for layer in self.layers)
 
     @property
     def has_states(self) -> bool:

@@ -119,7 +119,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
             none[i * partial_floats(spec_->value_dim)] = -std::numeric_limits<float>::infinity();
         return finish(piece, partials, partial_stride, thread);
     }
-    const DType dtype = worker_.model_dtype_, stored = worker_.cache_.dtype();
+    const DType dtype = worker_.model_dtype_, stored = dtype_of(*spec_, worker_.cache_.dtype());
     const bool is_read_before = has_latent_codes(*spec_, stored);
     const auto* const kernels = spec_->picks > 0 ? worker_.kernels_.score : worker_.kernels_.attend;
     kernels[int(is_read_before ? dtype : stored)]({
@@ -166,14 +166,14 @@ void AttentionJob::attend_picked(const Piece& piece, const Piece& next, int thre
 HeadView AttentionJob::view_to_attend(const Piece& piece, int thread) const {
     HeadView view = worker_.cache_.view(layer(), piece.head, list_->spans[piece.unit->span].blocks);
     if (spec_->picks > 0) return view;
-    const NextTokens tokens = tokens_of(piece);
+    NextTokens tokens = tokens_of(piece);
     std::uint8_t* const memory = worker_.split_values_[thread].data();
     std::uint8_t* const aligned = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
+    if (spec_->values_in_keys) view.split_values = aligned;
+    if (spec_->picked_by >= 0) tokens.view = view = picked_view(piece, view, thread);
+    if (!spec_->values_in_keys) return view;
     if (has_latent_codes(*spec_, worker_.cache_.dtype()))
         return read_split(worker_.kernels_, *spec_, worker_.cache_.dtype(), worker_.model_dtype_, tokens, aligned);
-    if (spec_->values_in_keys) view.split_values = aligned;
-    if (spec_->picked_by >= 0) view = picked_view(piece, view, thread);
-    if (!spec_->values_in_keys) return view;
     make_values(worker_.cache_.dtype(), view, tokens.begin, tokens.end, int(spec_->key_dim), int(spec_->value_dim));
     return view;
 }

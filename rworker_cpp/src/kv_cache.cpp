@@ -283,7 +283,7 @@ void KVCache::turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t 
     if (has_latent_codes(layers_[layer], dtype_) || layers_[layer].keeps_rows()) return;  // they are rows always
     for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
         const HeadView head_view = view(layer, head, nullptr);
-        turn_keys_to_rows(dtype_,
+        turn_keys_to_rows(dtype_of(layers_[layer], dtype_),
                           head_view.base + block * head_view.block_stride_bytes + tile * head_view.key_tile_bytes,
                           layers_[layer].key_dim);
     }

@@ -32,7 +32,7 @@ void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
 }
 
 /// An index layer, and one that reads what it picks. `layers`: those up to the layer at hand.
-void check_picks(std::span<const LayerSpec> layers, DType kv_dtype, std::int64_t block_size) {
+void check_picks(std::span<const LayerSpec> layers, std::int64_t block_size) {
     const LayerSpec& layer = layers.back();
     const std::string name = "layers[" + std::to_string(layers.size() - 1) + "]: ";
     const bool plain = layer.window == 0 && layer.alibi_slopes.empty();
@@ -40,9 +40,9 @@ void check_picks(std::span<const LayerSpec> layers, DType kv_dtype, std::int64_t
             name + "picks, pick_block and pick_local must not be negative, nor picked_by below -1");
     if (layer.picks > 0) {
         require(layer.num_kv_heads == 1 && layer.values_in_keys && layer.value_dim == 1 && layer.picked_by < 0 && plain &&
-                    layer.soft_cap == 0.0f && layer.sinks.empty() && layer.picks < INT32_MAX && !is_quantized(kv_dtype),
+                    layer.soft_cap == 0.0f && layer.sinks.empty() && layer.picks < INT32_MAX,
                 name + "a layer that picks has one KV head, values_in_keys with a value_head_dim of 1, and neither "
-                       "window, soft cap, sinks nor ALiBi, in a cache of float32, float16 or bfloat16");
+                       "window, soft cap, sinks nor ALiBi");
         const bool block = std::has_single_bit(std::uint64_t(layer.pick_block)) && layer.pick_block <= kSplitTokens &&
                            layer.pick_block % block_size == 0 && layer.pick_local >= 1 && layer.pick_local <= layer.picks;
         require(layer.pick_block == 0 ? layer.pick_local == 0 : block,
@@ -57,11 +57,10 @@ void check_picks(std::span<const LayerSpec> layers, DType kv_dtype, std::int64_t
     while (last >= 0 && layers[last].picks == 0) --last;
     require(last >= 0 && layer.picked_by == last, name + "picked_by must be the last layer before it that picks");
     const bool in_blocks = layers[last].pick_block > 0;
-    require(plain && !is_quantized(kv_dtype) && layer.values_in_keys != in_blocks &&
+    require(plain && layer.values_in_keys != in_blocks &&
                 layer.num_kv_heads == (in_blocks ? layers[last].num_heads : 1),
-            name + "a layer that reads what another picks has neither window nor ALiBi, in a cache of float32, float16 or "
-                   "bfloat16; where tokens are picked one KV head and values_in_keys, where blocks are picked as many KV "
-                   "heads as that one has heads, and values");
+            name + "a layer that reads what another picks has neither window nor ALiBi; where tokens are picked one KV head "
+                   "and values_in_keys, where blocks are picked as many KV heads as that one has heads, and values");
 }
 
 }  // namespace
@@ -70,7 +69,7 @@ void check_layers(std::span<const LayerSpec> layers, DType kv_dtype, std::int64_
     require(!layers.empty(), "layers is empty; a worker needs at least one");
     for (std::size_t i = 0; i < layers.size(); ++i) check_layer(layers[i], kv_dtype, i);
     for (std::size_t i = 0; i < layers.size(); ++i)
-        check_picks({layers.data(), i + 1}, kv_dtype, block_size);
+        check_picks({layers.data(), i + 1}, block_size);
 }
 
 }  // namespace rworker

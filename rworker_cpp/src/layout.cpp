@@ -73,7 +73,8 @@ DType parse_kv_dtype(const std::string& name) {
     throw Error("kv_dtype is '" + name + "'; it must be float32, float16, bfloat16, int8 or int4");
 }
 
-std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype) {
+std::int64_t token_bytes(const LayerSpec& layer, DType cache_dtype) {
+    const DType kv_dtype = dtype_of(layer, cache_dtype);
     const std::int64_t bits = bits_of(kv_dtype);
     if (has_latent_codes(layer, kv_dtype))
         return (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim) +
@@ -83,8 +84,9 @@ std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype) {
     return keys + (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim);
 }
 
-LayerLayout::LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t block_size, std::int64_t region_offset)
+LayerLayout::LayerLayout(const LayerSpec& layer, DType cache_dtype, std::int64_t block_size, std::int64_t region_offset)
     : region_offset_bytes(region_offset) {
+    const DType kv_dtype = dtype_of(layer, cache_dtype);
     const std::int64_t key_dim = round_up(layer.key_dim, pack_of(kv_dtype)), value_dim = round_up(layer.value_dim, 16);
     key_tile_bytes = kTileTokens * (4 * key_words(kv_dtype, key_dim) + key_dim * bits_of(kv_dtype) / 8);
     if (has_latent_codes(layer, kv_dtype)) key_tile_bytes = kTileTokens * token_bytes(layer, kv_dtype);

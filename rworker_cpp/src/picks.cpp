@@ -208,8 +208,9 @@ PickedRows::PickedRows(const KVCache& cache) : blocks_(1) {
 
 HeadView PickedRows::gather(const HeadView& view, const LayerSpec& layer, DType dtype, const std::int32_t* picks,
                             std::int64_t begin, std::int64_t end) {
+    const bool has_codes = has_latent_codes(layer, dtype);
     const std::int64_t pack = dtype == DType::bfloat16 ? 2 : 1, lines = (layer.key_dim + pack - 1) / pack;
-    const std::int64_t row_bytes = lines * pack * item_bytes(dtype);
+    const std::int64_t row_bytes = has_codes ? view.key_tile_bytes / kTileTokens : lines * pack * item_bytes(dtype);
     const std::int64_t within_block = (std::int64_t(1) << view.log2_tiles_per_block) - 1;
     std::uint8_t* const memory = keys_.data() + (64 - reinterpret_cast<std::uintptr_t>(keys_.data()) % 64) % 64;
     const auto row_of = [&](std::int64_t position) {
@@ -224,7 +225,7 @@ HeadView PickedRows::gather(const HeadView& view, const LayerSpec& layer, DType 
         for (std::int64_t i = 0; i < count; ++i) rows[i] = row_of(picks[first + i]);
         for (std::int64_t i = first + count; i < std::min(first + count + kTileTokens, end); ++i)
             for (std::int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(row_of(picks[i]) + byte);
-        if (count < kTileTokens)
+        if (count < kTileTokens || has_codes)
             for (std::int64_t i = 0; i < count; ++i) std::memcpy(tile + i * row_bytes, rows[i], row_bytes);
         else if (pack * item_bytes(dtype) == 4)
             rows_to_tile<std::uint32_t>(rows, lines, tile);

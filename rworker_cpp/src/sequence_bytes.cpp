@@ -52,16 +52,17 @@ void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, std::
 
 void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const {
     const LayerSpec& spec = layers_[layer];
+    const DType dtype = dtype_of(spec, dtype_);
     const Sequence& sequence = whole_sequence(sequence_id);
     for_each_token(sequence, layer, 0, sequence.length, [&](std::int64_t position, std::int64_t head,
                                                             const TokenPlace& at) {
         const std::int64_t row = position * spec.num_kv_heads + head;
         if (has_latent_codes(spec, dtype_)) return read_row(spec, dtype_, at, keys + row * spec.key_dim);
         for (std::int64_t dim = 0; dim < spec.key_dim; ++dim)
-            keys[row * spec.key_dim + dim] = load_key(dtype_, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
+            keys[row * spec.key_dim + dim] = load_key(dtype, at.key_order, at.key_tile, at.token, dim, spec.key_dim);
         for (std::int64_t dim = 0; dim < spec.stored_value_dim(); ++dim)
-            values[row * spec.value_dim + dim] = load_value(dtype_, at.value_tile, at.token, dim, spec.value_dim);
-        if (!is_rotated(dtype_)) return;
+            values[row * spec.value_dim + dim] = load_value(dtype, at.value_tile, at.token, dim, spec.value_dim);
+        if (!is_rotated(dtype)) return;
         rotate(keys + row * spec.key_dim, int(spec.key_dim));
         rotate(values + row * spec.value_dim, int(spec.value_dim));
     });

@@ -44,17 +44,20 @@ KINDS = {
     "blocks": (blocks(2, 4, 32, 1), LayerLayout(6, 2, 20, 12, 0.2, picked_by=0), LayerLayout(4, 4, 16, 16, 0.3)),
     "local": (blocks(3, 9, 128, 3), LayerLayout(3, 3, 20, 12, 0.2, picked_by=0, soft_cap=3.0)),
 }
-TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2}
+TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "int8": 2e-2, "int4": 2e-2}
 
 
 def make_worker(layers: tuple[LayerLayout, ...], dtype: str, **settings: Any) -> _rworker.RWorker:
-    """An R-worker of such layers, whose cache is in the model's dtype."""
-    return _rworker.RWorker(layers=list(layers), model_dtype=dtype, kv_dtype=dtype, **settings)
+    """An R-worker of such layers, whose cache is in the model's dtype unless told otherwise."""
+    return _rworker.RWorker(layers=list(layers), **{"model_dtype": dtype, "kv_dtype": dtype} | settings)
 
 
 @dataclass
 class Side:
-    """An R-worker and all rows it was given, by sequence and layer; ``step`` checks its answers by the oracle."""
+    """An R-worker and all rows it was given, by sequence and layer; ``step`` checks its answers by the oracle.
+
+    Of a cache that holds codes the oracle gets the rows as it gives them back.
+    """
 
     layers: tuple[LayerLayout, ...]
     dtype: str = "float32"
@@ -62,6 +65,7 @@ class Side:
 
     def __post_init__(self) -> None:
         settings = {"block_size": 16, "num_blocks": 300, "num_threads": 1, "isa": "auto"} | self.options
+        self.kv_dtype = settings.get("kv_dtype", self.dtype)
         self.worker = make_worker(self.layers, self.dtype, **settings)
         self.rng = np.random.default_rng(5)
         self.rows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -81,8 +85,7 @@ class Side:
         """Random rows for the spans (sequence, context, rows, mode); o of each layer, which is right."""
         self.worker.begin_step(table(list(controls)), [table(spans)])
         attending = [(each[0], each[1], each[2]) for each in spans if each[3] == ATTEND]
-        seen: dict[int, torch.Tensor] = {}
-        answers = []
+        answers, asked = [], []
         for number, layer in enumerate(self.layers):
             q = self.queries(sum(count for *_, count in attending), layer)
             k, v = (
@@ -93,20 +96,28 @@ class Side:
             self.worker.submit(0, number, *map(to_numpy, (q, k, v)), o)
             self.worker.wait(0)
             answers.append(o)
+            asked.append(q)
             self._keep(number, spans, k, v)
+        self.worker.end_step()
+        seen: dict[int, torch.Tensor] = {}
+        for number, (layer, q, o) in enumerate(zip(self.layers, asked, answers, strict=True)):
             found = from_numpy(o, q.dtype).split([count for *_, count in attending])
             for (sequence, context, count), own, rows in zip(
                 attending, q.split([each[2] for each in attending]), found, strict=True
             ):
-                keys, values = (each[: context + count] for each in self.rows[sequence][number])
+                keys, values = (each[: context + count] for each in self._rows_of(sequence, number))
                 if layer.picks:
                     seen[sequence] = picked(own, keys, layer)
                     assert not rows.any()
                     continue
                 wanted = reference_attention(own, keys, values, layer, seen[sequence] if layer.picked_by >= 0 else None)
-                assert (rows.float() - wanted.float()).abs().max() < TOLERANCE[self.dtype], (number, sequence)
-        self.worker.end_step()
+                assert (rows.float() - wanted.float()).abs().max() < TOLERANCE[self.kv_dtype], (number, sequence)
         return answers
+
+    def _rows_of(self, sequence: int, number: int) -> tuple[torch.Tensor, ...]:
+        if self.kv_dtype == self.dtype:
+            return self.rows[sequence][number]
+        return tuple(torch.from_numpy(each) for each in self.worker.read_tokens(sequence, number))
 
     def _keep(self, number: int, spans: list[tuple[int, int, int, int]], k: torch.Tensor, v: torch.Tensor) -> None:
         first = 0
@@ -121,12 +132,13 @@ class Side:
             first += count
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kv_dtype", TOLERANCE)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_queries_see_what_the_index_picks(kind: str, isa: str, dtype: str) -> None:
+def test_queries_see_what_the_index_picks(kind: str, isa: str, kv_dtype: str) -> None:
     """Prompts in chunks, decodes, forks and cuts within tiles, tiles open and full, splits beyond the first."""
-    side = Side(KINDS[kind], dtype, {"isa": isa, "num_threads": 2})
+    dtype = kv_dtype if kv_dtype in TORCH_DTYPE else "float32"
+    side = Side(KINDS[kind], dtype, {"isa": isa, "num_threads": 2, "kv_dtype": kv_dtype})
     side.step([(1, 0, 70, ATTEND), (2, 0, 1, ATTEND), (3, 0, 40, APPEND)])
     side.step([(2, 1, 1, ATTEND), (3, 40, 1, ATTEND), (1, 70, 590, APPEND)])
     side.step([(1, 660, 13, ATTEND)])
@@ -168,8 +180,8 @@ def test_equal_scores_go_to_the_earlier_and_nan_harms_nobody() -> None:
 
 
 def test_an_abandoned_step_leaves_nothing_and_a_move_keeps_all() -> None:
-    for layers in KINDS.values():
-        side, other = Side(layers), Side(layers, options={"block_size": 32})
+    for layers, kv_dtype in zip(KINDS.values(), ("int4", "float32", "int8"), strict=True):
+        side, other = (Side(layers, options={"block_size": size, "kv_dtype": kv_dtype}) for size in (16, 32))
         side.step([(1, 0, 77, ATTEND)])
         side.worker.begin_step(table([]), [table([(1, 77, 5, ATTEND)])])
         for number, layer in enumerate(layers):
@@ -215,10 +227,6 @@ def test_what_cannot_be_is_refused() -> None:
             Side(layers)
     with pytest.raises(ValueError, match="and a multiple of block_size \\(64\\)"):
         Side(KINDS["blocks"], options={"block_size": 64})
-    with pytest.raises(ValueError, match="nor ALiBi, in a cache of float32, float16 or bfloat16"):
-        _rworker.RWorker(
-            layers=[index], model_dtype="float32", kv_dtype="int8", block_size=16, num_blocks=8, num_threads=1
-        )
     side = Side((index, layer))
     side.worker.begin_step(table([]), [table([(1, 0, 1, ATTEND)])])
     q, k = np.zeros((1, 3, 41), np.float32), np.zeros((1, 1, 41), np.float32)

@@ -42,11 +42,11 @@ struct LayerLayout {
     std::int64_t block_bytes, head_bytes, values_offset_bytes;
     std::int64_t key_tile_bytes, value_tile_bytes;
 
-    LayerLayout(const LayerSpec& layer, DType kv_dtype, std::int64_t block_size, std::int64_t region_offset);
+    LayerLayout(const LayerSpec& layer, DType cache_dtype, std::int64_t block_size, std::int64_t region_offset);
 };
 
 /// Bytes that attention reads of one token in one KV head: keys, values and their scales, padding left out.
-std::int64_t token_bytes(const LayerSpec& layer, DType kv_dtype);
+std::int64_t token_bytes(const LayerSpec& layer, DType cache_dtype);
 
 /// Where one token's elements lie in a tile: `run` neighbours at a time, a stride from run to run. An int4 run is one
 /// code, at `shift`, or a lane of eight: two to a byte, four dims apart.

@@ -19,7 +19,7 @@ struct TokenPlace {
 class TokenCodec {
   public:
     TokenCodec(DType dtype, const LayerSpec& layer)
-        : dtype_(dtype), layer_(layer), is_row_(has_latent_codes(layer, dtype)) {}
+        : dtype_(dtype_of(layer, dtype)), layer_(layer), is_row_(has_latent_codes(layer, dtype)) {}
 
     std::int64_t key_bytes() const;
     std::int64_t value_bytes() const;

@@ -71,14 +71,19 @@ struct LayerSpec {
     }
 };
 
+/// What a layer's rows are kept in, in a cache of `kv_dtype`: the keys of an index have no codes.
+inline DType dtype_of(const LayerSpec& layer, DType kv_dtype) {
+    return layer.picks > 0 && is_quantized(kv_dtype) ? DType::bfloat16 : kv_dtype;
+}
+
 /// Whether a layer's rows are codes of latents: kernels/latents.hpp.
 inline bool has_latent_codes(const LayerSpec& layer, DType kv_dtype) {
-    return layer.values_in_keys && is_quantized(kv_dtype);
+    return layer.values_in_keys && is_quantized(dtype_of(layer, kv_dtype));
 }
 
 /// Which of the kernels' functions stores a layer's rows.
 inline int append_index(const LayerSpec& layer, DType kv_dtype) {
-    return int(kv_dtype) + (has_latent_codes(layer, kv_dtype) ? 2 : 0);
+    return int(dtype_of(layer, kv_dtype)) + (has_latent_codes(layer, kv_dtype) ? 2 : 0);
 }
 
 /// What is done with a span's rows: stored only; stored, then they attend; the same of the tail of a longer sequence,
