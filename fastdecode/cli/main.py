@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from fastdecode import __version__
@@ -39,6 +40,9 @@ COMMANDS = (
     "collect-env",
 )
 """Each has a module in this package, of the same name with underscores, whose ``add_command`` registers it."""
+
+WITHOUT_S_PART = ("plan", "r-worker", "doctor", "collect-env")
+"""What the distribution ``fastdecode-r-worker`` has: no S-part, and so neither torch nor transformers."""
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
@@ -83,7 +87,10 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     bench = None
-    for name in [name for name in COMMANDS if list(words[: name.count(" ") + 1]) == name.split()] or COMMANDS:
+    here = COMMANDS if find_spec("fastdecode.sworker") else WITHOUT_S_PART
+    if words and words[0] in {name.split()[0] for name in COMMANDS} - {name.split()[0] for name in here}:
+        parser.error(f"{words[0]} is not in fastdecode-r-worker: in another environment, pip install fastdecode")
+    for name in [name for name in here if list(words[: name.count(" ") + 1]) == name.split()] or here:
         module = importlib.import_module(f"fastdecode.cli.{name.replace(' ', '_').replace('-', '_')}")
         if name.startswith("bench "):
             bench = bench or commands.add_parser("bench", help="measure").add_subparsers(

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.errors import ConfigError, naming
+
+if TYPE_CHECKING:  # hosts of R-workers need not have it
+    from tqdm import tqdm
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -49,4 +50,6 @@ def write_json(figures: Any, path: str | None) -> None:
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:
     """A bar on stderr; none where stderr is no terminal."""
+    from tqdm import tqdm
+
     return tqdm(total=total, unit=unit, **{"disable": None if sys.stderr.isatty() else True, **options})

@@ -1,0 +1,84 @@
+"""compose.yaml, the Helm chart and the workflows agree with each other, with the program and with the Makefile.
+
+Their own linters run in `make lint-deployment`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from helpers import kubernetes
+
+from fastdecode.api.settings import parse_r_workers, split_address
+from fastdecode.cli.main import build_parser
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "examples" / "helm" / "fastdecode"
+
+
+def read(path: Path | str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_compose_starts_what_the_program_takes() -> None:
+    compose = read("compose.yaml")
+    services = compose["services"]
+    server, r_worker = (build_parser().parse_args(services[name]["command"]) for name in ("server", "r-worker"))
+    asked = parse_r_workers(server.r_workers)
+    assert (asked.kind, asked.count) == ("join", services["r-worker"]["deploy"]["replicas"]), "or it waits for ever"
+    assert split_address("", r_worker.join) == ("server", split_address("", server.pool_listen)[1])
+    (volume,) = {services[name]["volumes"][0].partition(":")[0] for name in ("key", "server", "r-worker")}
+    assert volume in compose["volumes"] and server.key_file == r_worker.key_file
+    assert f'"{server.key_file}"' in services["key"]["command"][0]
+    assert services["r-worker"]["build"]["target"] == "r-worker"
+    assert f"FROM base AS {services['r-worker']['build']['target']}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_prometheus_and_grafana_read_what_compose_starts() -> None:
+    services = read("compose.yaml")["services"]
+    mounted = [volume.split(":")[0] for name in ("prometheus", "grafana") for volume in services[name]["volumes"]]
+    assert all((ROOT / path).exists() for path in mounted if path.startswith("."))
+    server, r_worker = (build_parser().parse_args(services[name]["command"]) for name in ("server", "r-worker"))
+    of_server, of_r_workers = read("examples/compose/prometheus.yml")["scrape_configs"]
+    assert of_server["static_configs"] == [{"targets": [f"server:{server.port}"]}]
+    (names,) = of_r_workers["dns_sd_configs"]
+    assert names["names"] == ["r-worker"] and names["port"] == split_address("", r_worker.health_listen)[1]
+    (source,) = read("examples/compose/grafana/datasources/prometheus.yml")["datasources"]
+    assert source["type"] == "prometheus" and source["url"].startswith("http://prometheus:")
+    (provider,) = read("examples/compose/grafana/dashboards/fastdecode.yml")["providers"]
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert Path(home).parent == Path(provider["options"]["path"])
+    assert (ROOT / "examples" / "grafana" / Path(home).name).exists()
+
+
+def test_the_chart_makes_the_manifests() -> None:
+    """By Go's templates as far as the chart uses them: what is asked for with `if` and `range` is off by default."""
+    values = read(CHART / "values.yaml")
+    text = (CHART / "templates" / "fastdecode.yaml").read_text()
+    for block in re.findall(r"{{-? (?:if|range) (\.Values\S+)", text):
+        assert not value_of(values, block), f"{block} is on by default"
+    text = re.sub(r"(\n *)?{{-? (?:if|range) .*?{{-? end }}", "", text, flags=re.DOTALL)
+    text = re.sub(r"{{ (\.Values\S+) }}", lambda found: str(value_of(values, found[1])), text)
+    assert "{{" not in text
+    assert list(yaml.safe_load_all(text)) == kubernetes.base()
+
+
+def value_of(values: Any, path: str) -> Any:
+    for key in path.removeprefix(".Values.").split("."):
+        values = values[key]
+    return values
+
+
+def test_workflows_call_what_the_makefile_has() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {
+        words
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for job in read(path)["jobs"].values()
+        for step in job["steps"]
+        for words in re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))
+    }
+    assert {"test", "lint-deployment"} <= called <= targets
