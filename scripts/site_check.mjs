@@ -13,6 +13,8 @@ const axe = readFileSync(require.resolve("axe-core/axe.min.js"), "utf8");
 const SERIOUS = ["serious", "critical"];
 const WINDOWS = { wide: { width: 1400, height: 900 }, narrow: { width: 390, height: 844 } };
 
+const MOST_PIXELS = 4000;  // of a page's height, in its picture
+
 const site = resolve(process.argv[2]);
 const pages = process.argv.length > 3 ? process.argv.slice(3)
   : readdirSync(site, { recursive: true }).filter((name) => name.endsWith(".html") && name !== "404.html");  // a server's page
@@ -30,7 +32,8 @@ const here = `http://127.0.0.1:${server.address().port}/`;
 async function faults(tab, name) {
   const found = [];
   const wrong = (error) => found.push(`script: ${error.message}`);
-  const asked = (request) => { if (!request.url().startsWith(here)) found.push(`asks another host: ${request.url()}`); };
+  const own = [here, "data:"];
+  const asked = (request) => { if (!own.some((start) => request.url().startsWith(start))) found.push(`asks another host: ${request.url()}`); };
   tab.on("pageerror", wrong);
   tab.on("request", asked);
   await tab.goto(here + name, { waitUntil: "load" });
@@ -60,7 +63,9 @@ for (const scheme of ["light", "dark"]) for (const [size, viewport] of Object.en
   mkdirSync(folder, { recursive: true });
   for (const name of pages) {
     for (const fault of await faults(tab, name)) { count += 1; console.log(`${name}, ${scheme}, ${size}: ${fault}`); }
-    await tab.screenshot({ path: join(folder, `${name.replaceAll("/", "-")}.png`) });
+    const height = Math.min(await tab.evaluate(() => document.documentElement.scrollHeight), MOST_PIXELS);
+    const clip = { x: 0, y: 0, width: viewport.width, height };
+    await tab.screenshot({ path: join(folder, `${name.replaceAll("/", "-")}.png`), clip, captureBeyondViewport: true });
   }
   await context.close();
 }

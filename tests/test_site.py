@@ -27,9 +27,10 @@ CALCULATOR = ROOT / "docs" / "assets" / "calculator.js"
 CHOICES = [
     ("llama-7b", ("a10", "epyc-7452", "100Gb", "auto", 1024, 4)),
     ("llama-3.3-70b", ("h100", "epyc-9654", "25Gb", "int8", 131072, 7)),
+    ("llama-7b", ("a10", "epyc-7452", "100Gb", "auto", 131072, 7)),
     ("deepseek-v3", ("h200", "xeon-8480", "400Gb", "auto", 16384, 1)),
 ]
-"""One GPU, ranks with sequences in ranges, and latents on many ranks: where plans go different ways."""
+"""One GPU; ranks, and int8; sequences in ranges; latents on many ranks: where plans go different ways."""
 
 
 @pytest.mark.parametrize(("model", "values"), CHOICES)
