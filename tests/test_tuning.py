@@ -21,7 +21,7 @@ from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker import tuning
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import ISAS, READ_AHEAD, KVLayout, LayerLayout
+from fastdecode.core.types import ISAS, READ_AHEAD, KVLayout, LayerLayout, common_isa
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,17 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def kept_file(folder: Path) -> Path:
     (path,) = (folder / "fastdecode").iterdir()
     return path
+
+
+@pytest.mark.parametrize(
+    ("isas", "common"),
+    [
+        (["avx2"], "avx2"), (["avx512_bf16", "avx512"], "avx512"), (["avx2", "scalar"], "scalar"),
+        (["neon_bf16", "neon_dot"], "neon_dot"), (["neon", "avx2"], "scalar"),
+    ],
+)  # fmt: skip
+def test_the_arithmetic_that_all_have(isas: list[str], common: str) -> None:
+    assert common_isa(isas) == common
 
 
 def test_names_of_instruction_sets_are_known_and_in_order() -> None:

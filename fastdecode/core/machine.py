@@ -17,6 +17,11 @@ SCRATCH_SHARE = 1 / 8
 DRAFT_CACHE_SHARE = 1 / 8
 """Part of the free memory that the KV cache of a draft model may take."""
 
+KIND_FIELDS = (
+    "vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part", "CPU revision",
+)  # fmt: skip
+"""What /proc/cpuinfo tells a kind of processor by: four on x86, four on ARM."""
+
 MOST_RANKS = 2
 """Open MPI binds every rank of a job of at most so many to one core, and those of larger jobs to a NUMA node."""
 
@@ -79,8 +84,7 @@ def cpu_identity() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    names = ("vendor_id", "cpu family", "model", "stepping")
-    return "-".join(fields[name] for name in names if name in fields) or platform.machine()
+    return "-".join(fields[name] for name in KIND_FIELDS if name in fields) or platform.machine()
 
 
 def _meminfo_bytes(key: str) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from fastdecode.core.routes import MiniBatchRoutes
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -37,8 +39,20 @@ def is_quantized(kv_dtype: str) -> bool:
 KV_ROTATION: dict[str, Literal["", "hadamard"]] = {"int4": "hadamard"}
 """By which matrix caches of a dtype rotate keys, values and queries (rworker_cpp/src/kernels/rotate.hpp), if by any."""
 
-ISAS = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
-"""Instruction sets of R-workers; a machine that has one has those before it. Each rounds in its own way."""
+X86_ISAS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
+ARM_ISAS = ("neon", "neon_dot", "neon_bf16")
+ISAS = ("scalar", *X86_ISAS, *ARM_ISAS)
+"""Instruction sets of R-workers; a machine that has one has those before it of its architecture. Each rounds in its own
+way."""
+
+
+def common_isa(isas: Collection[str]) -> str:
+    """The best that all machines have whose best are ``isas``, of which there is one or more."""
+    for family in (X86_ISAS, ARM_ISAS):
+        if all(isa in family for isa in isas):
+            return min(isas, key=family.index)
+    return "scalar"
+
 
 PREFILL_METHODS = ("kvr", "tsp")
 """How prefill workers share a prompt: a chain that hands keys and values on (KV-Runahead), or all of them gathering all

@@ -9,6 +9,12 @@
 #ifdef RWORKER_AVX2
 #include <cpuid.h>
 #endif
+#if defined(RWORKER_NEON) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(RWORKER_NEON) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #ifdef RWORKER_EMULATED
 #define CPU_HAS(feature) true
@@ -19,7 +25,7 @@
 namespace rworker {
 namespace {
 
-#ifdef RWORKER_AVX512
+#if defined(RWORKER_AVX512) || defined(RWORKER_NEON)
 Kernels refined(Kernels kernels, const Refinement& refinement) {
     kernels.isa = refinement.isa;
     for (std::size_t i = 0; i < std::size(refinement.attend); ++i)
@@ -29,7 +35,9 @@ Kernels refined(Kernels kernels, const Refinement& refinement) {
     if (refinement.release) kernels.release = refinement.release;
     return kernels;
 }
+#endif
 
+#ifdef RWORKER_AVX512
 void add_avx512(std::vector<const Kernels*>& kernels) {
     static const Kernels vnni_kernels = refined(refined(kAvx512Kernels, kAvx512Vnni), kAvx512VnniBytes);
     static const Kernels bf16_kernels = refined(vnni_kernels, kAvx512Bf16);
@@ -52,6 +60,43 @@ bool has_f16c() {
 }
 #endif
 
+#ifdef RWORKER_NEON
+struct NeonFeatures {
+    bool dot = false, bf16 = false;  // bf16: with products of bytes of which one has a sign
+};
+
+#if defined(__linux__)
+NeonFeatures neon_features() {
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    constexpr unsigned long bf16 = HWCAP2_BF16 | HWCAP2_I8MM;
+    return {(first & HWCAP_ASIMDDP) != 0, (second & bf16) == bf16};
+}
+#elif defined(__APPLE__)
+bool has_feature(const char* name) {
+    int value = 0;
+    std::size_t size = sizeof(value);
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+NeonFeatures neon_features() {
+    return {has_feature("hw.optional.arm.FEAT_DotProd"),
+            has_feature("hw.optional.arm.FEAT_BF16") && has_feature("hw.optional.arm.FEAT_I8MM")};
+}
+#else
+NeonFeatures neon_features() { return {}; }
+#endif
+
+void add_neon(std::vector<const Kernels*>& kernels) {
+    static const Kernels dot_kernels = refined(kNeonKernels, kNeonDot);
+    static const Kernels bf16_kernels = refined(dot_kernels, kNeonBf16);
+    const NeonFeatures features = neon_features();
+    kernels.push_back(&kNeonKernels);
+    if (!features.dot) return;
+    kernels.push_back(&dot_kernels);
+    if (features.bf16) kernels.push_back(&bf16_kernels);
+}
+#endif
+
 }  // namespace
 
 std::vector<const Kernels*> supported_kernels() {
@@ -62,6 +107,9 @@ std::vector<const Kernels*> supported_kernels() {
 #endif
 #ifdef RWORKER_AVX512
     add_avx512(kernels);
+#endif
+#ifdef RWORKER_NEON
+    add_neon(kernels);
 #endif
     return kernels;
 }

@@ -56,6 +56,9 @@ std::vector<const MultiplyAdds*> built_multiply_adds() {
 #ifdef RWORKER_AVX512
         &kAvx512MultiplyAdds, &kAvx512VnniMultiplyAdds, &kAvx512Bf16MultiplyAdds, &kAvx512AmxMultiplyAdds,
 #endif
+#ifdef RWORKER_NEON
+        &kNeonMultiplyAdds, &kNeonDotMultiplyAdds, &kNeonBf16MultiplyAdds,
+#endif
     };
 }
 

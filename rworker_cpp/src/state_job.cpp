@@ -27,6 +27,9 @@ const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
 #ifdef RWORKER_AVX2
     if (std::strcmp(kernels.isa, "scalar") != 0) return kAvx2State;
 #endif
+#ifdef RWORKER_NEON
+    if (std::strcmp(kernels.isa, "scalar") != 0) return kNeonState;
+#endif
     return kScalarState;
 }
 

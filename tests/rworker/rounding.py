@@ -22,13 +22,13 @@ UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 """The most by which it changes one that is too small for the dtype's range of exponents."""
 
-PAIR_DOT = ("avx512_bf16", "avx512_amx")
+PAIR_DOT = ("avx512_bf16", "avx512_amx", "neon_bf16")
 """Instruction sets whose products of bfloat16 round queries and weights to bfloat16, too."""
 
 CODE_LIMITS = {"int8": (16256, 32767), "int4": (2015, 4095)}
 """Queries and weights are whole numbers up to so much where keys and values are codes (kernels/factors.hpp)."""
 
-BYTES = ("avx512_vnni", "avx512_bf16")
+BYTES = ("avx512_vnni", "avx512_bf16", "neon_bf16")
 """Instruction sets that multiply codes by bytes where a KV head has BYTE_GROUP query heads or more and no ALiBi, but
 for queries (of int4 rotated) whose largest channel is more than BYTE_PEAK times their root mean square, padding to 16
 included."""

@@ -125,6 +125,9 @@ TABLES = {
     "avx512_vnni": "kAvx512Vnni",
     "avx512_bf16": "kAvx512Bf16",
     "avx512_amx": "kAvx512Amx",
+    "neon": "kNeonKernels",
+    "neon_dot": "kNeonDot",
+    "neon_bf16": "kNeonBf16",
 }
 """What each kernel file exports."""
 

@@ -226,9 +226,12 @@ struct Refinement {
 extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kNeonKernels;
 extern const Refinement kAvx512Vnni;       // of avx512
 extern const Refinement kAvx512VnniBytes;  // of what kAvx512Vnni makes of it
 extern const Refinement kAvx512Bf16;       // of avx512_vnni
 extern const Refinement kAvx512Amx;        // of avx512_bf16
+extern const Refinement kNeonDot;          // of neon
+extern const Refinement kNeonBf16;         // of neon_dot
 
 }  // namespace rworker

@@ -23,5 +23,8 @@ extern const MultiplyAdds kAvx512MultiplyAdds;
 extern const MultiplyAdds kAvx512VnniMultiplyAdds;
 extern const MultiplyAdds kAvx512Bf16MultiplyAdds;
 extern const MultiplyAdds kAvx512AmxMultiplyAdds;
+extern const MultiplyAdds kNeonMultiplyAdds;
+extern const MultiplyAdds kNeonDotMultiplyAdds;
+extern const MultiplyAdds kNeonBf16MultiplyAdds;
 
 }  // namespace rworker

@@ -64,5 +64,6 @@ struct StateKernels {
 extern const StateKernels kScalarState;
 extern const StateKernels kAvx2State;
 extern const StateKernels kAvx512State;
+extern const StateKernels kNeonState;
 
 }  // namespace rworker

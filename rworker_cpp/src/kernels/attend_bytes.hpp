@@ -1,10 +1,9 @@
 // Attention over codes with queries and weights of bytes where these are exact enough, of more bits where not. A row
-// tells it by itself, so its bits depend on no neighbour.
+// tells it by itself, so its bits depend on no neighbour. Whoever includes this has exp2_nonpositive of its vectors.
 #pragma once
 
 #include "kernels/attend.hpp"
 #include "kernels/bytes.hpp"
-#include "kernels/tile_softmax.hpp"
 
 namespace {
 

@@ -1,3 +1,5 @@
+#include "kernels/tile_softmax.hpp"
+// above: exp2_nonpositive
 #include "kernels/attend_bytes.hpp"
 #include "kernels/lanes_avx512_vnni.hpp"
 

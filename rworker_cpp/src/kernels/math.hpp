@@ -6,6 +6,7 @@
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 /// e^x for each x <= 0, within 4e-7 of it; exactly 1 at 0, exactly 0 below -87, NaN for NaN. Vectors go side by side,
 /// or each would wait for itself.

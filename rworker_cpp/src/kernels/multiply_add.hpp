@@ -7,7 +7,11 @@
 
 namespace {
 
-constexpr int kFloatChains = 12;   // two a cycle at a latency of five, and registers left for the operands
+#if defined(__aarch64__)
+constexpr int kFloatChains = 16;  // four a cycle at a latency of four
+#else
+constexpr int kFloatChains = 12;  // two a cycle at a latency of five, and registers left for the operands
+#endif
 constexpr int kIntegerChains = 6;  // where only the addition is in the chain, at a latency of one
 
 /// `operand` could be anything from here on: a product with it is not the one computed a line before.
@@ -17,6 +21,8 @@ template <class T>
     asm volatile("" : "+m"(operand));
 #elif defined(__x86_64__)
     asm volatile("" : "+x"(operand));
+#elif defined(__aarch64__)
+    asm volatile("" : "+wr"(operand));
 #else
     asm volatile("" : "+g"(operand));
 #endif

@@ -25,10 +25,10 @@ inline Range round_out(Range seen, int count) {
 /// Tokens of the tiles that `seen` touches.
 inline Range whole_tiles(Range seen) { return round_out(seen, kTileTokens); }
 
-/// Whether add_line asks for as many lines ahead as `Bytes` bytes take, evenly between its vectors. Not with sixteen
-/// registers, where its own addresses take their places.
+/// Whether add_line asks for as many lines ahead as `Bytes` bytes take, evenly between its vectors. Not where a vector is
+/// a part of a line: its own addresses would take registers, or as many instructions as the products.
 template <class L, int Rows, int Bytes>
-constexpr bool kAsksBetween = L::float_sums > 8 && Rows > 2 && Bytes % kCacheLineBytes == 0;
+constexpr bool kAsksBetween = L::width == 16 && Rows > 2 && Bytes % kCacheLineBytes == 0;
 
 template <class L, int Rows, int Bytes>
 [[gnu::always_inline]] inline void ask(Ahead& ahead) {

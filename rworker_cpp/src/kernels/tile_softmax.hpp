@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
-
 /// 2^x for x <= 0, within 3e-6 of it; exactly 1 at 0, exactly 0 below -126, NaN for NaN.
 inline __m512 exp2_nonpositive(__m512 x) {
     const __m512 f = _mm512_reduce_ps(x, 1);  // x - floor(x)

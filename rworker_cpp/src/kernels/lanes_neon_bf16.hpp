@@ -1,0 +1,51 @@
+// NEON with dot products of bfloat16 pairs and of bytes of which one has a sign (FEAT_BF16, FEAT_I8MM): Graviton3 and 4,
+// Grace, Apple from the M2 on. Factors of pairs are rounded to bfloat16; sums are float32, rounded to odd.
+#pragma once
+
+#include "kernels/lanes_neon_dot.hpp"
+
+namespace {
+
+struct NeonBf16 : NeonDot {
+    static constexpr bool pair_dot = true;
+
+    static vec add_pair_dot(vec sum, ivec a, ivec b) {
+        return vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
+    }
+
+    /// The first half of floats[0..count) = all of them as pairs of bfloat16; count % 16 == 0.
+    static void pack_pairs(float* floats, int count) {
+        for (int i = 0; i < count; i += 2 * width) {
+            const bfloat16x8_t first = vcvtq_low_bf16_f32(load(floats + i));
+            const bfloat16x8_t all = vcvtq_high_bf16_f32(first, load(floats + i + width));
+            vst1q_u32(reinterpret_cast<uint32_t*>(floats + i / 2), vreinterpretq_u32_bf16(all));
+        }
+    }
+};
+
+/// Codes times bytes, four at once.
+struct NeonBytes : NeonDot {
+    using Wide = NeonDot;
+
+    static ivec as_int(vec a) { return vreinterpretq_u32_f32(a); }
+    static void store_bytes(uint8_t* p, ivec a) {
+        const uint16x4_t halves = vmovn_u32(a);
+        const uint32_t bytes = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+        __builtin_memcpy(p, &bytes, sizeof(bytes));
+    }
+    /// Codes are stored 128 higher.
+    static ivec signed_codes(ivec a) { return veorq_u32(a, vdupq_n_u32(0x80808080u)); }
+    /// int4 codes less 8, times signed_nibble_factor.
+    static constexpr int signed_nibble_factor = 16;
+    static ivec signed_low_nibbles(ivec a) {
+        return signed_codes(vreinterpretq_u32_u8(vshlq_n_u8(vreinterpretq_u8_u32(a), 4)));
+    }
+    static ivec signed_high_nibbles(ivec a) { return vandq_u32(signed_codes(a), vdupq_n_u32(0xf0f0f0f0u)); }
+    /// sum + four products of uint8 (a) and int8 (b).
+    static ivec add_byte_products(ivec sum, ivec a, ivec b) {
+        return vreinterpretq_u32_s32(
+            vusdotq_s32(vreinterpretq_s32_u32(sum), vreinterpretq_u8_u32(a), vreinterpretq_s8_u32(b)));
+    }
+};
+
+}  // namespace

@@ -1,0 +1,6 @@
+#include "kernels/lanes_neon.hpp"
+#include "kernels/table.hpp"
+
+namespace rworker {
+constexpr Kernels kNeonKernels = make_kernels<Neon>("neon");
+}
