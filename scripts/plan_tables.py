@@ -64,7 +64,8 @@ def entry(model: str, choice: Choice) -> Entry:
     """Return the figures of one plan, or the planner's reason why there is none."""
     ranks = fewest_ranks(model, choice["gpu"])
     try:
-        return {"ranks": ranks} | _figures(_case(flags(model, choice, ranks)))
+        case, tokens = _case(flags(model, choice, ranks))
+        return {"ranks": ranks, "kv_shard_tokens": tokens} | _figures(case)
     except PlanError as reason:
         return {"ranks": ranks, "reason": str(reason)}
 
@@ -95,11 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     return build_parser(["plan"])
 
 
-def _case(words: list[str]) -> PlanCase:
-    """The plan, with the ranges that it needs: of the features of plans only these change it unasked."""
-    case = PlanCase.of(_parser().parse_args(words))
-    ranges = RangeVariant()
-    return case.with_planner(ranges.planner(case, ranges.figures(case)))
+def _case(words: list[str]) -> tuple[PlanCase, int | None]:
+    """The plan, with the ranges that it needs, and their tokens: of plans' features only these change it unasked."""
+    case, ranges = PlanCase.of(_parser().parse_args(words)), RangeVariant()
+    found = ranges.figures(case)
+    return case.with_planner(ranges.planner(case, found)), found.kv_shard_tokens
 
 
 def _figures(case: PlanCase) -> Entry:

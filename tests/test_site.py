@@ -45,6 +45,7 @@ def test_the_table_is_the_planner_s(model: str, values: tuple[str | int, ...], t
     assert entry["tokens_per_second"] == pytest.approx(plan["output_tokens_per_second"], rel=1e-3)
     assert entry["step_ms"] == pytest.approx(plan["step_seconds"] * 1e3, rel=1e-3)
     assert entry["alone"] == pytest.approx(plan["gpu_only"]["output_tokens_per_second"], rel=1e-3)
+    assert entry["kv_shard_tokens"] == plan["ranges"]["kv_shard_tokens"]
     assert [row[0] for row in entry["candidates"]] == [row["num_r_workers"] for row in plan["candidates"]]
 
 

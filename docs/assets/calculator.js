@@ -114,6 +114,7 @@ function figures(chosen, entry) {
     ["Output tokens/s", `${shown(entry.tokens_per_second)}; the GPUs alone ${shown(entry.alone)} with a batch of ${entry.alone_batch}`],
     ["A sequence takes", `${shown(entry.sequence_seconds)} s`],
   ];
+  if (entry.kv_shard_tokens) answer.push(["Ranges of a sequence", `${label("seq_len", entry.kv_shard_tokens)} tokens on each R-worker`]);
   if (cost !== null) answer.push(["Price of a million output tokens", `${shown(cost)}; of the GPUs alone ${shown(alone)}`]);
   const rows = entry.candidates.map(([count, hosts, step, rate, fits]) => {
     const paid = price(chosen, entry.ranks, hosts, rate);
