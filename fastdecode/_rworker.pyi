@@ -291,6 +291,11 @@ class RWorker:
         KeyError may also come midway, when a control releases the sequence meanwhile.
         """
 
+    def store_state(self, job_id: int, layer: int, data: npt.NDArray[np.uint8]) -> None:
+        """Store the state of an incoming sequence after all its tokens, in one layer: the bytes that ``export`` gives
+        of that layer, uint8 of any shape. Errors as of ``check_store``, and ValueError for another number of bytes.
+        """
+
     def read_prefix(self, job_id: int, layer: int, start: int, num_rows: int) -> npt.NDArray[np.uint8]:
         """Tokens that an incoming sequence had when it was reserved, those of the prefix that it was forked from: uint8
         [num_rows, bytes], each token's keys and then values in the stored bits, as ``export`` gives them of a layer.

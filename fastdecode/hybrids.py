@@ -8,7 +8,7 @@ from fastdecode.core.types import KVLayout
 
 ASKED = {
     "kv_shard_tokens": "a state is that of all tokens of a sequence, so no range of them has one",
-    "prefill_workers": "prefill workers have no states to advance",
+    "prefill_parallel": "prefill workers hand it on from part to part, as kvr does",
     "tensor_parallel_size": "transformers' plans cut no recurrent layer, so each rank would have whole states",
     "park_dir": "a prefix is of use only with its state, which is not written to disks",
     "prefill_scratch": "prompts attend where the state is, on the R-worker",

@@ -56,6 +56,9 @@ class LayerCache(Protocol):
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values as float32 [tokens, num_kv_heads, …]."""
 
+    def export(self, sequence_id: int, start: int, num_tokens: int) -> np.ndarray:
+        """Tokens as stored bits, and the state of recurrent layers if it is that after them."""
+
     def sequence_ids(self) -> list[int]:
         """Sequences that it holds."""
 
@@ -238,9 +241,11 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Lay
 def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: torch.device) -> float:
     """Seconds of one layer's prompt attention for each query and key that are multiplied: the faster of two.
 
-    Of the first layer, or of an index and the first layer that it picks for, in the mean of both.
+    Of the first layer that attends, or of an index and the first layer that it picks for, in the mean of both.
     """
-    timed = range(next(number for number, layer in enumerate(layout.layers) if not layer.picks) + 1)
+    numbered = list(enumerate(layout.layers))
+    first = next(number for number, layer in numbered if not layer.state)
+    timed = range(first, next(number for number, layer in numbered if not (layer.picks or layer.state)) + 1)
     seconds = []
     for _ in range(2):
         start = time.perf_counter()

@@ -23,6 +23,17 @@ Returns those of the prompt from position 0 to the part's end, or, where all par
 may wait, and raises what ends the computation.
 """
 
+Advance = Callable[[int, torch.Tensor], torch.Tensor]
+"""Called at each recurrent layer with its number and the part's payload rows, [rows, 1, elements]; returns their o.
+
+It may wait for the state after the parts before, and raises what ends the computation.
+"""
+
+
+def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
+    """RuntimeError: nothing advances states."""
+    raise RuntimeError(f"layer {layer} is recurrent, and nothing advances its state by {len(rows)} rows")
+
 
 def compute_part(
     model: torch.nn.Module,
@@ -31,6 +42,7 @@ def compute_part(
     start: int,
     samples: bool,
     exchange: Exchange,
+    advance: Advance = no_states,
 ) -> np.ndarray | None:
     """Run tokens ``token_ids``, at positions ``start`` and on, through ``model``.
 
@@ -43,9 +55,18 @@ def compute_part(
     layers = itertools.count()
 
     def attend(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        recurrence: object = None,
+        **__: Any,
     ) -> torch.Tensor:
         layer = next(layers)
+        if recurrence is not None:
+            own = advance(layer, rows_of(key)[: packed.num_rows])
+            return F.pad(own, (0, 0, 0, 0, 0, key.shape[2] - packed.num_rows))[None]
         q, k, v = rows_of(query), rows_of(key)[: packed.num_rows], rows_of(value)[: packed.num_rows]
         gathered = exchange(layer, to_numpy(k.cpu()), to_numpy(v.cpu()))
         own = attention.attend(layer, q[: packed.num_rows], gathered, start)

@@ -14,6 +14,7 @@ import torch
 from helpers import model_zoo, r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
+from helpers.prefill_workers import AnyParts
 from helpers.tiny_configs import tiny_config
 
 from fastdecode import LLM, SamplingParams
@@ -160,6 +161,19 @@ def test_a_kill_within_a_prompt_costs_that_prompt(saved: Any) -> None:
         assert run_until_gone(llm, "kill", after=0) == expected
 
 
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [("qwen3_next", {"kv_replicas": 2, "r_workers": "spawn:3"}), ("falcon_h1", {}), ("lfm2", {"r_workers": "spawn:1"})],
+)
+def test_prefill_workers_hand_states_on(model_type: str, settings: dict[str, Any], saved: Any) -> None:
+    """From part to part, and the last one's to each R-worker that stores the prompt, one of which is killed."""
+    folder, expected = saved(model_type)
+    with make_llm(folder, prefill_workers="spawn:2", **settings) as llm:
+        policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1], sizes=(1, 2))
+        assert run_until_gone(llm, "kill" if settings else "") == expected
+        assert len(policy.started_jobs) >= len(expected)
+
+
 def run_until_gone(llm: LLM, ending: str, after: int = 20) -> list[list[int]]:
     """The outputs of all prompts; the busiest R-worker, or the home of a prompt under way, is killed or drained once
     there are ``after`` tokens ("": none is)."""
@@ -212,6 +226,7 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
     [
         ("kv_shard_tokens", 512),
         ("prefill_scratch", "1MiB"),
+        ("prefill_parallel", "tsp"),
         ("speculative_config", {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}),
     ],
 )

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,8 @@ class PromptJob:
         self._send_on, self._stores = send_on, stores
         self._changed = threading.Condition()
         self._layers: dict[int, LayerRows] = {}
+        self._states: dict[int, np.ndarray] = {}
+        self._has_state: set[int] = set()
         self._num_done = 0
         self.sent_bytes = self.stored_bytes = self.read_bytes = 0
         self.missed: set[int] = set()
@@ -141,6 +144,8 @@ class PromptJob:
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
         """Where ``num_rows`` rows from another worker go; FrameError where they have no place."""
+        if 0 <= layer < len(self.layout.layers) and self.layout.layers[layer].state:
+            return self._place_for_state(layer, start, num_rows)
         if self._prefix and start < self.prompt.start:
             raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from R-workers")
         part = self._part_of(start)
@@ -171,6 +176,10 @@ class PromptJob:
     def filled(self, layer: int, start: int, num_rows: int) -> None:
         """The rows that ``place_for`` gave a place are there."""
         with self._changed:
+            if self.layout.layers[layer].state:
+                self._has_state.add(layer)
+                self._changed.notify_all()
+                return
             self._rows(layer).filled[self._part_of(start)] += num_rows
             self._changed.notify_all()
 
@@ -179,8 +188,7 @@ class PromptJob:
 
         JobCancelledError once the job is not wanted any more.
         """
-        if self.is_cancelled:
-            raise JobCancelledError(f"job {self.prompt.job_id} is not wanted any more")
+        self._check_wanted()
         prompt = self.prompt
         with self._changed:
             rows = self._rows(layer)
@@ -198,13 +206,54 @@ class PromptJob:
             self._num_done = layer + 1
         return rows.kv
 
+    def advance(self, layer: int, by_own_rows: Callable[[np.ndarray | None], tuple[Any, np.ndarray]]) -> Any:
+        """Have the state of recurrent layer ``layer`` after the parts before, once it is here, advanced by this part's
+        rows, and hand it on, to the R-workers that store the prompt where this is its last part; see ``Advance``.
+
+        JobCancelledError once the job is not wanted any more.
+        """
+        self._check_wanted()
+        output, state = by_own_rows(self._await_state(layer) if self.prompt.part else None)
+        arrays = (state[None],)
+        if self._send_on is not None:
+            self.sent_bytes += self._send_on(layer, self.prompt.start, arrays)
+        for store in self._stores if self.prompt.is_last else ():
+            self._store_arrays(store, lambda send: send(layer, self.prompt.start, arrays))
+        with self._changed:
+            self._states.pop(layer, None)
+            self._num_done = layer + 1
+        return output
+
+    def _check_wanted(self) -> None:
+        if self.is_cancelled:
+            raise JobCancelledError(f"job {self.prompt.job_id} is not wanted any more")
+
+    def _place_for_state(self, layer: int, start: int, num_rows: int) -> Arrays:
+        """Where the state after the part before this one goes."""
+        with self._changed:
+            wanted = self._num_done <= layer and layer not in self._states and self.prompt.part > 0
+            if not wanted or num_rows != 1 or start != self.prompt.bounds[self.prompt.part - 1]:
+                raise FrameError(f"KV of job {self.prompt.job_id}, layer {layer}: a state at {start} has no place")
+            self._states[layer] = np.empty(self.layout.state_bytes(layer), np.uint8)
+            return (self._states[layer][None],)
+
+    def _await_state(self, layer: int) -> np.ndarray:
+        with self._changed:
+            while layer not in self._has_state:
+                self._check_wanted()
+                self._changed.wait(TICK_SECONDS)
+            return self._states[layer]
+
     def _store(self, store: StoreWay, layer: int, rows: LayerRows) -> None:
         """Send ``store`` its rows of this part; ConnectionError where it is gone and no other has them."""
+        start, end = max(store.start, self.prompt.start), min(store.end, self.prompt.end)
+        self._store_arrays(store, lambda send: self._send(send, layer, rows, start, end))
+
+    def _store_arrays(self, store: StoreWay, queue: Callable[[Send], int]) -> None:
         if store.ticket in self.missed:
             return
-        start, end = max(store.start, self.prompt.start), min(store.end, self.prompt.end)
         try:
-            self.stored_bytes += self._send(store.send, layer, rows, start, end)
+            self.stored_bytes += queue(store.send)
         except ConnectionError:
             if not self.miss(store.ticket):
                 raise
@@ -255,8 +304,7 @@ class PromptJob:
         wanted = self._bounds[part + 1] - self._bounds[part]
         with self._changed:
             while rows.filled[part] < wanted:
-                if self.is_cancelled:
-                    raise JobCancelledError(f"job {self.prompt.job_id} is not wanted any more")
+                self._check_wanted()
                 self._changed.wait(TICK_SECONDS)
 
     def _rows(self, layer: int) -> LayerRows:

@@ -43,6 +43,13 @@ class PortHeads:
         first = port * (self._layout.layers[layer].num_kv_heads // count) // num_ports * count
         return slice(first, first + count)
 
+    def part(self, layer: int, port: int, num_ports: int, arrays: Arrays) -> Arrays:
+        """Of rows of a layer, those of the heads of port ``port``; a state whole."""
+        if self._layout.layers[layer].state:
+            return arrays
+        own = self.of(layer, port, num_ports)
+        return tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
+
     def take(self, layer: int, heads: slice, rows: np.ndarray, stored: np.ndarray) -> None:
         """Enter ``rows``, a prefix as the cache of ``heads`` stores it, in that of all heads; both uint8 [rows, …]."""
         shape, kv_dtype = self._layout.layers[layer], self._layout.kv_dtype
@@ -65,8 +72,7 @@ def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSende
     def send(layer: int, start: int, arrays: Arrays) -> int:
         num_bytes = 0
         for port, sender in enumerate(senders):
-            own = heads.of(layer, port, len(senders))
-            parts = tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
+            parts = heads.part(layer, port, len(senders), arrays)
             num_bytes += sender.send(placed.ticket, layer, start - placed.start, parts)
         return num_bytes
 

@@ -33,7 +33,7 @@ from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.core.types import KVLayout
 
 MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""
@@ -232,13 +232,16 @@ class PrefillServer:
         if job := self._jobs.get(job_id):
             arrays = job.place_for(frame.layer, start, num_rows)
         else:
-            arrays = self._early_place(layers[frame.layer], num_rows, frame.lengths[1:])
+            arrays = self._early_place(frame.layer, num_rows, frame.lengths[1:])
         if frame.lengths[1:] != _part_bytes(arrays):
             raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {_part_bytes(arrays)}")
         return arrays
 
-    def _early_place(self, layer: LayerLayout, num_rows: int, part_bytes: tuple[int, ...]) -> Arrays:
-        """Room for rows of a job that is not here yet: of a prefix, or after it, as their bytes tell."""
+    def _early_place(self, number: int, num_rows: int, part_bytes: tuple[int, ...]) -> Arrays:
+        """Room for rows of a job that is not here yet: of a prefix or after it, as their bytes tell, or a state."""
+        layer = self._layout.layers[number]
+        if layer.state:
+            return (np.empty((1, self._layout.state_bytes(number)), np.uint8),)
         forms = [LayerRows(self._layout, layer, length, num_rows, 0).of(0, num_rows) for length in (num_rows, 0)]
         return forms[0] if _part_bytes(forms[0]) == part_bytes else forms[1]
 

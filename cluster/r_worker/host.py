@@ -179,7 +179,10 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
     block_size = math.gcd(LAYER_CACHE_BLOCK, *(layer.pick_block for layer in layout.layers))
-    num_bytes = -(-num_tokens // block_size) * block_bytes(layout, block_size)
+    of_block = block_bytes(layout, block_size)
+    states = [layout.state_bytes(layer) for layer in range(len(layout.layers))]
+    state_blocks = sum(2 * each // of_block + 1 for each in states if each)
+    num_bytes = (-(-num_tokens // block_size) + state_blocks) * of_block
     return make_rworker(layout, block_size, RWorkerSize(num_bytes, num_threads, cores))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fastdecode import _rworker
 from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.links.port import Port, Reader
@@ -21,11 +23,13 @@ MOST_READ_BYTES = 1 << 21
 
 
 class RowStore:
-    """The rows behind a KV port: those of a KV frame go to a sequence that is incoming, and STORED back; READ
+    """The rows behind a KV port: those of a KV frame, or a recurrent layer's state in place of a row, go to a sequence
+    that is incoming, and STORED back; READ
     is answered with a KV frame of what the sequence has from before, as the cache stores it."""
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
-        self._worker, self._layers, self._dtype = worker, layout.layers, WIRE_DTYPE[layout.model_dtype]
+        self._worker, self._layout = worker, layout
+        self._layers, self._dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
         self._stored_bytes = [layer.kv_bytes_per_token(layout.kv_dtype) for layer in layout.layers]
 
     def __call__(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
@@ -41,6 +45,11 @@ class RowStore:
         job_id, start, num_rows = reader.record(KV_ROWS)
         self._worker.check_store(job_id, frame.layer, start, num_rows)
         layer = self._layers[frame.layer]
+        if layer.state:
+            state = reader.array((self._layout.state_bytes(frame.layer),), np.dtype(np.uint8))
+            self._worker.store_state(job_id, frame.layer, state)
+            port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
+            return
         k = reader.array((num_rows, layer.num_kv_heads, layer.key_head_dim), self._dtype)
         v = reader.array((num_rows, layer.num_kv_heads, layer.stored_value_dim), self._dtype)
         self._worker.store(job_id, frame.layer, start, k, v)

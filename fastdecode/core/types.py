@@ -218,6 +218,16 @@ class KVLayout:
         """True for a hybrid: some layers keep a state per sequence in place of keys and values."""
         return any(layer.state for layer in self.layers)
 
+    def state_bytes(self, layer: int) -> int:
+        """Bytes of the state of one sequence in recurrent layer ``layer``, as R-workers lay it in rows: see
+        rworker/state_places.hpp."""
+        spec, state = self.layers[layer], self.layers[layer].state
+        if state is None:
+            return 0
+        wide = max(-(-each.value_head_dim // 16) * 16 for each in self.layers if each.state)
+        taps = 2 * state.groups * -(-state.key_dim // wide) + spec.num_heads * -(-spec.value_head_dim // wide)
+        return 4 * wide * ((state.taps - 1) * taps + spec.num_heads * state.key_dim)
+
     def keeping(self, num_rows: int) -> KVLayout:
         """The same, where states can go back behind rows of a step with 2 to ``num_rows`` of a sequence, second copies
         behind a single one too."""

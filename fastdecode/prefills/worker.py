@@ -19,6 +19,7 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.types import KVLayout
 from fastdecode.sworker import SModel, set_threads
 from fastdecode.sworker.part_attention import PartAttention, StoredAttention, TorchAttention
+from fastdecode.sworker.part_states import PartStates
 from fastdecode.sworker.prefill_part import compute_part
 
 TICK_SECONDS = 0.2
@@ -35,7 +36,7 @@ class PrefillWorker:
         set_threads(num_threads)
         self._s_model = SModel(replace(config, skip_tokenizer_init=True))
         self._num_threads, self._cores = num_threads, cores
-        self._attention: PartAttention | None = None
+        self._means: tuple[PartAttention, PartStates] | None = None
         self._attends_as: tuple[KVLayout, bool] | None = None
         model = self._s_model
         self._server = PrefillServer(
@@ -65,19 +66,20 @@ class PrefillWorker:
                 between_prompts(self._server.is_free)
         finally:
             self._server.close()
-            if self._attention:
-                self._attention.close()
+            self._close()
 
     def _compute(self, job: PromptJob) -> None:
         start, prompt = time.perf_counter(), job.prompt
         try:
+            attention, states = self._means_for(job)
             logits = compute_part(
                 self._s_model.model,
-                self._attention_for(job),
+                attention,
                 job.token_ids.tolist(),
                 prompt.start,
                 prompt.is_last,
                 job.exchange,
+                lambda layer, rows: job.advance(layer, partial(states.advance, layer, rows, start=prompt.start)),
             )
             self._server.finish(job, time.perf_counter() - start, logits)
         except JobCancelledError:
@@ -86,21 +88,25 @@ class PrefillWorker:
             logger.warning("job %d failed: %s", prompt.job_id, error)
             self._server.fail(job, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
-    def _attention_for(self, job: PromptJob) -> PartAttention:
+    def _means_for(self, job: PromptJob) -> tuple[PartAttention, PartStates]:
         """Over keys and values as the S-worker's R-workers store them.
 
         By torch on a GPU, and where all parts gather all: that is a comparison with code that knows no causality.
         """
         wanted = job.layout, self._s_model.on_gpu or job.prompt.method == "tsp"
-        if self._attention is None or self._attends_as != wanted:
-            if self._attention:
-                self._attention.close()
-            self._attention, self._attends_as = self._make_attention(*wanted), wanted
-        return self._attention
+        if self._means is None or self._attends_as != wanted:
+            self._close()
+            self._means, self._attends_as = self._make_means(*wanted), wanted
+        return self._means
 
-    def _make_attention(self, layout: KVLayout, by_torch: bool) -> PartAttention:
+    def _close(self) -> None:
+        for each in self._means or ():
+            each.close()
+
+    def _make_means(self, layout: KVLayout, by_torch: bool) -> tuple[PartAttention, PartStates]:
         if not by_torch and not attends_in(layout.isa):
             logger.warning("R-workers attend in %s arithmetic, which this process lacks: tokens may differ", layout.isa)
         longest, threads, cores = self._s_model.max_model_len, self._num_threads, self._cores
         make_cache = partial(make_layer_cache, num_tokens=longest, num_threads=threads, cores=cores)
-        return (TorchAttention if by_torch else StoredAttention)(layout, make_cache)
+        attention = (TorchAttention if by_torch else StoredAttention)(layout, make_cache)
+        return attention, PartStates(layout, make_cache)

@@ -84,6 +84,7 @@ void bind_tables(py::class_<PyRWorker>& cls) {
             py::arg("num_rows"));
     cls.def("store", &PyRWorker::store, py::arg("job_id"), py::arg("layer"), py::arg("start"),
             py::arg("k").noconvert(), py::arg("v").noconvert());
+    cls.def("store_state", &PyRWorker::store_state, py::arg("job_id"), py::arg("layer"), py::arg("data").noconvert());
     cls.def("read_prefix", &PyRWorker::read_prefix, py::arg("job_id"), py::arg("layer"), py::arg("start"),
             py::arg("num_rows"));
     cls.def("statistics", &PyRWorker::statistics);

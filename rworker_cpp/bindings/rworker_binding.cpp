@@ -235,6 +235,14 @@ void PyRWorker::store(std::int64_t job_id, std::int64_t layer, std::int64_t star
     open->store(job_id, layer, rows);
 }
 
+void PyRWorker::store_state(std::int64_t job_id, std::int64_t layer,
+                            const py::array_t<std::uint8_t, py::array::c_style>& data) {
+    const std::shared_ptr<rworker::Worker> open = shared_worker();
+    const std::span<const std::uint8_t> bytes(data.data(), std::size_t(data.size()));
+    const py::gil_scoped_release unlocked;
+    open->store_state(job_id, layer, bytes);
+}
+
 py::array_t<std::uint8_t> PyRWorker::read_prefix(std::int64_t job_id, std::int64_t layer, std::int64_t start,
                                                  std::int64_t num_rows) const {
     const std::shared_ptr<rworker::Worker> open = shared_worker();

@@ -43,6 +43,7 @@ class PyRWorker {
     /// These three may be called from any thread, even while another one closes the R-worker.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     void store(std::int64_t job_id, std::int64_t layer, std::int64_t start, const py::array& k, const py::array& v);
+    void store_state(std::int64_t job_id, std::int64_t layer, const py::array_t<std::uint8_t, py::array::c_style>& data);
     py::array_t<std::uint8_t> read_prefix(std::int64_t job_id, std::int64_t layer, std::int64_t start,
                                           std::int64_t num_rows) const;
     py::dict statistics() const;

@@ -47,8 +47,10 @@ std::string job_name(std::int64_t job_id) { return "job " + std::to_string(job_i
 
 }  // namespace
 
-Incoming::Incoming(std::vector<std::int32_t> blocks, std::int64_t begin, std::int64_t end, std::int64_t num_layers)
+Incoming::Incoming(std::vector<std::int32_t> blocks, std::vector<std::int32_t> state_blocks, std::int64_t begin,
+                   std::int64_t end, std::int64_t num_layers)
     : blocks_(std::move(blocks)),
+      state_blocks_(std::move(state_blocks)),
       begin_(begin),
       end_(end),
       num_layers_(num_layers),
@@ -123,7 +125,8 @@ void KVCache::reserve(const Control& control) {
     const auto found = sequences_.find(control.sequence_id);
     const std::int64_t length = found == sequences_.end() ? 0 : found->second.length;
     if (found != sequences_.end() && found->second.job_id) throw Error(name + " is incoming already");
-    if (states_.num_blocks()) throw Error(name + ": some layers have states, which no prefill worker stores");
+    if (states_.num_blocks() && length > 0)
+        throw Error(name + " has a state, and prefill workers send that of a prompt from its first token on alone");
     if (control.num_tokens < std::max<std::int64_t>(length, 1))
         throw Error(name + ": num_tokens is " + std::to_string(control.num_tokens) + ", but it holds " +
                     std::to_string(length) + " tokens");
@@ -137,8 +140,9 @@ void KVCache::reserve(const Control& control) {
     sequence.job_id = control.source_id;
     while (std::int64_t(sequence.blocks.size()) < blocks_for(control.num_tokens))
         sequence.blocks.push_back(pool_.take());
-    opened_.emplace(control.source_id,
-                    Incoming(sequence.blocks, length, control.num_tokens, std::int64_t(layers_.size())));
+    take_state(sequence);
+    opened_.emplace(control.source_id, Incoming(sequence.blocks, sequence.state_blocks, length, control.num_tokens,
+                                                std::int64_t(layers_.size())));
 }
 
 void KVCache::commit(const Control& control) {
@@ -201,8 +205,23 @@ void KVCache::read_prefix(std::int64_t job_id, std::int64_t layer, const Outgoin
     }
 }
 
+void KVCache::store_state(std::int64_t job_id, std::int64_t layer, std::span<const std::uint8_t> data) {
+    const std::lock_guard<std::mutex> lock = let_controls_go_first();
+    const std::int64_t begin = incoming(job_id).begin(), end = incoming(job_id).end();
+    incoming(job_id).check(layer, begin, end - begin);
+    const std::int64_t row_bytes = 4 * states_.row_floats(), rows = layers_[layer].state ? states_.rows_of_layer(layer) : 0;
+    if (rows == 0 || std::int64_t(data.size()) != rows * row_bytes)
+        throw Error("store: the state of layer " + std::to_string(layer) + " has " + std::to_string(rows * row_bytes) +
+                    " bytes, not " + std::to_string(data.size()));
+    Incoming& job = incoming_.at(job_id);
+    for (std::int64_t i = 0; i < rows; ++i)
+        std::memcpy(state_row(job.state_blocks().data(), states_.first_row(layer) + i), data.data() + i * row_bytes, row_bytes);
+    job.count(layer, begin, end);
+}
+
 void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) {
     check_store(job_id, layer, rows.start, rows.num_rows);
+    if (layers_[layer].state) throw Error("store: layer " + std::to_string(layer) + " has a state, and no rows");
     const RowBytes bytes(layers_[layer], rows.dtype);
     const std::int64_t most = slice_rows(layer, rows.dtype);
     for (std::int64_t start = rows.start; start < rows.end();) {

@@ -44,6 +44,7 @@ StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector
         num_rows_ += (state.taps - 1) * (2 * state.groups * rows_of(state.key_dim) + state.heads * rows_of(state.value_dim));
         num_rows_ += state.heads * state.key_dim;
     }
+    first_rows_.push_back(num_rows_);
     for (const LayerLayout& layout : layouts)
         for (std::int64_t i = 0; i < layout.block_bytes / (4 * row_floats_); ++i)
             places_.push_back({layout.region_offset_bytes + i * 4 * row_floats_, layout.block_bytes});

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fastdecode import _rworker
-from fastdecode.core.types import STATE_KINDS, LayerLayout, StateLayout, from_wire, to_wire
+from fastdecode.cluster.r_worker.host import make_layer_cache
+from fastdecode.core.types import STATE_KINDS, KVLayout, LayerLayout, StateLayout, Verb, from_wire, to_wire
+from fastdecode.sworker.part_states import PartStates
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
 
@@ -249,6 +254,37 @@ def test_a_second_copy_follows_and_goes_back_behind_the_rows_of_a_step(name: str
     assert np.array_equal(home.worker.export(1), copy.worker.export(1))
     with pytest.raises(ValueError, match="has a state, which is that of its first 17 tokens"):
         copy.worker.begin_step(table([(TRUNCATE, 1, 0, 16)]), [table([])])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prefill_workers_advance_states_from_part_to_part(name: str) -> None:
+    """Three parts, and then an R-worker that stores the last one's state and goes on: the same bits."""
+    kind, cuts = KINDS[name], (0, 1, 13, 22)
+    rows = kind.rows("float32")[0]
+    wanted, layout = Harness(kind).cut(rows, ()), KVLayout((ATTENTION, kind.layout()), "float32", "float32")
+    part, state = PartStates(layout, partial(make_layer_cache, num_tokens=64, num_threads=1, cores=())), None
+    for start, end in pairwise(cuts):
+        o, state = part.advance(1, torch.from_numpy(rows[start:end]), state, start)
+        assert np.array_equal(o.numpy(), wanted[start:end])
+    part.close()
+    assert state is not None and len(state) == layout.state_bytes(1) and layout.state_bytes(0) == 0
+    there, k = Harness(kind), np.zeros((22, 1, 16), np.float32)
+    there.worker.begin_step(table([(Verb.RESERVE, 1, 7, 22)]), [table([])])
+    there.worker.end_step()
+    with pytest.raises(ValueError, match=f"has {len(state)} bytes, not {len(state) - 4}"):
+        there.worker.store_state(7, 1, state[4:])
+    with pytest.raises(ValueError, match="layer 0 has 0 bytes"):
+        there.worker.store_state(7, 0, state)
+    there.worker.store(7, 0, 0, k, k)
+    there.worker.store_state(7, 1, state)
+    with pytest.raises(ValueError, match="came before"):
+        there.worker.store_state(7, 1, state)
+    assert np.array_equal(there.step([(1, 22, rows[22:])], [(Verb.COMMIT, 1, 7, 22)]), wanted[22:])
+    with pytest.raises(ValueError, match="prefill workers send that of a prompt from its first token"):
+        there.worker.begin_step(table([(Verb.RESERVE, 1, 8, 40)]), [table([])])
+    there.worker.begin_step(table([(RELEASE, 1, 0, 0)]), [table([])])
+    there.worker.end_step()
+    assert there.worker.blocks_free == there.worker.num_blocks
 
 
 @pytest.mark.parametrize(

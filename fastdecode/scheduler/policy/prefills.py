@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from fastdecode.core.protocols import PrefillPolicy
-from fastdecode.core.remote_prefill import RemotePrefill, StoredAt
+from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill, StoredAt
 from fastdecode.core.step import ScheduledStep
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.store import Store
@@ -48,7 +48,11 @@ class RemotePrompts:
 
     def takes(self, num_tokens: int, context_len: int) -> bool:
         """Whether prefill workers would compute so many tokens of a prompt after a cached prefix of ``context_len``."""
-        return self.policy is not None and bool(self.policy.assign(num_tokens, context_len))
+        return self.policy is not None and bool(self._parts(self.policy, num_tokens, context_len))
+
+    def _parts(self, policy: PrefillPolicy, num_tokens: int, context_len: int) -> tuple[PrefillPart, ...]:
+        """None after a prefix that has a state: that is on its R-worker alone."""
+        return () if context_len and self._store.workers.state_blocks else policy.assign(num_tokens, context_len)
 
     def start(self, sequence: Sequence) -> bool:
         """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
@@ -58,7 +62,7 @@ class RemotePrompts:
         """
         if self.policy is None:
             return False
-        parts = self.policy.assign(sequence.num_prefill - sequence.num_cached, sequence.num_cached)
+        parts = self._parts(self.policy, sequence.num_prefill - sequence.num_cached, sequence.num_cached)
         if not parts:
             return False
         job_id, context_len = next(self._job_ids), parts[0].start

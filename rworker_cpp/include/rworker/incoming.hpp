@@ -36,10 +36,13 @@ using AppendKernel = void (*)(const AppendArgs&);  // arrays of them are indexed
 /// aside, as it came, until it is whole.
 class Incoming {
   public:
-    /// The blocks of the sequence's tokens 0 to `end`.
-    Incoming(std::vector<std::int32_t> blocks, std::int64_t begin, std::int64_t end, std::int64_t num_layers);
+    /// The blocks of the sequence's tokens 0 to `end`, and those of its state.
+    Incoming(std::vector<std::int32_t> blocks, std::vector<std::int32_t> state_blocks, std::int64_t begin,
+             std::int64_t end, std::int64_t num_layers);
 
     const std::vector<std::int32_t>& blocks() const { return blocks_; }
+    const std::vector<std::int32_t>& state_blocks() const { return state_blocks_; }
+    std::int64_t begin() const { return begin_; }
     std::int64_t end() const { return end_; }
     /// Rows that did not come yet, over all layers.
     std::int64_t num_missing() const { return num_missing_; }
@@ -68,7 +71,7 @@ class Incoming {
     std::uint16_t& arrived(std::int64_t layer, std::int64_t tile);
     std::int64_t key_of(std::int64_t layer, std::int64_t tile) const { return layer * num_tiles() + tile; }
 
-    std::vector<std::int32_t> blocks_;
+    std::vector<std::int32_t> blocks_, state_blocks_;
     std::int64_t begin_, end_, num_layers_, num_missing_;
     std::vector<std::uint16_t> arrived_;  // [layer][tile]: a bit for each of its tokens
     std::unordered_map<std::int64_t, Staged> staged_;

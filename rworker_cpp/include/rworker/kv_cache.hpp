@@ -87,6 +87,8 @@ class KVCache {
     /// Store rows of an incoming sequence as one of `append` does; in any order, each row once. Controls that open, commit or
     /// release incoming sequences wait for a slice of it at most, and may end it with an UnknownSequence.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append);
+    /// The state of an incoming sequence after all its tokens, in one layer: what `export_sequence` writes of that layer.
+    void store_state(std::int64_t job_id, std::int64_t layer, std::span<const std::uint8_t> data);
     /// The same for reading what an incoming sequence has from before: tokens of the one it was forked from.
     void check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     /// Read such rows as they are stored. Controls wait and end it as they do a `store`.

@@ -33,6 +33,11 @@ class StatePlaces {
     static std::int64_t row_floats(const StateSpec& state) { return (state.value_dim + 15) / 16 * 16; }
     std::int64_t num_bytes() const { return num_rows_ * row_floats_ * 4; }
 
+    /// First row of a layer, and how many follow that are its own.
+    std::int64_t first_row(std::int64_t layer_index) const { return first_rows_[layer_index]; }
+    std::int64_t rows_of_layer(std::int64_t layer_index) const {
+        return first_rows_[layer_index + 1] - first_rows_[layer_index];
+    }
     /// Rows that `dim` channels take for one tap.
     std::int64_t rows_of(std::int64_t dim) const { return (dim + row_floats_ - 1) / row_floats_; }
     /// First row of the window of a group's query or key, or of a head's values; taps follow each other.
@@ -67,7 +72,7 @@ class StatePlaces {
 
     std::int64_t num_blocks_ = 0, num_filled_ = 0, num_rows_ = 0, row_floats_ = 0, most_kept_ = 0;
     std::vector<std::int64_t> kept_offsets_ = {0};  // bytes of a row in the layers before each
-    std::vector<std::int64_t> first_rows_;  // of each layer
+    std::vector<std::int64_t> first_rows_;  // of each layer, and behind the last one
     std::vector<Place> places_;             // of the rows of one block
 };
 

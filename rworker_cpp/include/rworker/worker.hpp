@@ -102,6 +102,9 @@ class Worker {
     /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
     /// May be called from any thread while others take steps.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);
+    void store_state(std::int64_t job_id, std::int64_t layer, std::span<const std::uint8_t> data) {
+        cache_.store_state(job_id, layer, data);
+    }
     /// Rows that an incoming sequence has from before, in `rows.dtype`.
     void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const {
         cache_.read_prefix(job_id, layer, rows);
