@@ -29,5 +29,15 @@ def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
             "speculative_config: this model keeps a state per sequence beside its cache: early_exit would advance "
             "those of its first layers while it drafts; use ngram or draft_model"
         )
+    if config.prefill_workers and all(layer.state for layer in layout.layers):
+        raise ConfigError(
+            "prefill_workers: no layer of this model attends, and it is by attention that long prompts are dealt to "
+            "prefill workers; leave it out"
+        )
+    if config.prefill_workers and len({-(-layer.value_head_dim // 16) for layer in layout.layers if layer.state}) > 1:
+        raise ConfigError(
+            "prefill_workers: this model's recurrent layers have heads of several widths, so that a layer's state lies "
+            "otherwise where it is alone; leave it out"
+        )
     if on_gpu:
         raise ConfigError("device: this model keeps a state per sequence, which goes with 'cpu' only so far")

@@ -66,6 +66,11 @@ class Workload:
         """
         return self.prompt_len + self.output_len * (1.0 + self.output_len_cv**2) / 2.0
 
+    @property
+    def prompt_context(self) -> float:
+        """Tokens before the mean row of a prompt that is computed: those of a shared prefix are not."""
+        return (self.shared_prefix_len + self.prompt_len) / 2.0
+
     def read_share(self, windows: Sequence[int]) -> float:
         """Return the part of a context that the mean layer reads: a layer with a window w reads the mean of min(c, w).
 

@@ -144,13 +144,16 @@ class RPart:
         )  # fmt: skip
 
 
-def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0) -> RPart:
+def host_r_part(
+    shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0
+) -> RPart:
     """An R-worker of ``host``, whose mean attending layer reads ``row_share`` of its rows, and scans all keys of an
     index.
 
     Each of the two takes the slower of reading and of computing. Bytes per token include scales, so R falls with the KV
     dtype and with n_kv/n_q. Recurrent layers read and write a sequence's states for each row; of a prompt once for
-    several.
+    several. Such a model's prompts attend on R-workers too: the mean row to ``prompt_context`` tokens, whose reading
+    many rows share.
     """
     attending = row_share * shape.attention_layers / shape.num_layers
     parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]
@@ -160,21 +163,28 @@ def host_r_part(shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: floa
     slowest = max(parts, key=lambda part: part.seconds_per_token)
     state_bytes = 2.0 * shape.state_bytes_per_sequence / shape.num_layers
     row_seconds = state_bytes / host.read_bytes_per_second.achieved
+    product = attending * _product_seconds(shape.layer_layout, kv_dtype, host, shape.dtype)
     return replace(
         slowest,
         seconds_per_token=sum(part.seconds_per_token for part in parts),
         row_seconds=row_seconds,
-        prompt_row_seconds=row_seconds / PROMPT_ROWS_PER_STATE,
+        prompt_row_seconds=row_seconds / PROMPT_ROWS_PER_STATE + (prompt_context * product if shape.state else 0.0),
     )
 
 
 def _token_r_part(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
     """Return the seconds of all of a cached token in one layer; latents' codes are computed with as ``model_dtype``."""
-    computed = model_dtype if layer.values_in_keys and is_quantized(kv_dtype) else kv_dtype
-    rate = kernel_bytes_per_second(computed, layer.products_per_element, host.cores)
     reading = layer.kv_bytes_per_token(kv_dtype) / host.read_bytes_per_second.achieved
-    computing = layer.kv_bytes_per_token(computed) / rate
+    computing = _product_seconds(layer, kv_dtype, host, model_dtype)
     return RPart(max(reading, computing), bound_by="reads" if reading >= computing else "arithmetic")
+
+
+def _product_seconds(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> float:
+    """Seconds of the multiply-adds of one row with one cached token in one layer."""
+    computed = model_dtype if layer.values_in_keys and is_quantized(kv_dtype) else kv_dtype
+    return layer.kv_bytes_per_token(computed) / kernel_bytes_per_second(
+        computed, layer.products_per_element, host.cores
+    )
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,11 @@ from helpers.prefill_workers import AnyParts
 from helpers.tiny_configs import tiny_config
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.metrics import StepRecord
+from fastdecode.core.types import KVLayout, LayerLayout, StateLayout
+from fastdecode.hybrids import check_hybrid
 from fastdecode.sworker.loader import auto_class
 
 pytestmark = pytest.mark.slow
@@ -233,6 +236,15 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
 def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved: Any) -> None:
     with pytest.raises(ConfigError, match=f"{setting}: this model keeps a state per sequence"):
         make_llm(saved("lfm2")[0], r_workers="inproc:2", **{setting: value})
+
+
+@pytest.mark.parametrize(("widths", "message"), [((64,), "no layer of this model attends"), ((0, 64, 32), "several")])
+def test_prefill_workers_are_refused_for_some_layers(widths: tuple[int, ...], message: str) -> None:
+    state = StateLayout("window", 0, 0, 3, 0, False, False, 64, b"")
+    layers = [LayerLayout(1, 1, width or 16, width or 16, 1.0, state=state if width else None) for width in widths]
+    config = EngineConfig(model="demo", device="cpu", prefill_workers="spawn:1")
+    with pytest.raises(ConfigError, match=f"prefill_workers: .*{message}"):
+        check_hybrid(config, KVLayout(tuple(layers), "float32", "float32"), on_gpu=False)
 
 
 @pytest.mark.parametrize(

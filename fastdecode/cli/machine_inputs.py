@@ -85,7 +85,8 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     link = parse_link(args.link or DEFAULT_LINK)
     memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
     rank = GpuSPart(of_rank, one)
-    r_part = host_r_part(of_rank, kv_dtype, host, _workload(args).read_share(shape.windows))
+    workload = _workload(args)
+    r_part = host_r_part(of_rank, kv_dtype, host, workload.read_share(shape.windows), workload.prompt_context)
     s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
     planner = _planner(
         args, of_rank, kv_dtype, s_part, r_part,

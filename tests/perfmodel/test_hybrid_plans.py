@@ -12,7 +12,7 @@ from helpers.tiny_configs import tiny_config
 from fastdecode.cli.main import main
 from fastdecode.core.errors import PlanError, UnsupportedModelError
 from fastdecode.perfmodel.gpu_only import GpuServer
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
+from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu, kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.planner import Planner
@@ -97,6 +97,20 @@ def test_r_workers_read_and_write_states() -> None:
     attended = 12 * host_r_part(plain, "bfloat16", host).seconds_per_token
     assert NEXT.num_layers * part.seconds_per_token == pytest.approx(attended)
     assert planner().balanced_r_workers(512) > planner(r_part=replace(part, row_seconds=0)).balanced_r_workers(512)
+
+
+def test_prompts_attend_on_r_workers() -> None:
+    """A prompt of 100,000 tokens by brute force: each row multiplies with all before it, in 12 layers of 48."""
+    host, rows = find_cpu_host("epyc-7452"), 100_000
+    workload = Workload(rows + 1000, rows)
+    short, part = (host_r_part(NEXT, "bfloat16", host, prompt_context=each) for each in (0.0, workload.prompt_context))
+    layer = NEXT.layer_layout
+    rate = kernel_bytes_per_second("bfloat16", layer.products_per_element, host.cores)
+    products = sum(layer.kv_bytes_per_token("bfloat16") / rate * row for row in range(0, rows, 1000)) * 1000
+    more = NEXT.num_layers * (part.seconds(0, 0, rows) - short.seconds(0, 0, rows))
+    assert more == pytest.approx(12 * products, rel=0.02)
+    plain = replace(NEXT, state=None)
+    assert host_r_part(plain, "bfloat16", host, prompt_context=1e5).prompt_row_seconds == 0
 
 
 def test_memory_holds_states_beside_the_cache() -> None:
