@@ -54,7 +54,7 @@ _GPT_OSS_120B = ModelShape(
 
 _LLAMA_4_SCOUT = ModelShape(
     "llama-4-scout", 48, 5120, 8192, 40, 8, 128, 202048, num_experts=16, shared_intermediate_size=8192,
-    windows=(8192, 8192, 8192, 0) * 12,
+    windows=(8192, 8192, 8192, 0) * 12, chunked=True,
 )  # fmt: skip
 """transformers' Llama4TextConfig; Maverick is the same with experts in every other layer, from memory."""
 

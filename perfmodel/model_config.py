@@ -133,6 +133,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             shared_intermediate_size=_shared_intermediate_size(config),
             dtype=_dtype(config),
             windows=_windows(config, hybrid.attending if hybrid else sizes["num_layers"], index),
+            chunked="chunked_attention" in (config.get("layer_types") or ()),
             latent=latent,
             dense_layers=dense_layers,
             dense_intermediate_size=_dense_intermediate_size(config) if dense_layers else 0,
@@ -188,8 +189,8 @@ def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | None) -> tuple[int, ...]:
-    """Return the window of each layer, where one has any; a chunk counts as a window of its length, as do the tokens
-    that an index picks."""
+    """Return the window of each layer, where one has any, or the length of its chunks; the tokens that an index picks
+    count as a window."""
     picked = index.top_tokens if index else 0
     window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
     sees = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}

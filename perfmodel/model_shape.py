@@ -17,8 +17,9 @@ class ModelShape:
 
     ``mlp_matrices``: 3 where the MLP is gated, else 2. ``num_experts`` copies of the MLP exist, of which each token
     visits ``experts_per_token``; ``shared_intermediate_size`` is the width of a further MLP that every token visits.
-    ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all; empty
-    where all layers see all. ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
+    ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all, or
+    lengths of chunks, where ``chunked``, of which it sees its own up to itself; empty where all layers see all.
+    ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
     ``index``: of the index that picks the tokens which queries see; these count as windows. ``dense_layers`` of the
     layers have one MLP of ``dense_intermediate_size`` in place of experts. ``state``: of recurrent layers, which are
     among ``num_layers``; the others attend, and the windows are theirs. ``mlp_layers``: MLPs in all, where not each
@@ -40,6 +41,7 @@ class ModelShape:
     shared_intermediate_size: int = 0
     dtype: str = "bfloat16"
     windows: tuple[int, ...] = ()
+    chunked: bool = False
     latent: LatentShape | None = None
     dense_layers: int = 0
     dense_intermediate_size: int = 0

@@ -71,19 +71,21 @@ class Workload:
         """Tokens before the mean row of a prompt that is computed: those of a shared prefix are not."""
         return (self.shared_prefix_len + self.prompt_len) / 2.0
 
-    def read_share(self, windows: Sequence[int]) -> float:
+    def read_share(self, windows: Sequence[int], chunked: bool = False) -> float:
         """Return the part of a context that the mean layer reads: a layer with a window w reads the mean of min(c, w).
 
-        ``windows``: of each layer, 0 where it has none. Contexts c are taken as spread evenly around their mean, from
-        the prompt on.
+        ``windows``: of each layer, 0 where it has none. Where they are lengths of chunks (``chunked``), it reads the
+        mean of c mod w. Contexts c are taken as spread evenly around their mean, from the prompt on.
         """
-        read = [self._seen_tokens(window) for window in windows]
+        read = [self._seen_tokens(window, chunked) for window in windows]
         return sum(read) / len(read) / self.mean_context if read else 1.0
 
-    def _seen_tokens(self, window: int) -> float:
+    def _seen_tokens(self, window: int, chunked: bool) -> float:
         first, last = self.prompt_len, 2.0 * self.mean_context - self.prompt_len
         if not 0 < window < last:
             return self.mean_context
+        if chunked:
+            return (_read_in_chunks(last, window) - _read_in_chunks(first, window)) / (last - first)
         return window - max(window - first, 0.0) ** 2 / (2.0 * (last - first))
 
     @property
@@ -92,6 +94,12 @@ class Workload:
         if self.remote_prompts:
             return 1.0
         return 1.0 + (self.prompt_len - self.shared_prefix_len) / self.output_len
+
+
+def _read_in_chunks(num_tokens: float, chunk: int) -> float:
+    """The tokens that queries at all contexts up to ``num_tokens`` read, each from its chunk's beginning on."""
+    whole, rest = divmod(num_tokens, chunk)
+    return (whole * chunk**2 + rest**2) / 2.0
 
 
 @dataclass(frozen=True)

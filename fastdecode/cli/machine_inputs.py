@@ -86,7 +86,8 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
     rank = GpuSPart(of_rank, one)
     workload = _workload(args)
-    r_part = host_r_part(of_rank, kv_dtype, host, workload.read_share(shape.windows), workload.prompt_context)
+    share = workload.read_share(shape.windows, shape.chunked)
+    r_part = host_r_part(of_rank, kv_dtype, host, share, workload.prompt_context)
     s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
     planner = _planner(
         args, of_rank, kv_dtype, s_part, r_part,
@@ -174,7 +175,7 @@ def _planner(
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
-    share = shape.read_share(kv_dtype, workload.read_share(shape.windows)) if shape else 1.0
+    share = shape.read_share(kv_dtype, workload.read_share(shape.windows, shape.chunked)) if shape else 1.0
     row_bytes = _mean_row_bytes(shape, workload) if shape else 0.0
     return Planner(
         workload=workload,
@@ -244,7 +245,7 @@ def _of_read_rows(args: argparse.Namespace, shape: ModelShape | None, r_part: RP
         raise ConfigError(
             f"{shape.name} {does}, which no profile and no bare number has the time of: name --gpu and --cpu"
         )
-    share = _workload(args).read_share(shape.windows)
+    share = _workload(args).read_share(shape.windows, shape.chunked)
     return replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
 
 
@@ -340,8 +341,9 @@ def _window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
             f"{count} of {len(shape.windows)} layers read {tokens} tokens, which an index in {shape.index.num_layers} "
             f"layers picks by a scan of all: a step reads {planner.read_share:.1%} of the bytes that it holds",
         )
+    seen = "chunks of " * shape.chunked + f"{tokens} tokens"
     return (
-        f"{count} of {len(shape.windows)} layers see {tokens} tokens: the mean layer reads {planner.read_share:.0%} of "
+        f"{count} of {len(shape.windows)} layers see {seen}: the mean layer reads {planner.read_share:.0%} of "
         f"a context; R-workers keep all of it, the GPU alone what it reads",
     )
 

@@ -165,7 +165,9 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     gpu = find_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     words = _plan_words(args, workload)
-    rows = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(shape.windows)
+    rows = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(
+        shape.windows, shape.chunked
+    )
     held, share = gpu_kv_bytes(shape, kv_dtype, shape.read_share(kv_dtype, rows))
     step_time = GpuStepTime(shape, gpu, held, group, share)
     check_weights(shape, gpu, group)

@@ -95,7 +95,7 @@ def test_an_index_is_held_and_scanned_and_picks_what_is_read() -> None:
     """A million tokens of MiniMax-M3 take 144 GB, of which a step reads 22: rows of three layers, and the index."""
     shape, tokens = BUILT_IN["minimax-m3"], 1 << 20
     held = shape.kv_bytes_per_token("bfloat16") * tokens
-    read = held * shape.read_share("bfloat16", Workload(tokens, tokens - 1).read_share(shape.windows))
+    read = held * shape.read_share("bfloat16", Workload(tokens, tokens - 1).read_share(shape.windows, shape.chunked))
     assert [round(held / 1e9), round(read / 1e9)] == [144, 22]
     assert read == pytest.approx(2048 * (3 * tokens + 57 * 2048) + 57 * 256 * tokens, rel=1e-4)
     sparse, host = BUILT_IN["deepseek-v3.2"], find_cpu_host("epyc-9654")
@@ -247,6 +247,7 @@ def test_windows_of_published_files() -> None:
     assert read_shape(qwen | {"use_sliding_window": True}, "m").windows == (0,) * 30 + (4096,) * 2
     chunked = {"layer_types": ["chunked_attention", "full_attention"] * 16, "attention_chunk_size": 8192}
     assert read_shape(LLAMA | chunked, "m").windows == (8192, 0) * 16
+    assert read_shape(LLAMA | chunked, "m").chunked and not read_shape(gemma, "m").chunked
 
 
 def test_falcons_new_architecture_has_groups_of_queries() -> None:
