@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm compilers fuzz fuzz-api chaos \
+.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-python compilers fuzz fuzz-api chaos \
   site site-check lint-deployment clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
@@ -111,6 +111,19 @@ arm: $(TOOLS)
 	{ $(call build,out/arm,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/aarch64.cmake -DFASTDECODE_BUILD_TESTS=ON \
 	  -DFASTDECODE_BUILD_BINDINGS=OFF,rworker_tests); } && for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
 	  QEMU_CPU=$$cpu $(BIN)/ctest --test-dir out/arm/rworker_cpp --output-on-failure || exit 1; done
+
+# The tests of kernels in Python on ARM, by Debian's Python of ARM, which is fetched into out/arm-python once; then a pool
+# of an R-worker there and one here. What needs torch is left out.
+arm-python: $(STAMP)
+	$(call build,out/arm-extension,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/aarch64.cmake \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) \
+	  -DPython_INCLUDE_DIR=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+	  -DPYTHON_MODULE_EXTENSION=.aarch64.so,_rworker)
+	$(BIN)/python scripts/arm_python.py out/arm-python out/arm-extension/rworker_cpp/_rworker.aarch64.so
+	for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
+	  PYTHONPATH=tests QEMU_CPU=$$cpu out/arm-python/python -m pytest -q -p no:cacheprovider tests/rworker \
+	  --ignore tests/rworker/test_picks.py || exit 1; done
+	FASTDECODE_ARM=$$PWD/out/arm-python/fastdecode $(BIN)/pytest -q -rP --timeout 1200 tests/test_arm.py
 
 # The kernels with every g++, clang and zig that is found, at -O2 and -O3: minutes for each.
 compilers: $(STAMP)

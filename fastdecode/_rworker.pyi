@@ -13,7 +13,8 @@ import numpy.typing as npt
 from fastdecode.core.types import LayerLayout
 
 def supported_isas() -> list[str]:
-    """Which of "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16" and "avx512_amx" run here, best last.
+    """Which of "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16" and "avx512_amx", on ARM "neon",
+    "neon_dot" and "neon_bf16" run here, best last.
 
     Asks the kernel for the tile registers of the last one, for the whole process, where the CPU has them.
     """
