@@ -18,6 +18,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.scheduler.store.parked import ParkedChains
 from fastdecode.scheduler.store.prefix import extend_hashes
+from fastdecode.server.observer import EngineWatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 BLOCK = 16
@@ -89,6 +90,11 @@ def test_sessions_go_on_after_all_was_started_anew(folder: Path, tmp_path: Path,
         assert (counts.num_woken, counts.num_failed) == (6, 0)
         assert counts.num_tokens == sum((len(each) - 4) // BLOCK * BLOCK for each in undisturbed[1])
         assert llm.engine.scheduler.statistics.prefix_hit_tokens == counts.num_tokens
+        (watch := EngineWatch("m")).attach(llm.engine)
+        text = watch.metrics.text().decode()
+        assert f'prefix_cache_level_hits_total{{level="disk",model_name="m"}} {counts.num_tokens:.1f}' in text
+        assert 'prefix_cache_level_hits_total{level="ram",model_name="m"} 0.0' in text
+        assert text.count("fastdecode:r_worker_parked_bytes{") == llm.engine.config.num_r_workers
         assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # from memory
         assert_nothing_held(llm.engine)
         assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # the weights may be others

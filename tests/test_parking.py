@@ -24,6 +24,7 @@ from fastdecode.cluster.wire.parked import (
     decode_park,
     decode_parked,
     decode_parking,
+    decode_wake,
     encode_chains,
     encode_park,
     encode_parked,
@@ -169,8 +170,9 @@ def test_an_r_worker_without_a_disk_says_so() -> None:
 
 MESSAGES: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "PARKING": (encode_parking("model"), decode_parking),
-    "PARK": (encode_park(7, CHAIN, HASHES[:2]), lambda data: decode_park(data, BLOCK_SIZE)),
+    "PARK": (encode_park(2, 7, CHAIN, HASHES[:2]), lambda data: decode_park(data, BLOCK_SIZE)),
     "PARKED": (encode_parked(Parked(Progress.FAILED, 3, 4, tuple(HASHES[:2]))), decode_parked),
+    "WAKE": (WAKE.pack(2, 7, 3, HASHES[0]), decode_wake),
     "CHAINS": (encode_chains([CHAIN, Chain.of(HASHES[:3], BLOCK_SIZE)]), lambda data: decode_chains(data, BLOCK_SIZE)),
 }
 
@@ -179,8 +181,8 @@ MESSAGES: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
 def test_messages_are_read_whole_or_refused(kind: str) -> None:
     """What was said is read; any beginning of it, more than it, and other numbers in it are refused or read as such."""
     data, decode = MESSAGES[kind]
-    said = {"PARKING": "model", "PARK": (7, CHAIN, tuple(HASHES[:2]))}
-    said |= {"PARKED": Parked(Progress.FAILED, 3, 4, tuple(HASHES[:2]))}
+    said = {"PARKING": "model", "PARK": (2, 7, CHAIN, tuple(HASHES[:2]))}
+    said |= {"WAKE": (2, 7, 3, HASHES[0]), "PARKED": Parked(Progress.FAILED, 3, 4, tuple(HASHES[:2]))}
     assert decode(data) == said.get(kind, [CHAIN, Chain.of(HASHES[:3], BLOCK_SIZE)])
     for wrong in (*(data[:end] for end in range(len(data))), data + b"x", data + bytes(16)):
         with pytest.raises(FrameError, match=kind):
@@ -198,9 +200,10 @@ def test_frames_about_parking_that_an_r_worker_refuses(tmp_path: Path) -> None:
         backend.open(LAYOUT)
         [worker] = backend.workers
         for kind, body, reason in (
-            (Kind.WAKE, WAKE.pack(1, 2, HASHES[0]), "has not said of which model" if park else "has no place here"),
-            (Kind.PARK, encode_park(1, CHAIN, ()), "has not said of which model" if park else "has no place here"),
-            (Kind.WAKE, b"x", "a WAKE frame of 1 bytes" if park else "has no place here"),
+            (Kind.WAKE, WAKE.pack(1, 1, 2, HASHES[0]), "has not said of which model" if park else "has no place here"),
+            (Kind.PARK, encode_park(1, 1, CHAIN, ()), "has not said of which model" if park else "has no place here"),
+            (Kind.WAKE, b"x", "WAKE: 1 bytes" if park else "has no place here"),
+            (Kind.WAKE, WAKE.pack(1001, 1, 2, HASHES[0]), "patience of 1001 ms" if park else "has no place here"),
             (Kind.CHAINS, b"", "has no place here"),
         ):
             with pytest.raises((ValueError, BackendError), match=reason):

@@ -26,9 +26,9 @@ class Disk(Protocol):
 
     def chains(self, model: str) -> list[Chain]: ...
 
-    def park(self, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked: ...
+    def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked: ...
 
-    def wake(self, sequence_id: int, num_blocks: int, name: bytes) -> Parked: ...
+    def wake(self, patience_ms: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked: ...
 
 
 class RemoteDisk:
@@ -42,11 +42,11 @@ class RemoteDisk:
             Kind.PARKING, encode_parking(model), Kind.CHAINS, lambda data: decode_chains(data, self._block_size)
         )
 
-    def park(self, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
-        return self._parked(Kind.PARK, encode_park(sequence_id, chain, superseded))
+    def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
+        return self._parked(Kind.PARK, encode_park(patience_ms, sequence_id, chain, superseded))
 
-    def wake(self, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
-        return self._parked(Kind.WAKE, WAKE.pack(sequence_id, num_blocks, name))
+    def wake(self, patience_ms: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+        return self._parked(Kind.WAKE, WAKE.pack(patience_ms, sequence_id, num_blocks, name))
 
     def _parked(self, kind: Kind, body: bytes) -> Parked:
         return self._worker.ask(kind, body, Kind.PARKED, decode_parked, MAX_PARK_BYTES)
@@ -62,13 +62,15 @@ class PoolParks:
         with self._pool.asked(worker, "park") as holder:
             return _disk(holder.disk).chains(model)
 
-    def park(self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = ()) -> Parked:
+    def park(
+        self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
+    ) -> Parked:
         with self._pool.asked(worker, "park") as holder:
-            return _disk(holder.disk).park(sequence_id, chain, superseded)
+            return _disk(holder.disk).park(patience_ms, sequence_id, chain, superseded)
 
-    def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+    def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
         with self._pool.asked(worker, "wake") as holder:
-            return _disk(holder.disk).wake(sequence_id, num_blocks, name)
+            return _disk(holder.disk).wake(patience_ms, sequence_id, num_blocks, name)
 
 
 def _disk(disk: Disk | None) -> Disk:

@@ -16,10 +16,10 @@ from fastdecode.cluster.wire.parked import (
     WAKE,
     decode_park,
     decode_parking,
+    decode_wake,
     encode_chains,
     encode_parked,
 )
-from fastdecode.core.errors import FrameError
 from fastdecode.core.parked import Parked
 from fastdecode.core.types import KVLayout
 
@@ -53,10 +53,7 @@ class ParkDoor:
         self._answer(self._parker.park(*decode_park(self._link.body(frame, MAX_PARK_BYTES), self._block_size)))
 
     def _wake(self, frame: Frame) -> None:
-        data = self._link.body(frame, WAKE.size)
-        if len(data) != WAKE.size:
-            raise FrameError(f"a WAKE frame of {len(data)} bytes, not {WAKE.size}")
-        self._answer(self._parker.wake(*WAKE.unpack(data)))
+        self._answer(self._parker.wake(*decode_wake(self._link.body(frame, WAKE.size))))
 
     def _answer(self, parked: Parked) -> None:
         self._count()

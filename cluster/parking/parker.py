@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -24,8 +25,8 @@ from fastdecode.core.errors import CapacityError, ChainError
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
 from fastdecode.core.types import KVLayout
 
-TURN_SECONDS = 0.002
-"""How long a request waits for the disk before it says that it is under way."""
+READ_AHEAD = 4
+"""Pieces that the disk's thread reads before they are wanted."""
 
 FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
 
@@ -50,7 +51,7 @@ class Parker:
         self._fingerprint = hashlib.sha256(f"{model} {cache} {self._worker.isa}".encode()).hexdigest()
         return list(self._directory.chains(self._fingerprint))
 
-    def park(self, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
+    def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
         """See ``Parks.park``. What an R-worker gives up for the room is said with the first answer."""
         if self._asked != (asked := (sequence_id, chain)):
             self._give_up()
@@ -68,9 +69,9 @@ class Parker:
             except OSError as error:
                 return self._failed(str(error))
             self._asked, self._job = asked, _Parking(self._worker, self._threads, sequence_id, head, writer)
-        return self._go_on(self._path(chain.name))
+        return self._go_on(self._path(chain.name), patience_ms)
 
-    def wake(self, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+    def wake(self, patience_ms: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
         """See ``Parks.wake``."""
         path = self._path(name)
         if self._asked != (asked := (sequence_id, num_blocks, name)):
@@ -80,20 +81,20 @@ class Parker:
             except FAILURES as error:
                 return self._lost(path, error)
             self._asked = asked
-        return self._go_on(path)
+        return self._go_on(path, patience_ms)
 
     def close(self) -> None:
         """Wait for the disk, and give up what is under way."""
         self._give_up()
         self._threads.shutdown()
 
-    def _go_on(self, path: Path) -> Parked:
-        """Do what can be done within ``TURN_SECONDS``."""
+    def _go_on(self, path: Path, patience_ms: int) -> Parked:
+        """Do what can be done in that time."""
         job = self._job
         if job is None:
             return self._failed("nothing is under way")
         try:
-            if not job.advance(time.monotonic() + TURN_SECONDS):
+            if not job.advance(time.monotonic() + patience_ms / 1000):
                 return self._answer(Progress.UNDER_WAY, job.num_tokens)
             if isinstance(job, _Parking):
                 self._directory.add(path)
@@ -154,21 +155,19 @@ class _Job:
     def __init__(self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int) -> None:
         self.num_tokens = 0
         self._worker, self._threads, self._sequence_id = worker, threads, sequence_id
-        self._pending: Future[Any] | None = None
+        self._pending: deque[Future[Any]] = deque()
 
     def _come(self, deadline: float) -> Any:
-        """Return what the disk's thread has done; TimeoutError where it has not by ``deadline``."""
-        if self._pending is None:
-            return None
-        value = self._pending.result(max(0.0, deadline - time.monotonic()))
-        self._pending = None
+        """Return what the disk's thread has done next; TimeoutError where it has not by ``deadline``."""
+        value = self._pending[0].result(max(0.0, deadline - time.monotonic()))
+        self._pending.popleft()
         return value
 
     def _settle(self) -> None:
         """Wait for the disk's thread."""
-        if self._pending:
+        for each in self._pending:
             with suppress(*FAILURES):
-                self._pending.result()
+                each.result()
 
 
 class _Parking(_Job):
@@ -185,7 +184,8 @@ class _Parking(_Job):
         """True once the file is in its place."""
         try:
             while True:
-                self._come(deadline)
+                if self._pending:
+                    self._come(deadline)
                 if self._is_written:
                     return True
                 self._begin_next()
@@ -195,11 +195,12 @@ class _Parking(_Job):
     def _begin_next(self) -> None:
         number = self._next
         if number == self._head.num_pieces:
-            self._pending, self._is_written = self._threads.submit(self._writer.finish), True
+            self._pending.append(self._threads.submit(self._writer.finish))
+            self._is_written = True
             return
         count = self._head.piece_tokens(number)
         piece = self._worker.export(self._sequence_id, number * PIECE_TOKENS, count)
-        self._pending = self._threads.submit(self._writer.append, piece)
+        self._pending.append(self._threads.submit(self._writer.append, piece))
         self._next, self.num_tokens = number + 1, number * PIECE_TOKENS + count
 
     def close(self) -> None:
@@ -221,7 +222,8 @@ class _Waking(_Job):
     ) -> None:
         super().__init__(worker, threads, sequence_id)
         self._num_wanted, self._reader, self._pieces = num_wanted, reader, reader.pieces()
-        self._pending = threads.submit(next, self._pieces)
+        self._num_left = -(-num_wanted // PIECE_TOKENS)
+        self._read_ahead()
 
     def advance(self, deadline: float) -> bool:
         """True once all tokens are in the cache."""
@@ -229,13 +231,17 @@ class _Waking(_Job):
             while self.num_tokens < self._num_wanted:
                 piece = self._come(deadline)
                 count = min(PIECE_TOKENS, self._num_wanted - self.num_tokens)
-                if self.num_tokens + count < self._num_wanted:
-                    self._pending = self._threads.submit(next, self._pieces)
+                self._read_ahead()
                 self._worker.import_(self._sequence_id, count, piece, self.num_tokens)
                 self.num_tokens += count
         except NotYet:
             return False
         return True
+
+    def _read_ahead(self) -> None:
+        while self._num_left and len(self._pending) < READ_AHEAD:
+            self._pending.append(self._threads.submit(next, self._pieces))
+            self._num_left -= 1
 
     def close(self) -> None:
         """Close the file."""

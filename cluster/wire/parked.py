@@ -19,11 +19,14 @@ MAX_PARK_BYTES = 1 << 24
 
 MAX_BLOCKS = 1 << 31
 
-_PARK = struct.Struct("<qqq")
-"""The beginning of PARK: sequence id, blocks, names of chains that it makes useless; marks and names follow."""
+_PARK = struct.Struct("<qqqq")
+"""The beginning of PARK: patience, sequence id, blocks, names of chains that it makes useless; marks and names follow.
+Patience, of WAKE too, in milliseconds: how long the R-worker may take until it says how far it is."""
 
-WAKE = struct.Struct(f"<qq{MARK_BYTES}s")
-"""The body of WAKE: the sequence id it is to have, blocks, the chain's name."""
+WAKE = struct.Struct(f"<qqq{MARK_BYTES}s")
+"""The body of WAKE: patience, the sequence id it is to have, blocks, the chain's name."""
+
+MOST_PATIENCE_MS = 1000
 
 _PARKED = struct.Struct("<qqqq")
 """The beginning of PARKED: progress, tokens that are there, bytes on the disk, names of dropped chains, listed next."""
@@ -43,18 +46,30 @@ def decode_parking(data: bytes | bytearray) -> str:
     return decode_json("PARKING", data, _Parking).model
 
 
-def encode_park(sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> bytes:
+def encode_park(patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> bytes:
     """A PARK: ``superseded`` are names of chains that ``chain`` has all of."""
-    return b"".join((_PARK.pack(sequence_id, chain.num_blocks, len(superseded)), *chain.marks, *superseded))
+    start = _PARK.pack(patience_ms, sequence_id, chain.num_blocks, len(superseded))
+    return b"".join((start, *chain.marks, *superseded))
 
 
-def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, Chain, tuple[bytes, ...]]:
-    """Sequence id, chain and names; FrameError unless they fill ``data``."""
-    sequence_id, num_blocks, num_names = _start("PARK", _PARK, data)
+def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Chain, tuple[bytes, ...]]:
+    """Patience, sequence id, chain and names; FrameError unless they fill ``data``."""
+    patience_ms, sequence_id, num_blocks, num_names = _start("PARK", _PARK, data)
+    _check_patience("PARK", patience_ms)
     if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= num_names <= len(data):
         raise FrameError(f"PARK: {num_blocks} blocks and {num_names} names")
     names = _names("PARK", data, _PARK.size, num_marks(num_blocks, block_size) + num_names)
-    return sequence_id, Chain(num_blocks, names[: len(names) - num_names]), names[len(names) - num_names :]
+    chain = Chain(num_blocks, names[: len(names) - num_names])
+    return patience_ms, sequence_id, chain, names[len(names) - num_names :]
+
+
+def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
+    """Patience, sequence id, blocks and name; FrameError unless they fill ``data``."""
+    if len(data) != WAKE.size:
+        raise FrameError(f"WAKE: {len(data)} bytes, and {WAKE.size} belong there")
+    patience_ms, sequence_id, num_blocks, name = WAKE.unpack(data)
+    _check_patience("WAKE", patience_ms)
+    return patience_ms, sequence_id, num_blocks, name
 
 
 def encode_parked(parked: Parked) -> bytes:
@@ -89,6 +104,11 @@ def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
     each = [num_marks(count, block_size) for count in counts]
     marks = iter(_names("CHAINS", data, 8 + 8 * num_chains, sum(each)))
     return [Chain(count, tuple(next(marks) for _ in range(num))) for count, num in zip(counts, each, strict=True)]
+
+
+def _check_patience(kind: str, patience_ms: int) -> None:
+    if not 0 <= patience_ms <= MOST_PATIENCE_MS:
+        raise FrameError(f"{kind}: patience of {patience_ms} ms; {MOST_PATIENCE_MS} at most")
 
 
 def _start(kind: str, form: struct.Struct, data: bytes | bytearray) -> tuple[int, ...]:

@@ -84,15 +84,20 @@ class Parked(NamedTuple):
 
 
 class Parks(Protocol):
-    """R-workers with a disk; called between steps. BackendError for a refusal, WorkerLostError for one that is lost."""
+    """R-workers with a disk; called between steps. BackendError for a refusal, WorkerLostError for one that is lost.
+
+    ``patience_ms``: about how long a call may take before it says that what it was asked for is under way.
+    """
 
     def chains(self, worker: int, model: str) -> list[Chain]:
         """Begin to park caches of the model that ``model`` identifies: what R-worker ``worker`` has of it, oldest
         use first."""
 
-    def park(self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = ()) -> Parked:
+    def park(
+        self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
+    ) -> Parked:
         """Write ``chain``, of which ``sequence_id`` has all blocks, and drop those named ``superseded`` with that."""
 
-    def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+    def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
         """Read the first ``num_blocks`` blocks of the chain ``name``, up to the end of a piece, as a new sequence
         ``sequence_id``. Where that FAILED after some tokens, the sequence has these and is to be released."""

@@ -55,6 +55,7 @@ class Parking(Companion):
         self._parks, self._model, self._r_workers = parks, model, r_workers
         self._disks: dict[int, _Disk] = {}
         self._looked: set[int] = set()
+        self._patience_ms = int(1000 * BUSY_SECONDS)
 
     def before(self, cycle: Cycle) -> None:
         """Have the disks do what is due, for ``BUSY_SECONDS``, or longer where nothing else is."""
@@ -65,7 +66,9 @@ class Parking(Companion):
             return
         self._wish(scheduler)
         is_idle = not len(scheduler.store.residents) and len(scheduler.queue) == scheduler.queue.num_aside
-        self._work(cycle, now + (IDLE_SECONDS if is_idle else BUSY_SECONDS), -1.0)
+        seconds = IDLE_SECONDS if is_idle else BUSY_SECONDS
+        self._patience_ms = int(1000 * seconds)
+        self._work(cycle, now + seconds, -1.0)
 
     def forget(self, sequence_id: int) -> None:
         """Its prefix may be looked for again, should the id be used again."""
@@ -97,6 +100,7 @@ class Parking(Companion):
             after = self._r_workers[index].park_after
             if after is not None and index not in self._disks:
                 self._disks[index] = disk = _Disk(index, workers[index], after)
+                self.parked_bytes[index] = 0
                 try:
                     for chain in self._parks.chains(index, self._model):
                         scheduler.store.parked.chains.add(index, chain)
@@ -154,7 +158,9 @@ class Parking(Companion):
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         beginning = waking.beginning
-        answer = self._parks.wake(disk.index, waking.prefix_id, beginning.num_blocks, beginning.chain.name)
+        answer = self._parks.wake(
+            disk.index, waking.prefix_id, beginning.num_blocks, beginning.chain.name, self._patience_ms
+        )
         self.parked_bytes[disk.index], waking.num_tokens = answer.num_bytes, answer.num_tokens
         if answer.progress is Progress.UNDER_WAY:
             return True
@@ -192,7 +198,7 @@ class Parking(Companion):
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         superseded = parked.chains.within(disk.index, prefix.block_hashes[:-1])
-        answer = self._parks.park(disk.index, prefix.prefix_id, chain, superseded)
+        answer = self._parks.park(disk.index, prefix.prefix_id, chain, superseded, self._patience_ms)
         self.parked_bytes[disk.index] = answer.num_bytes
         parked.dropped(disk.index, (*answer.dropped, *superseded))
         if answer.progress is not Progress.UNDER_WAY:

@@ -27,12 +27,15 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 @dataclass(frozen=True)
 class SchedulerStatistics:
-    """Requests whose prefix was looked up, prompt tokens that were found, and preemptions."""
+    """Requests whose prefix was looked up, prompt tokens that were found, and preemptions; tokens of prefixes that came
+    back from disks, and prefixes that did not, though they were listed."""
 
     prefix_queries: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    woken_tokens: int = 0
+    failed_wakes: int = 0
 
     def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
         """Return what was counted after ``before``."""
@@ -41,6 +44,8 @@ class SchedulerStatistics:
             self.prefix_hit_tokens - before.prefix_hit_tokens,
             self.preemptions - before.preemptions,
             self.drafts.since(before.drafts),
+            self.woken_tokens - before.woken_tokens,
+            self.failed_wakes - before.failed_wakes,
         )
 
 
@@ -100,9 +105,14 @@ class Scheduler:
     @property
     def statistics(self) -> SchedulerStatistics:
         """The counts since the start."""
-        cache = self.store.prefixes
+        cache, woken = self.store.prefixes, self.store.parked.counts
         return SchedulerStatistics(
-            cache.num_queries, cache.num_hit_tokens, self.lifecycle.num_preemptions, self.drafts.counts.copy()
+            cache.num_queries,
+            cache.num_hit_tokens,
+            self.lifecycle.num_preemptions,
+            self.drafts.counts.copy(),
+            woken.num_tokens,
+            woken.num_failed,
         )
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:

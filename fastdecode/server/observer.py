@@ -20,7 +20,8 @@ MOST_STEPS = 1000
 @dataclass(frozen=True)
 class RWorkerState:
     """One R-worker, of those that are or were here. ``kv_load``: KV tokens attended in the last step; its limit is None
-    where nothing limits it. ``busy_seconds``, ``transfer_seconds``: of the last step."""
+    where nothing limits it. ``busy_seconds``, ``transfer_seconds``: of the last step. ``parked_bytes``: on its disk,
+    None where it has none."""
 
     name: str
     present: bool = True
@@ -30,6 +31,7 @@ class RWorkerState:
     kv_load_limit: int | None = None
     blocks_used: int = 0
     num_blocks: int = 0
+    parked_bytes: int | None = None
     busy_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
@@ -49,6 +51,8 @@ class EngineState:
     pool: Pool = ONE_WORKER
     changes: PoolChanges = field(default_factory=PoolChanges)
     trouble: str = ""
+    woken_tokens: int = 0
+    failed_wakes: int = 0
 
 
 class TimedStep(NamedTuple):
@@ -105,6 +109,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
     scheduler, known = engine.scheduler, engine.scheduler.snapshot(with_sequences=False)
     counted, is_limited = scheduler.statistics, scheduler.load_limit.tokens is not None
     limits = scheduler.load_limit.of_workers.tolist() if is_limited else [0.0] * len(engine.r_workers)
+    parked = engine.parking.parked_bytes if engine.parking else {}
     r_workers = [
         RWorkerState(
             info.name,
@@ -114,6 +119,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
             kv_load_limit=int(limit) if is_limited else None,
             blocks_used=worker.used,
             num_blocks=worker.num_blocks,
+            parked_bytes=parked.get(worker.index),
         )
         for info, worker, limit in zip(engine.r_workers, known.r_workers, limits, strict=True)
     ]
@@ -123,7 +129,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
     return EngineState(
         now, known.num_running, known.num_waiting, used / total if total else 0.0,
         counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers), counted.drafts,
-        known.pool, replace(engine.membership.changes), engine.trouble,
+        known.pool, replace(engine.membership.changes), engine.trouble, counted.woken_tokens, counted.failed_wakes,
     )  # fmt: skip
 
 

@@ -193,6 +193,12 @@ class Metrics:
         yield self._counter("num_preemptions", "Sequences that were preempted", state.num_preemptions if state else 0)
         hits = state.prefix_hit_tokens if state else 0
         yield self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache", hits)
+        woken = state.woken_tokens if state else 0
+        by_level = Counter({"ram": max(0, hits - woken), "disk": woken})
+        text = "Prompt tokens found, by where they were: in memory, or read back from a disk"
+        yield self._labelled("prefix_cache_level_hits", text, "level", by_level)
+        text = "Prefixes that were on a disk and could not be read back"
+        yield self._counter("prefix_wakes_failed", text, state.failed_wakes if state else 0)
         yield from self._draft_families(state.drafts if state else DraftCounts())
         yield self._labelled("request_success", "Sequences that ended, by reason", "finished_reason", self._ends)
         yield self._labelled("r_seconds", "Seconds in which an R-worker was busy", "r_worker", self._r_seconds)
@@ -245,6 +251,7 @@ class Metrics:
             "r_worker_sequences": ("Sequences whose cache it holds", "num_sequences"),
             "r_worker_kv_blocks_used": ("KV blocks that sequences hold there", "blocks_used"),
             "r_worker_kv_blocks": ("KV blocks that it has", "num_blocks"),
+            "r_worker_parked_bytes": ("Bytes of prefixes on its disk", "parked_bytes"),
         }
         for name, (text, attribute) in by_worker.items():
             family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", "r_worker"])
