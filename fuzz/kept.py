@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from fastdecode.cluster import remote
+from fastdecode.cluster.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker import session
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import FrameError
+from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import (
     KVLayout,
     LayerLayout,
@@ -40,7 +46,9 @@ LAYOUTS = (
 )
 BLOCK_SIZE = 16
 CACHE_BYTES = 1 << 19
-HOST = Host(RWorkerSize(CACHE_BYTES, 1), "scalar", 1.0, "boot", (0,))
+PARK = ParkDirectory(ParkPlace(Path(tempfile.mkdtemp(dir="/dev/shm")), 1 << 18, 0.0))
+atexit.register(shutil.rmtree, PARK.folder, ignore_errors=True)
+HOST = Host(RWorkerSize(CACHE_BYTES, 1), "scalar", 1.0, "boot", (0,), PARK)
 IDS = (0, 1, 2, 3, 4, 5, 9, -1, 1 << 62, -(1 << 63))
 NUMBERS = (0, 1, 15, 16, 17, 40, 512, 1 << 20, (1 << 63) - 1, -1, -(1 << 63))
 MOST_FRAMES = 40

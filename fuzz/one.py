@@ -20,8 +20,9 @@ import sessions
 from fastdecode.api import settings
 from fastdecode.cluster import remote, worker_info
 from fastdecode.cluster.links import link, port, shared_memory
+from fastdecode.cluster.parking import chain_file, directory, door, parker
 from fastdecode.cluster.r_worker import host, kv_port, session
-from fastdecode.cluster.wire import frames, handshake, messages, payload
+from fastdecode.cluster.wire import frames, handshake, messages, parked, payload
 from fastdecode.core import errors
 
 TARGETS = parsers.TARGETS | sessions.TARGETS
@@ -73,6 +74,7 @@ def main() -> None:
     """Does not return: libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
     instrument(frames, handshake, host, kv_port, link, messages, payload, port, remote, session, shared_memory)
+    instrument(chain_file, directory, door, parked, parker)
     instrument(errors, settings, worker_info)
     tracemalloc.start(1)
     atheris.Setup(sys.argv, Watched(target))

@@ -6,8 +6,10 @@ import copy
 import json
 import socket
 import struct
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import atheris
@@ -15,12 +17,14 @@ import msgspec
 import numpy as np
 
 from fastdecode.cluster.links import shared_memory
+from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
-from fastdecode.cluster.wire import frames, handshake, messages, payload
+from fastdecode.cluster.wire import frames, handshake, messages, parked, payload
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
-from fastdecode.core.errors import CapacityError, FrameError
+from fastdecode.core.errors import CapacityError, ChainError, FrameError
+from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
@@ -36,6 +40,7 @@ PLACE = prefill.Place("10.0.0.1:5580", 7)
 PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, (prefill.PlacedRows((PLACE,), 0, 8, 1),))
 PREFILL_WELCOME = prefill.PrefillWelcome(2, (0, 1), "boot", "", "0" * 64, 7)
 KEY = bytes(32)
+CHAIN = Chain.of([bytes([number]) * 16 for number in range(17)], 32)
 ODD: list[Any] = [None, True, 0, -1, 1, 16, 1 << 31, 1 << 63, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")]
 ODD += ["", "float32", "int4", "\ud800", "\n", "x" * 5000, [], [[]], [1] * 5, {}, {"a": 1}]
 
@@ -109,6 +114,42 @@ def report(data: bytes) -> None:
     """A report is its bytes, all of them."""
     with suppress(FrameError):
         _require(payload.encode_report(payload.decode_report(data, 2, 3)) == data)
+
+
+def parking(data: bytes) -> None:
+    """What is read about parked chains is its bytes, all of them."""
+    with suppress(FrameError):
+        _require(parked.encode_park(*parked.decode_park(data, 32)) == data)
+    with suppress(FrameError):
+        _require(parked.WAKE.pack(*parked.decode_wake(data)) == data)
+    with suppress(FrameError):
+        _require(parked.encode_parked(parked.decode_parked(data)) == data)
+    with suppress(FrameError):
+        _require(parked.encode_chains(parked.decode_chains(data, 32)) == data)
+    with suppress(FrameError):
+        parked.decode_parking(_json(data, parked.encode_parking("model")))
+
+
+def chain_file(data: bytes) -> None:
+    """A file is refused, or is what a writer of its head, marks and pieces writes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path, again = Path(folder) / "a.chain", Path(folder) / "b.chain"
+        path.write_bytes(data)
+        with suppress(ChainError), ChainReader(path) as reader:
+            writer = ChainWriter(again, reader.head, reader.marks)
+            for piece in reader.pieces():
+                writer.append(piece)
+            writer.finish()
+            _require(again.read_bytes() == data)
+
+
+def _chain_bytes() -> bytes:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        writer = ChainWriter(Path(folder) / "a.chain", Head("0" * 64, 32, CHAIN.num_blocks, 1), CHAIN.marks)
+        for tokens in (512, 32):
+            writer.append(np.zeros(tokens, np.uint8))
+        writer.finish()
+        return (Path(folder) / "a.chain").read_bytes()
 
 
 def gate(data: bytes) -> None:
@@ -223,6 +264,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "prefill-answers": prefill_answers,
     "plan": plan,
     "report": report,
+    "parking": parking,
+    "chain-file": chain_file,
     "gate": gate,
     "stream": stream_reader,
     "lying-stream": lying_stream,
@@ -238,6 +281,14 @@ SEEDS: dict[str, list[bytes]] = {
     "prefill-answers": [prefill.encode(PREFILL_WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "plan": [payload.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
     "report": [payload.encode_report(REPORT)],
+    "parking": [
+        parked.encode_park(2, 1, CHAIN, CHAIN.marks),
+        parked.WAKE.pack(2, 1, 40, bytes(16)),
+        parked.encode_parked(Parked(Progress.DONE, 40, 9, CHAIN.marks)),
+        parked.encode_chains([CHAIN, CHAIN]),
+        b"\x01" + bytes(40),
+    ],
+    "chain-file": [_chain_bytes()],
     "gate": [bytes(200), bytes(range(256))],
     "stream": [HEADER + bytes(60), HEADER + bytes(60) + HEADER],
     "lying-stream": [bytes(300), bytes(range(256))],

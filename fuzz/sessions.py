@@ -13,13 +13,14 @@ from typing import Any
 import atheris
 import numpy as np
 from answers import AnswersRun
-from kept import HELLOS, HOST, IDS, LAYOUTS, MOST_FRAMES, NUMBERS, End, FuzzChannel
+from kept import BLOCK_SIZE, HELLOS, HOST, IDS, LAYOUTS, MOST_FRAMES, NUMBERS, End, FuzzChannel
 from kv_ports import KvPortRun
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.r_worker import session
-from fastdecode.cluster.wire import messages, payload
+from fastdecode.cluster.wire import messages, parked, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
+from fastdecode.core.parked import Chain
 from fastdecode.core.types import (
     CONTROL,
     SPAN,
@@ -57,7 +58,8 @@ class SessionRun:
 
     def _makers(self) -> list[Callable[[], list[bytes]]]:
         common = [self._plan, self._plan, self._payload, self._payload, self._end, self._abandon, self._export]
-        return [*common, self._import, self._data, self._ping, self._any, self._bent]
+        rare = [self._import, self._data, self._ping, self._parking, self._park, self._wake, self._any, self._bent]
+        return [*common, *rare]
 
     def _plan(self) -> list[bytes]:
         provider = self._provider
@@ -123,6 +125,23 @@ class SessionRun:
         if self._provider.ConsumeIntInRange(0, 3) == 0:
             left = self._provider.ConsumeIntInRange(0, left + 8)
         return self._frame(Kind.DATA, bytes([self._provider.ConsumeIntInRange(0, 255)]) * left)
+
+    def _parking(self) -> list[bytes]:
+        return self._frame(Kind.PARKING, parked.encode_parking(self._provider.PickValueInList(["a", "b"])))
+
+    def _chain(self) -> Chain:
+        """Of one block or a few: names repeat, so that some are found."""
+        count = self._provider.PickValueInList([1, 2, 3, 33])
+        return Chain.of([bytes([number]) * 16 for number in range(count)], BLOCK_SIZE)
+
+    def _park(self) -> list[bytes]:
+        superseded = [self._chain().name][: self._provider.ConsumeIntInRange(0, 1)]
+        return self._frame(Kind.PARK, parked.encode_park(self._near(0, 9), self._id(), self._chain(), superseded))
+
+    def _wake(self) -> list[bytes]:
+        chain = self._chain()
+        blocks = chain.num_blocks if self._provider.ConsumeIntInRange(0, 7) else self._number()
+        return self._frame(Kind.WAKE, parked.WAKE.pack(self._near(0, 9), self._id(), blocks, chain.name))
 
     def _any(self) -> list[bytes]:
         """Any kind with any body."""
