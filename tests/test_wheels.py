@@ -1,4 +1,4 @@
-"""What `make wheels` makes of a built wheel: that of R-workers, without the S-part and what it needs."""
+"""`make wheels`: the wheel of R-workers that it makes of a built one, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fastdecode.cli.main import WITHOUT_S_PART
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 from r_worker_wheel import DEPENDENCIES, r_worker_files, record  # noqa: E402
+from wheels import unversioned  # noqa: E402
 
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from fastdecode.cli.main import main; sys.exit(main())"
 
@@ -58,6 +59,15 @@ def test_the_wheel_of_r_workers_is_another_distribution_without_the_s_part(files
     assert {each.replace(" ", "") for each in plain} <= {each.replace(" ", "") for each in whole}
     own = metadata.replace("METADATA", "RECORD")
     assert files[own].decode() == record({name: content for name, content in files.items() if name != own}, own)
+
+
+def test_a_symbol_that_the_oldest_c_library_lacks_is_found(tmp_path: Path) -> None:
+    """The linker takes it as one that any library may bring, without a version."""
+    assert unversioned(Path(_rworker.__file__)) == []
+    library = tmp_path / "library.so"
+    code = 'extern "C" int of_a_later_glibc(); int called() { return of_a_later_glibc(); }'
+    subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", library], input=code, text=True, check=True)
+    assert unversioned(library) == ["of_a_later_glibc"]
 
 
 @pytest.fixture(scope="module")

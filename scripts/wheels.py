@@ -1,0 +1,173 @@
+"""Build dist/: the sdist and, from it, the wheels of `fastdecode` and `fastdecode-r-worker`: `make wheels`.
+
+One for each processor and each Python 3.10 to 3.14 that is found here with its headers. They run on
+glibc 2.28 and later, whatever this host has; auditwheel and `unversioned` check that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from r_worker_wheel import make_r_worker_wheel
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT, DIST = ROOT / "out" / "wheels", ROOT / "dist"
+PROCESSORS = ("x86_64", "aarch64")
+VERSIONS = tuple(f"3.{minor}" for minor in range(10, 15))
+GLIBC = "2.28"
+GXX = "{}-linux-gnu-g++"  # Debian: the packages g++ and g++-aarch64-linux-gnu
+TOOLS = ("scikit-build-core>=1.1", "pybind11>=3.0")  # as [build-system] of pyproject.toml
+
+
+def run(*command: str | Path, **environment: str) -> None:
+    """A command with this environment's programs; what it says is shown where it fails, and ends the build."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        list(map(str, command)), env=os.environ | {"PATH": path} | environment, cwd=ROOT, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nwheels: {' '.join(map(str, command))} ended with {done.returncode}")
+
+
+def find_python(version: str) -> Path | None:
+    """`python3.X` with headers: on the path, or among pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [*sorted(pyenv.glob(f"{version}.*/bin/python{version}")), shutil.which(f"python{version}")]
+    for candidate in filter(None, candidates):
+        include = "import sysconfig; print(sysconfig.get_path('include'))"
+        found = subprocess.run([candidate, "-c", include], capture_output=True, text=True, check=False)
+        if found.returncode == 0 and (Path(found.stdout.strip()) / "Python.h").exists():
+            return Path(candidate)
+    return None
+
+
+def make_sdist() -> tuple[Path, Path]:
+    """The sdist, and the folder that it is unpacked in."""
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", DIST, ROOT)
+    (sdist,) = DIST.glob("fastdecode-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(OUT, filter="data")
+    return sdist, OUT / sdist.name.removesuffix(".tar.gz")
+
+
+def make_environment(python: Path, version: str) -> Path:
+    """The Python of an environment with what builds the extensions, kept for the next time."""
+    own = OUT / f"python{version}" / "bin" / "python"
+    if not own.exists():
+        run(python, "-m", "venv", OUT / f"python{version}")
+    run(own, "-m", "pip", "install", "--disable-pip-version-check", "-q", *TOOLS)
+    return own
+
+
+def make_compiler(processor: str) -> Path:
+    """A `c++` for CMake: g++ compiles, as in tests, and zig links, since it knows the symbols of older C libraries."""
+    folder = OUT / f"compiler-{processor}"
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler = GXX.format(processor)
+    run(compiler, "-O2", "-fPIC", "-c", ROOT / "scripts" / "wheel_glibc.cpp", "-o", folder / "glibc.o")
+    (folder / "exports").write_text("{ global: PyInit_*; local: *; };\n")
+    libraries = [
+        subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
+        for name in ("libstdc++.a", "libgcc.a", "libgcc_s.so.1")
+    ]
+    link = [sys.executable, "-m", "ziglang", "cc", "-target", f"{processor}-linux-gnu.{GLIBC}", '"$@"']
+    link += [str(folder / "glibc.o"), *libraries, "-lpthread", "-lm", f"-Wl,--version-script={folder / 'exports'}"]
+    text = f'#!/bin/sh\ncase " $* " in *" -shared "*) exec {" ".join(link)} ;; esac\nexec {compiler} "$@"\n'
+    program = folder / "c++"
+    if not program.exists() or program.read_text() != text:  # its date is what ccache goes by
+        program.write_text(text)
+        program.chmod(0o755)
+    return program
+
+
+def cmake_defines(processor: str, version: str) -> dict[str, str]:
+    cross = {} if processor == platform.machine() else {"CMAKE_SYSTEM_NAME": "Linux"}
+    return cross | {
+        "CMAKE_CXX_COMPILER": str(make_compiler(processor)), "CMAKE_MODULE_LINKER_FLAGS": "-s", "CMAKE_STRIP": "",
+        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",  # zig reads no bytecode of g++
+        "CMAKE_SYSTEM_PROCESSOR": processor,
+        "PYTHON_MODULE_EXTENSION": f".cpython-{version.replace('.', '')}-{processor}-linux-gnu.so",
+        # FindPython runs the interpreter, which is this host's even where the extensions are not.
+        "CMAKE_CROSSCOMPILING_EMULATOR": "/usr/bin/env",
+    }  # fmt: skip
+
+
+def unversioned(extension: Path) -> list[str]:
+    """Symbols that an extension expects of any library, so that the linker did not find them: only Python's may be."""
+    said = subprocess.check_output(["readelf", "--dyn-syms", "-W", extension], text=True)
+    undefined = [line.split()[7] for line in said.splitlines() if " UND " in line and " GLOBAL " in line]
+    return [name for name in undefined if "@" not in name and not name.startswith(("Py", "_Py"))]
+
+
+def check_symbols(wheel: Path) -> None:
+    """End the build where an extension of ``wheel`` would not load on the oldest C library."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in (each for each in archive.namelist() if each.endswith(".so")):
+            missing = unversioned(Path(archive.extract(name, OUT / "extracted")))
+            if missing:
+                sys.exit(f"wheels: glibc {GLIBC} has no {', '.join(missing)}, which {name} needs")
+
+
+def make_wheel(source: Path, python: Path, version: str, processor: str) -> list[Path]:
+    """The two wheels of one Python and processor; what of the C++ knows no Python is compiled once per processor."""
+    plain = OUT / "plain" / f"{version}-{processor}"
+    build = OUT / f"build-{processor}"
+    settings: Mapping[str, str] = {"build-dir": str(build), "install.strip": "false"} | {
+        f"cmake.define.{name}": value for name, value in cmake_defines(processor, version).items()
+    }
+    words = [word for name, value in settings.items() for word in ("-C", f"{name}={value}")]
+    run(python, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "-w", plain,
+        *words, source, _PYTHON_HOST_PLATFORM=f"linux-{processor}")  # fmt: skip
+    (wheel,) = plain.glob("*.whl")
+    check_symbols(wheel)
+    run(sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", DIST, wheel)
+    (repaired,) = DIST.glob(f"fastdecode-*-cp{version.replace('.', '')}-*_{processor}.whl")
+    check_tag(repaired)
+    return [repaired, make_r_worker_wheel(repaired, DIST)]
+
+
+def check_tag(wheel: Path) -> None:
+    """End the build where auditwheel found that ``wheel`` needs a later C library than is promised."""
+    tag = re.search(r"manylinux_(\d+)_(\d+)_", wheel.name)
+    if not tag or (int(tag[1]), int(tag[2])) > tuple(map(int, GLIBC.split("."))):
+        sys.exit(f"wheels: {wheel.name} is for other systems than those with glibc {GLIBC}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pythons", default=",".join(VERSIONS), help="comma list (%(default)s)")
+    parser.add_argument("--processors", default=",".join(PROCESSORS), help="comma list (%(default)s)")
+    options = parser.parse_args()
+    for folder in (DIST, OUT / "plain", *(OUT / f"build-{processor}" for processor in PROCESSORS)):
+        shutil.rmtree(folder, ignore_errors=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    sdist, source = make_sdist()
+    print(sdist.relative_to(ROOT), flush=True)
+    for version in options.pythons.split(","):
+        found = find_python(version)
+        if found is None:
+            print(f"Python {version} with headers was not found here: no wheels for it", flush=True)
+            continue
+        python = make_environment(found, version)
+        for processor in options.processors.split(","):
+            start = time.perf_counter()
+            for wheel in make_wheel(source, python, version, processor):
+                size = wheel.stat().st_size / 1e6
+                print(f"{wheel.relative_to(ROOT)}: {size:.1f} MB", flush=True)
+            print(f"  in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
