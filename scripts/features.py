@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "request-level, hybrid": {"schedule": "request-level"},
     "MPI": {"r_workers": "mpi"},
     "Ray": {"r_workers": "ray:2"},
+    "parked prefixes": {"park_dir": "parked"},
     "server": {},
 }
 """What a user turns on, with settings that do so."""
@@ -64,6 +65,7 @@ DRAWN: dict[str, Test] = {
     "request-level, hybrid": lambda drawn, settings: settings["schedule"] in ("request-level", "hybrid"),
     "MPI": lambda drawn, settings: drawn.pool == "mpi",
     "Ray": lambda drawn, settings: drawn.pool == "ray",
+    "parked prefixes": lambda drawn, settings: "park_dir" in settings,
     "server": lambda drawn, settings: drawn.kind == "serve",
     "a kill": lambda drawn, settings: _has(drawn, "kill"),
     "a drain": lambda drawn, settings: _has(drawn, "drain") or _has(drawn, "terminate"),
