@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.errors import FastDecodeError, SupersededError
 from fastdecode.core.types import KVLayout, RWorkerInfo, common_isa
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
@@ -40,18 +40,22 @@ class Returns:
         self._layout = layout
         self._returned: queue.SimpleQueue[Joined] = queue.SimpleQueue()
         self._is_closed = threading.Event()
+        self._superseded: SupersededError | None = None
 
     def expect(self, make: Callable[[], RemoteWorker]) -> None:
         """From now on open ``make()``, again and again; never waits."""
         threading.Thread(target=self._await, args=(make,), name="return", daemon=True).start()
 
     def take(self) -> list[Joined]:
-        """Those that have come back since the last call."""
+        """Those that have come back since the last call; SupersededError where one serves the next S-worker."""
+        if self._superseded:
+            raise self._superseded
         return [self._returned.get() for _ in range(self._returned.qsize())]
 
     def close(self) -> None:
         """Also those that nobody took; may be called twice."""
         self._is_closed.set()
+        self._superseded = None
         for joined in self.take():
             joined.worker.close()
 
@@ -61,6 +65,10 @@ class Returns:
             try:
                 worker.open(self._layout)
                 joined = Joined(worker, worker.opened())
+            except SupersededError as error:
+                worker.close()
+                self._superseded = error
+                return
             except FastDecodeError as error:
                 worker.close()
                 logger.debug("not back yet: %s", error)

@@ -6,9 +6,11 @@ import math
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from fastdecode.cluster.links.link import Link, Spin
@@ -25,7 +27,10 @@ from fastdecode.cluster.wire.messages import (
     IMPORT,
     MAX_JSON_BYTES,
     NUM_BYTES,
+    AskedLease,
     Hello,
+    Welcome,
+    decode_held,
     decode_refusal,
     decode_welcome,
     encode_hello,
@@ -38,9 +43,11 @@ from fastdecode.core.errors import (
     CapacityError,
     ConfigError,
     FrameError,
+    SupersededError,
     WorkerLostError,
     interrupts_deferred,
 )
+from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
 
 Answer = TypeVar("Answer")
@@ -55,6 +62,16 @@ ANSWER_SECONDS = 120.0
 """Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
 
 
+TAKE_SECONDS = 5.0
+"""How long to ask for a named session that another S-worker has: one that is silent gives way in less."""
+
+RETRY_SECONDS = 0.3
+
+
+class BusyError(BackendError):
+    """An R-worker that serves another S-worker."""
+
+
 class RemoteWorker(PoolWorker):
     """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
 
@@ -62,10 +79,13 @@ class RemoteWorker(PoolWorker):
     wait: ``abandon_step`` drops what is under way. ``link``: None before ``open`` and once it is lost.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Link], block_size: int) -> None:
-        """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError."""
+    def __init__(
+        self, name: str, connect: Callable[[], Link], block_size: int, lease: AskedLease | None = None
+    ) -> None:
+        """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError.
+        ``lease``: where the session has a name."""
         self.name = name
-        self._connect, self._block_size = connect, block_size
+        self._connect, self._block_size, self._lease = connect, block_size, lease
         self.link: Link | None = None
         self._lost = ""
         self._losses = _Losses(self)
@@ -77,18 +97,15 @@ class RemoteWorker(PoolWorker):
 
     def anew(self) -> RemoteWorker:
         """Return one of the same name that connects, or starts a process, as this one did."""
-        return RemoteWorker(self.name, self._connect, self._block_size)
+        return RemoteWorker(self.name, self._connect, self._block_size, self._lease)
 
     def open(self, layout: KVLayout) -> None:
         self._layout = layout
         self.link = self._connect()
-        self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size)))
+        self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size, self._lease)))
 
     def opened(self) -> RWorkerInfo:
-        try:
-            answer = self._answer(Kind.WELCOME, OPEN_SECONDS)
-        except ValueError as refusal:  # of what the settings ask for; nothing else is under way yet
-            raise ConfigError(f"R-worker {self.name}: {refusal}") from refusal
+        answer = self._welcomed(time.monotonic() + TAKE_SECONDS)
         welcome = decode_welcome(self._body(answer, MAX_JSON_BYTES))
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
@@ -96,7 +113,34 @@ class RemoteWorker(PoolWorker):
             raise self._lose("it opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         self._offset_seconds = clock_offset(self._ping)
-        return worker_info(self.name, self._layout, self._block_size, welcome)
+        return replace(worker_info(self.name, self._layout, self._block_size, welcome), held=self._held(welcome))
+
+    def _welcomed(self, deadline: float) -> Frame:
+        """The WELCOME. Where a named session's S-worker is still served, which may be silent, ask again for a while."""
+        while True:
+            try:
+                return self._answer(Kind.WELCOME, OPEN_SECONDS)
+            except ValueError as refusal:  # of what the settings ask for; nothing else is under way yet
+                raise ConfigError(f"R-worker {self.name}: {refusal}") from refusal
+            except BusyError:
+                if self._lease is None or self._lease.epoch or time.monotonic() > deadline:
+                    raise
+            self.close()
+            time.sleep(RETRY_SECONDS)
+            self.open(self._layout)
+
+    def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
+        """What the R-worker has of the session that goes on; from now on this side has its epoch."""
+        if bool(welcome.lease_epoch) != (self._lease is not None):
+            raise self._lose("it serves a named session that was not asked for, or none")
+        if self._lease is not None:
+            self._lease = msgspec.structs.replace(self._lease, epoch=welcome.lease_epoch)
+        if not welcome.goes_on:
+            return ()
+        self._send(Kind.INVENTORY)
+        answer = self._body(self._answer(Kind.HELD))
+        with self._losses:
+            return decode_held(answer, welcome.num_blocks, self._block_size)
 
     @interrupts_deferred()
     def begin_step(self, plan: WorkerPlan) -> None:
@@ -157,7 +201,7 @@ class RemoteWorker(PoolWorker):
         try:
             self._send(Kind.ABANDON)
             self._answer(Kind.ABANDONED, discard=True)
-        except BackendError:
+        except (BackendError, SupersededError):
             if not self._lost:
                 raise
 
@@ -248,10 +292,14 @@ class RemoteWorker(PoolWorker):
     def _next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
         with self._losses as link:
             frame = link.receive(timeout_seconds)
-        if frame is not None and frame.kind is Kind.REFUSED and not discard:
+        if frame is not None and frame.kind is Kind.REFUSED:
             with self._losses:
                 error, message = decode_refusal(self._body(frame, MAX_JSON_BYTES))
-            raise _refusal(self.name, error, message)
+            refusal = _refusal(self.name, error, message)
+            if isinstance(refusal, SupersededError):
+                self._lost = str(refusal)  # it answers no more
+            if self._lost or not discard:
+                raise refusal
         return frame
 
     def _ping(self) -> float:
@@ -311,6 +359,10 @@ def _refusal(name: str, error: str, message: str) -> Exception:
     """The error that R-worker ``name`` means by refusing a request with ``error``."""
     if error == "capacity":
         return CapacityError(f"R-worker {name}: {message}")
+    if error == "busy":
+        return BusyError(f"R-worker {name} refused: {message}")
+    if error == "superseded":
+        return SupersededError(f"R-worker {name}: {message}")
     if error == "refused":
         return ValueError(message)
     return BackendError(f"R-worker {name} refused: {message}")

@@ -19,6 +19,7 @@ from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
+from fastdecode.journal.journal import Run
 
 if TYPE_CHECKING:
     from fastdecode.cluster.joining import JoinListener
@@ -34,10 +35,13 @@ def make_backend(
     cores: list[int],
     prefill_workers: PrefillBackend | None = None,
     ray_job: RayJob | None = None,
+    model: str = "",
+    run: Run | None = None,
 ) -> AttentionBackend:
     """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more.
 
-    The listener is also that of prefill workers that join ``prefill_workers``. ``ray_job``: of ``place_on_ray``.
+    ``model``: its identity; ``run``: of the journal; by both R-workers know which session goes on. The listener is also
+    that of prefill workers that join ``prefill_workers``. ``ray_job``: of ``place_on_ray``.
     """
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
@@ -49,7 +53,7 @@ def make_backend(
         address = config.pool_listen or f"{ray_job.host}:0"
         listener = join_listener(address, config.block_size, ray_job.security, config.silence_seconds)
     else:
-        pool = _make_pool(config, cores)
+        pool = _make_pool(config, cores, model, run or Run("", ""))
         if config.pool_listen:
             from fastdecode.cluster.links.tcp import listen_for_joins
 
@@ -201,13 +205,16 @@ def tuning() -> Tuning:
     return measured.tuning()
 
 
-def _make_pool(config: EngineConfig, cores: list[int]) -> PoolBackend:
+def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run) -> PoolBackend:
     spec = config.r_worker_spec
     guard = config.key_file, config.security, config.silence_seconds
     if spec.kind == "tcp":
         from fastdecode.cluster.links.tcp import TcpBackend
+        from fastdecode.cluster.wire.messages import AskedLease
 
-        return TcpBackend(spec.addresses, config.block_size, *guard)
+        this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
+        lease = AskedLease(config.session, this, before, config.keep_session) if config.session else None
+        return TcpBackend(spec.addresses, config.block_size, *guard, lease)
 
     if spec.kind == "join":
         from fastdecode.cluster.links.tcp import JoiningBackend

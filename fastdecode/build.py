@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import check_index, make_parking, make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.hybrids import check_hybrid
-from fastdecode.journal.journal import FileJournal, Journal
+from fastdecode.journal.journal import FileJournal, Journal, Run, next_run
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
@@ -41,6 +42,8 @@ from fastdecode.sworker.part_attention import TIMED_ROWS
 from fastdecode.sworker.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,10 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     set_threads(pin_s_worker(config))
     model = SModel(config, ranks.rank if ranks else None)
     check_index(config, model.layout)
-    own = backend or make_backend(config, config.r_core_list or r_cores, prefill_backend, ray_job)
+    run = next_run(config.journal)
+    own = backend or make_backend(config, config.r_core_list or r_cores, prefill_backend, ray_job, model.identity, run)
     pool = _open(config, model, own, ranks, cleanup)
-    return _put_together(config, model, pool, prefill_backend, cleanup)
+    return _put_together(config, model, pool, prefill_backend, run, cleanup)
 
 
 def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
@@ -117,7 +121,12 @@ def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ran
 
 
 def _put_together(
-    config: EngineConfig, model: SModel, pool: _Pool, prefill_backend: PrefillBackend | None, cleanup: ExitStack
+    config: EngineConfig,
+    model: SModel,
+    pool: _Pool,
+    prefill_backend: PrefillBackend | None,
+    run: Run,
+    cleanup: ExitStack,
 ) -> Parts:
     own_cores = model.on_gpu or any(worker.own_cores for worker in pool.r_workers)
     num_mini_batches = config.num_mini_batches or (2 if own_cores else 1)
@@ -139,10 +148,12 @@ def _put_together(
     scheduler = make_scheduler(
         config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy
     )
+    journal = _make_journal(config, model, pool.r_workers, run, cleanup)
+    _go_on(scheduler, pool.r_workers, journal)
     method = config.prefill_parallel
     prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
-    requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, _make_journal(config, model, cleanup))
+    requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
     parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)
     return Parts(
@@ -150,13 +161,28 @@ def _put_together(
     )
 
 
-def _make_journal(config: EngineConfig, model: SModel, cleanup: ExitStack) -> Journal:
-    """What keeps requests and tokens for an engine after this one, where ``config`` asks for it."""
+def _make_journal(
+    config: EngineConfig, model: SModel, r_workers: list[RWorkerInfo], run: Run, cleanup: ExitStack
+) -> Journal:
+    """What keeps requests and tokens for an engine after this one, where ``config`` asks for it. Where R-workers have
+    the session of one before, which may only be stopped, its journal is taken from it."""
     if config.journal is None:
         return Journal()
-    journal = FileJournal(config.journal, f"{model.identity} {model.layout.kv_dtype} {config.seed}")
+    fingerprint = f"{model.identity} {model.layout.kv_dtype} {config.seed}"
+    takes_over = any(worker.held for worker in r_workers)
+    journal = FileJournal(config.journal, fingerprint, run.name, takes_over)
     cleanup.callback(journal.close)
     return journal
+
+
+def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal) -> None:
+    """Retain what R-workers hold of sequences that ``journal`` knows, and have them forget the rest."""
+    known = journal.cached_tokens() if any(worker.held for worker in r_workers) else {}
+    for index, worker in enumerate(r_workers):
+        if worker.held:
+            num_tokens = scheduler.store.prefixes.adopt(index, worker.held, known)
+            r_workers[index] = replace(worker, held=())
+            logger.warning("R-worker %s has kept %d tokens of the session, which goes on", worker.name, num_tokens)
 
 
 def _make_prompts(

@@ -59,6 +59,7 @@ class AnswersRun:
         if not provider.remaining_bytes():
             raise End("the fuzzer has no more bytes")
         kinds = [Kind.WELCOME, Kind.PONG, Kind.READY, Kind.OUTPUT, Kind.REPORT, Kind.EXPORTED, Kind.DATA, Kind.REFUSED]
+        kinds += [Kind.HELD]
         expected = self._expected()
         kind = expected if provider.ConsumeIntInRange(0, 15) else provider.PickValueInList(kinds)
         body = self._body(kind)

@@ -30,7 +30,7 @@ from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPl
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
 )
-HELLO = Hello("host:1", LAYOUT, 32)
+HELLO = Hello("host:1", LAYOUT, 32, messages.AskedLease("s", "a", "b", 1.5, 3))
 WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)
 PLAN = WorkerPlan(
     np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 512, 3, 3), (1, 2, 3, 1)], SPAN), np.zeros(0, SPAN))
@@ -59,6 +59,13 @@ def hello(data: bytes) -> None:
         _require(messages.decode_hello(messages.encode_hello(found)) == found)
         with suppress(ValueError, CapacityError, MemoryError):
             make_rworker(found.layout, found.block_size, RWorkerSize(1 << 20, 1)).close()
+
+
+def held(data: bytes) -> None:
+    """What is read can be said again."""
+    with suppress(FrameError):
+        found = messages.decode_held(data, 8, 16)
+        _require(messages.decode_held(messages.encode_held(found), 8, 16) == found)
 
 
 def welcome(data: bytes) -> None:
@@ -258,6 +265,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "header": header,
     "hello": hello,
     "welcome": welcome,
+    "held": held,
     "refusal": refusal,
     "join": join,
     "prompt": prompt,
@@ -274,6 +282,7 @@ HEADER = frames.HEADER.pack(frames.MAGIC, frames.VERSION, 7, 5, 9, 1, 2, 10, 20,
 SEEDS: dict[str, list[bytes]] = {
     "header": [HEADER],
     "hello": [messages.encode_hello(HELLO), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
+    "held": [bytes(24), np.array([0, 40, 3, 0, 1, 2, -1, 16, 1, 0], "<i8").tobytes()],
     "welcome": [messages.encode_welcome(WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "refusal": [messages.encode_refusal("busy", "it serves another"), b"\x01" + bytes(40)],
     "join": [messages.encode_join("10.0.0.1:5580"), messages.encode_join("*:1"), b"\x01" + bytes(40)],

@@ -58,8 +58,8 @@ class SessionRun:
 
     def _makers(self) -> list[Callable[[], list[bytes]]]:
         common = [self._plan, self._plan, self._payload, self._payload, self._end, self._abandon, self._export]
-        rare = [self._import, self._data, self._ping, self._parking, self._park, self._wake, self._any, self._bent]
-        return [*common, *rare]
+        rare = [self._import, self._data, self._ping, self._parking, self._park, self._wake, self._inventory]
+        return [*common, *rare, self._any, self._bent]
 
     def _plan(self) -> list[bytes]:
         provider = self._provider
@@ -101,6 +101,9 @@ class SessionRun:
 
     def _abandon(self) -> list[bytes]:
         return self._frame(Kind.ABANDON)
+
+    def _inventory(self) -> list[bytes]:
+        return self._frame(Kind.INVENTORY)
 
     def _ping(self) -> list[bytes]:
         return self._frame(Kind.PING)

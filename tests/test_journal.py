@@ -20,7 +20,7 @@ from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import MAGIC, Asked, Began, Chain, Dropped, Record, Stepped, read
 
 RECORDS: list[Record] = [
-    Began("a fingerprint"),
+    Began("a fingerprint", "a run"),
     Asked(0, "a", "text", [1, 2, 3], {"n": 2, "logit_bias": {5: -1.5}}),
     Stepped([(0, [7]), (1, [8])], [(0, [{7: (-0.25, 1)}])]),
     Asked(2, "b", None, [70000] * 20, {}),

@@ -12,16 +12,17 @@ from fastdecode.api.settings import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
 from fastdecode.cluster.links.link import SILENCE_SECONDS, TICK_SECONDS, Link
 from fastdecode.cluster.links.peer import MOST_LOGGED, PeerChannel
-from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
+from fastdecode.cluster.links.zeromq import PATIENCE_SECONDS, ZmqChannel, ZmqListener
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import Host
+from fastdecode.cluster.r_worker.lease import LEASE_SECONDS, Lease
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, proven, read_security
-from fastdecode.cluster.wire.messages import Hello, encode_refusal
+from fastdecode.cluster.wire.messages import MAX_HELLO_BYTES, AskedLease, Hello, decode_hello, encode_refusal
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.types import KVLayout, RWorkerInfo
 
@@ -37,7 +38,7 @@ class TcpBackend(PoolBackend):
 
     ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
     ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear. ``silence_seconds``: after which
-    an R-worker is lost; one that listens again later is taken again.
+    an R-worker is lost; one that listens again later is taken again. ``lease``: what R-workers are asked to keep.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class TcpBackend(PoolBackend):
         key_file: str | None = None,
         security: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
+        lease: AskedLease | None = None,
     ) -> None:
         link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
-        super().__init__([RemoteWorker(each, partial(link, each), block_size) for each in addresses])
+        if lease is not None:
+            link = partial(link, patience_seconds=LEASE_SECONDS)
+        super().__init__([RemoteWorker(each, partial(link, each), block_size, lease) for each in addresses])
         self._addresses = frozenset(addresses)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
@@ -109,9 +113,17 @@ def join_listener(
     return JoinListener(listener, link, block_size)
 
 
-def connect(address: str, security: Security, silence_seconds: float = SILENCE_SECONDS) -> Link:
-    """A link to the R-worker at ``address`` ("host:port"); BackendError where the two sides do not share a key."""
-    channel = ZmqChannel(address, security.curve_secret, silence_seconds=silence_seconds)
+def connect(
+    address: str,
+    security: Security,
+    silence_seconds: float = SILENCE_SECONDS,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> Link:
+    """A link to the R-worker at ``address`` ("host:port"), which waits ``patience_seconds`` for a sign of life of this
+    process; BackendError where the two sides do not share a key."""
+    channel = ZmqChannel(
+        address, security.curve_secret, silence_seconds=silence_seconds, patience_seconds=patience_seconds
+    )
     channel.diagnose = partial(_diagnose, address)
     return Link(proven(channel, security, address))
 
@@ -134,7 +146,8 @@ def _diagnose(address: str) -> str:
 
 
 class Server:
-    """The R-worker's loop: serves the first S-worker that asks, frees everything when it goes, serves the next.
+    """The R-worker's loop: serves the first S-worker that asks, frees everything when it goes, or keeps it for its
+    session, and serves the next.
 
     ``joiner``: sends JOIN while no S-worker is served. ``security``: with a proof key, an S-worker must prove to hold
     it before its HELLO. ``listens_at``: the host of ``listener``, where a KV port opens too. ``vitals``: as of
@@ -155,6 +168,7 @@ class Server:
         self._security, self._listens_at = security or Security(), listens_at
         self._gate = None if self._security.proof_key is None else Gate(self._security.proof_key)
         self._session: Session | None = None
+        self._lease = Lease()
         self._is_leaving = False
         self._serving = ""
         self._logged: set[bytes] = set()
@@ -164,6 +178,7 @@ class Server:
         """Return once this R-worker was asked to leave and its S-worker has let it go."""
         while not self._is_leaving:
             self._vitals.turn()
+            self._lease.expire()
             if self._joiner:
                 self._joiner.ask()
                 self._vitals.trouble = self._joiner.trouble
@@ -173,7 +188,7 @@ class Server:
             if self._admits(channel):
                 on_open = partial(self._on_open, channel)
                 self._session = Session(
-                    Link(channel), self._host, on_open, self._security, self._listens_at, self._vitals
+                    Link(channel), self._host, on_open, self._security, self._listens_at, self._vitals, self._lease
                 )
                 self._session.run()
                 self._session = None
@@ -206,14 +221,24 @@ class Server:
         log.info("serving %s", hello.name)
 
     def _refuse_stranger(self, peer: PeerChannel) -> None:
-        """Tell a second S-worker the name of the first; other frames of strangers are dropped and logged once each."""
+        """Tell a second S-worker the name of the first; other frames of strangers are dropped and logged once each.
+
+        One that is to come after the first, in a named session, is let in on its next attempt where that one is silent.
+        """
         if self._gate is None:
             wants_service = _kind(peer) is Kind.HELLO
             self._log_once(peer, "a second S-worker" if wants_service else "a frame of a peer that is not served")
         else:
             wants_service = self._gate.admits(peer, peer.identity)
-        if wants_service:
-            _refuse(peer, "busy", f"it serves another S-worker, {self._serving}")
+        if not wants_service:
+            return
+        hello = None if self._gate else _hello(peer)
+        if hello and (reason := self._lease.superseded(hello.lease)):
+            _refuse(peer, "superseded", reason)
+            return
+        if self._session and hello and self._lease.may_pass_to(hello):
+            self._session.give_way(hello.name)
+        _refuse(peer, "busy", f"it serves another S-worker, {self._serving}")
 
     def _log_once(self, peer: PeerChannel, what: str) -> None:
         if peer.identity not in self._logged and len(self._logged) < MOST_LOGGED:
@@ -232,6 +257,16 @@ def _send(peer: PeerChannel, kind: Kind, *parts: bytes) -> bool:
 
 def _refuse(peer: PeerChannel, error: str, message: str) -> None:
     _send(peer, Kind.REFUSED, encode_refusal(error, message))
+
+
+def _hello(peer: PeerChannel) -> Hello | None:
+    """What ``peer`` has sent, None where that is no HELLO as it should be."""
+    talk = Conversation(peer)
+    try:
+        frame = talk.receive(0.0)
+        return decode_hello(talk.body(frame, MAX_HELLO_BYTES)) if frame and frame.kind is Kind.HELLO else None
+    except FrameError:
+        return None
 
 
 def _kind(peer: PeerChannel) -> Kind | None:

@@ -127,13 +127,19 @@ class ZmqChannel(_Socket):
     """
 
     def __init__(
-        self, address: str, secret: bytes | None, role: str = S_WORKER, silence_seconds: float = SILENCE_SECONDS
+        self,
+        address: str,
+        secret: bytes | None,
+        role: str = S_WORKER,
+        silence_seconds: float = SILENCE_SECONDS,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """``role``: this side's. The connection ends where nothing is heard for ``silence_seconds``."""
+        """``role``: this side's. The connection ends where nothing is heard for ``silence_seconds``, and there where
+        nothing is heard of this side for ``patience_seconds``."""
         super().__init__(zmq.DEALER, FRAME_LIMIT, 0)
         self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
         self.socket.heartbeat_timeout = int(silence_seconds * 1000)
-        self.socket.heartbeat_ttl = int(PATIENCE_SECONDS * 1000)
+        self.socket.heartbeat_ttl = int(patience_seconds * 1000)
         self.diagnose: Callable[[], str] = lambda: ""
         self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
         self._connected = False

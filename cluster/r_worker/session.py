@@ -16,6 +16,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
 from fastdecode.cluster.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.host import Host, begin_step, block_bytes, end_step, make_rworker
+from fastdecode.cluster.r_worker.lease import LEASE_SECONDS, Lease, LeaseError, held_by
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
@@ -30,6 +31,7 @@ from fastdecode.cluster.wire.messages import (
     Hello,
     Welcome,
     decode_hello,
+    encode_held,
     encode_refusal,
     encode_welcome,
     fingerprint,
@@ -86,16 +88,20 @@ class Session:
         security: Security | None = None,
         listens_at: str = "",
         vitals: Vitals | None = None,
+        lease: Lease | None = None,
     ) -> None:
         """``security`` and ``listens_at`` (a host, "": none) are for the KV port, where the S-worker asks for one.
-        ``vitals`` is kept up for the health port, if there is one."""
+        ``vitals`` is kept up for the health port, if there is one. ``lease`` outlives this session; by default none
+        does."""
         self.leaving = False
-        self._vitals = vitals or Vitals()
+        self._vitals, self._lease = vitals or Vitals(), lease or Lease()
         self._security, self._listens_at = security or Security(), listens_at
         self._kv_port: KvPort | None = None
         self._park_door: ParkDoor | None = None
         self._link, self._host, self._on_open = link, host, on_open
         self._idle_seconds = 0.0
+        self._heard = time.monotonic()
+        self._gives_way_to = ""
         self._spin = Spin()
         self._worker: _rworker.RWorker | None = None
         self._slots: PayloadSlots | None = None
@@ -113,34 +119,54 @@ class Session:
             Kind.EXPORT: self._export,
             Kind.IMPORT: self._import,
             Kind.DATA: self._data,
+            Kind.INVENTORY: self._inventory,
             Kind.BYE: self._bye,
         }
 
     def run(self) -> None:
-        """Return when the S-worker has sent BYE, is gone, or was refused at its HELLO; all memory is freed then."""
+        """Return when the S-worker has sent BYE, is gone, or was refused at its HELLO; all memory is freed then, unless
+        the lease keeps it."""
+        is_broken = False
         try:
             while not self._over:
                 self._turn()
         except ConnectionError as error:
             log.info("the S-worker is gone: %s", error)
+            is_broken = True
         finally:
             for door in (self._kv_port, self._park_door):
                 if door:
                     door.close()
             if self._worker:
-                self._worker.close()
+                if self._slots:
+                    self._worker.abandon_step()
+                self._lease.leave(self._worker, is_broken)
             self._vitals.closed()
+
+    def give_way(self, name: str) -> bool:
+        """Have S-worker ``name`` come after the one that is served, if that has been silent for a while."""
+        if time.monotonic() - self._heard > LEASE_SECONDS:
+            self._gives_way_to = name
+        return bool(self._gives_way_to)
 
     def _turn(self) -> None:
         """Handle the next frame, if one comes."""
         self._vitals.turn()
+        if self._gives_way_to:
+            self._link.send(
+                Kind.REFUSED, encode_refusal("superseded", f"its session goes on with {self._gives_way_to}")
+            )
+            raise ConnectionError(f"{self._gives_way_to} takes its place")
         try:
             frame = self._next()
             self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
             if frame is not None:
+                self._heard = time.monotonic()
                 self._handler(frame)(frame)
             elif self.leaving and self._slots is None and self._idle_seconds > IDLE_SECONDS:
                 self._over = True
+        except LeaseError as error:
+            self._refuse(error.kind, str(error))
         except FrameError as error:
             self._refuse("frame", str(error))
         except (CapacityError, MemoryError) as error:
@@ -168,7 +194,7 @@ class Session:
 
     def _open(self, frame: Frame) -> None:
         hello = decode_hello(self._link.body(frame, MAX_HELLO_BYTES))
-        worker = make_rworker(hello.layout, hello.block_size, self._host.size)
+        worker = self._lease.open(hello, lambda: make_rworker(hello.layout, hello.block_size, self._host.size))
         if hello.layout.kv_port:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
@@ -191,6 +217,8 @@ class Session:
             kv_address=self._kv_port.address if self._kv_port else "",
             kv_epoch=self._kv_port.epoch if self._kv_port else 0,
             park_after=park.after_seconds if park else None,
+            lease_epoch=self._lease.epoch,
+            goes_on=self._lease.goes_on,
         )
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 
@@ -277,6 +305,9 @@ class Session:
             self._incoming = None
             self._open_worker.import_(incoming.sequence_id, incoming.num_tokens, incoming.data, incoming.start)
             self._link.send(Kind.IMPORTED)
+
+    def _inventory(self, frame: Frame) -> None:
+        self._link.send(Kind.HELD, encode_held(held_by(self._open_worker)))
 
     def _bye(self, frame: Frame) -> None:
         self._over = True

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 19
+VERSION = 20
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -72,6 +72,8 @@ class Kind(IntEnum):
     PARK = 35  # S: sequence id, chain, names of chains that it supersedes; sent again while it is under way
     WAKE = 36  # S: sequence id, blocks, name of the chain; likewise
     PARKED = 37  # R: how far a PARK or a WAKE is
+    INVENTORY = 38  # S: asks what the R-worker holds
+    HELD = 39  # R: ids, lengths and blocks of its sequences (int64)
 
 
 _KINDS = frozenset(Kind)

@@ -6,15 +6,17 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.api.config import BLOCK_SIZES
-from fastdecode.api.settings import split_address
+from fastdecode.api.config import BLOCK_SIZES, MOST_SECONDS
+from fastdecode.api.settings import MAX_SESSION, split_address
 from fastdecode.core.errors import ConfigError, FrameError
+from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import (
     ISAS,
     KV_BITS,
@@ -138,10 +140,23 @@ class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Annotated[int, Meta(ge=min(BLOCK_SIZES), le=max(BLOCK_SIZES))]
 
 
+class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named session. What is kept for ``keep_seconds`` after its link breaks is for an S-worker that ``follows`` the
+    ``fingerprint`` of the one before: it has the same weights, and that one's journal. ``epoch``: the one that the
+    S-worker has here already, 0: none yet."""
+
+    session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]
+    fingerprint: Text
+    follows: Text
+    keep_seconds: Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
+    epoch: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+
+
 class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Text
     cache: _Cache
     fingerprint: Text
+    lease: AskedLease | None
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,6 +165,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``state_blocks``: those that a sequence's states take. ``kv_address``: "host:port" of its KV port, without the host
     where the S-worker's own way to it is the way for all; "" where it has none. ``kv_epoch``: what frames to that port
     must carry. ``park_after``: seconds after which what is not used is to be parked on its disk; None: it has none.
+    ``lease_epoch``: of a named session, else 0; ``goes_on``: it has what the session's S-worker before had.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -163,6 +179,8 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     state_blocks: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     park_after: Annotated[float, Meta(ge=0, le=MAX_NUMBER)] | None = None
+    lease_epoch: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    goes_on: bool = False
 
 
 class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,11 +195,12 @@ class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Hello:
-    """The S-worker that asks for a session, and the cache it needs."""
+    """The S-worker that asks for a session, and the cache it needs; ``lease``: where the session is to be kept."""
 
     name: str
     layout: KVLayout
     block_size: int
+    lease: AskedLease | None = None
 
 
 def fingerprint(layout: KVLayout, block_size: int) -> str:
@@ -192,7 +211,7 @@ def fingerprint(layout: KVLayout, block_size: int) -> str:
 def encode_hello(hello: Hello) -> bytes:
     """Return the message as JSON with its fingerprint."""
     cache = _cache(hello.layout, hello.block_size)
-    return encode_json(_Hello(hello.name, cache, _fingerprint(cache)))
+    return encode_json(_Hello(hello.name, cache, _fingerprint(cache), hello.lease))
 
 
 def decode_hello(data: bytes | bytearray) -> Hello:
@@ -207,7 +226,9 @@ def decode_hello(data: bytes | bytearray) -> Hello:
     block_size = layout.pop("block_size")
     del layout["rotation"]  # the dtype's
     layout["layers"] = tuple(map(_layer_layout, cache.layers))
-    return Hello(message.name, KVLayout(**layout), block_size)
+    if message.lease is not None and not message.lease.session.isprintable():
+        raise FrameError("HELLO: session must be a text that can be printed")
+    return Hello(message.name, KVLayout(**layout), block_size, message.lease)
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
@@ -220,6 +241,8 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
     welcome = decode_json("WELCOME", data, Welcome)
     if bool(welcome.kv_address) != bool(welcome.kv_epoch):
         raise FrameError("WELCOME: kv_address and kv_epoch must both be there, or neither")
+    if welcome.goes_on and not welcome.lease_epoch:
+        raise FrameError("WELCOME: goes_on without an epoch of a lease")
     if welcome.kv_address:
         _check_address("WELCOME", f"host{welcome.kv_address}" if welcome.kv_address[0] == ":" else welcome.kv_address)
     return welcome
@@ -237,8 +260,33 @@ def decode_join(data: bytes | bytearray) -> tuple[str, str]:
     return join.address, join.role
 
 
+def encode_held(held: Iterable[HeldSequence]) -> bytes:
+    """Return for each sequence its id, tokens and number of blocks, then these: int64."""
+    rows = ((each.cache_id, each.num_tokens, len(each.blocks), *each.blocks) for each in held)
+    return np.fromiter(chain.from_iterable(rows), "<i8").tobytes()
+
+
+def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tuple[HeldSequence, ...]:
+    """Of an R-worker with ``num_blocks`` blocks; FrameError for what it cannot hold."""
+    if len(data) % 8:
+        raise FrameError(f"HELD: {len(data)} bytes")
+    numbers = np.frombuffer(data, "<i8").tolist()
+    found: dict[int, HeldSequence] = {}
+    start = 0
+    while start < len(numbers):
+        cache_id, num_tokens, count = numbers[start : start + 3] if start + 3 <= len(numbers) else (0, -1, -1)
+        blocks = tuple(numbers[start + 3 : start + 3 + max(count, 0)])
+        enough = 0 <= num_tokens <= len(blocks) * block_size and len(blocks) == count == len(set(blocks))
+        if not enough or cache_id in found or not all(0 <= block < num_blocks for block in blocks):
+            raise FrameError(f"HELD: number {len(found)} is no sequence that an R-worker can hold")
+        found[cache_id] = HeldSequence(cache_id, num_tokens, blocks)
+        start += 3 + count
+    return tuple(found.values())
+
+
 def encode_refusal(error: str, message: str) -> bytes:
-    """``error``: "capacity" (too little memory), "busy" (serving another), "key", "frame" or "refused" (any other)."""
+    """``error``: "capacity" (too little memory), "busy" (serving another), "superseded" (by another S-worker of its
+    session), "key", "frame" or "refused" (any other)."""
     return encode_json(_Refusal(error, _printable(message[:MAX_TEXT])))
 
 

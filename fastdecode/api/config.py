@@ -201,6 +201,14 @@ class EngineConfig:
         None, "folder for requests and the tokens of each step: an engine started with it again, after whatever ended "
         "the one before, goes on with those that are asked again", WORKERS, metavar="DIR", unset="none",
     )  # fmt: skip
+    session: str | None = setting(
+        None, "name under which R-workers at host:port serve this S-worker: one that is started with it after this one "
+        "takes its place, and this one then ends", WORKERS, metavar="NAME", unset="none",
+    )  # fmt: skip
+    keep_session: float = setting(
+        0.0, "with --session and --journal, how long R-workers keep sequences once the S-worker is gone, so that the "
+        "next one need not compute them again", WORKERS, metavar="SECONDS",
+    )  # fmt: skip
     trace: str | None = setting(None, "write Chrome trace events", WORKERS, metavar="FILE", unset="none")
     seed: int = 0
 
@@ -210,7 +218,7 @@ class EngineConfig:
             raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
         if self.tbt_target is not None and not self.tbt_target > 0:
             raise ConfigError(f"tbt_target must be above 0 seconds, not {self.tbt_target!r}")
-        for name, least in (("silence_seconds", 0.2), ("wait_for_r_workers", 0.0)):
+        for name, least in (("silence_seconds", 0.2), ("wait_for_r_workers", 0.0), ("keep_session", 0.0)):
             if not least <= getattr(self, name) <= MOST_SECONDS:
                 raise ConfigError(f"{name} must be {least:g} to {MOST_SECONDS} seconds, not {getattr(self, name)!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:

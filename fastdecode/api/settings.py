@@ -22,6 +22,10 @@ LEAST_KV_CACHE_BYTES = 1000
 """Of an R-worker; less is a number without its unit."""
 
 
+MAX_SESSION = 200
+"""Characters of a session's name."""
+
+
 def setting(
     default: Any,
     text: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING
 
-from fastdecode.api.settings import check_key, check_security, parse_cores, split_address
+from fastdecode.api.settings import MAX_SESSION, check_key, check_security, parse_cores, split_address
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import total_memory_bytes, usable_cores
 
@@ -20,6 +20,7 @@ def check_workers(config: EngineConfig) -> None:
     _check_prefill_workers(config)
     _check_memory(config)
     _check_cores(config)
+    _check_session(config)
     if config.tensor_parallel_size > 1:
         _check_tensor_parallel(config)
 
@@ -111,6 +112,25 @@ def _check_prefill_workers(config: EngineConfig) -> None:
         return
     hosts = [split_address("prefill_workers", each)[0] for each in spec.addresses]
     check_key("prefill_workers", hosts, config.key_file)
+
+
+def _check_session(config: EngineConfig) -> None:
+    """What outlives its S-worker, and what is known of it then."""
+    if config.session is not None and not (0 < len(config.session) <= MAX_SESSION and config.session.isprintable()):
+        raise ConfigError(f"session must be a name of at most {MAX_SESSION} characters, not {config.session!r:.80}")
+    if config.session is not None and (config.r_worker_spec.kind != "tcp" or config.tensor_parallel_size > 1):
+        raise ConfigError(
+            f"session: R-workers at host:port outlive an S-worker, and r_workers is {config.r_workers}"
+            + (f" for {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else "")
+        )
+    if not config.keep_session:
+        return
+    for name, missing in (("session", config.session is None), ("journal", config.journal is None)):
+        if missing:
+            raise ConfigError(f"keep_session: what R-workers keep is found by --{name}: give one")
+    if config.prefill_workers is not None or not config.enable_prefix_caching:
+        name = "prefill_workers" if config.prefill_workers is not None else "enable_prefix_caching"
+        raise ConfigError(f"keep_session works {'without' if config.prefill_workers else 'with'} {name} so far")
 
 
 def _check_memory(config: EngineConfig) -> None:

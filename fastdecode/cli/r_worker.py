@@ -44,8 +44,9 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="one R-worker: KV cache and attention for an S-worker on this or another host",
-        description="Serves one S-worker after another. When one goes, all it held is freed. On SIGTERM the S-worker "
-        "moves its sequences elsewhere, then this process ends; on a second one it ends at once.",
+        description="Serves one S-worker after another. When one goes, all it held is freed, or kept for its session. "
+        "On SIGTERM the S-worker moves its sequences elsewhere, then this process ends; on a second one it "
+        "ends at once.",
     )
     add_worker_flags(parser, LISTEN)
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")

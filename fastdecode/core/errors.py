@@ -61,6 +61,10 @@ class ChainError(FastDecodeError):
     """A file of parked keys and values that is not what was written, or is another cache's: it is not read."""
 
 
+class SupersededError(FastDecodeError):
+    """The session goes on with another S-worker, and this one must end."""
+
+
 class FrameError(BackendError):
     """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""
 

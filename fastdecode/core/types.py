@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from fastdecode.core.held import HeldSequence
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -345,6 +347,7 @@ class RWorkerInfo:
     ``host``: its machine, by a name that no other machine has; "" where that is not known.
     ``state_blocks``: blocks that a sequence takes there beside those of its tokens, for the states of a hybrid.
     ``park_after``: seconds after which prefixes that are not used go to its disk; None where it has none.
+    ``held``: what it has of the session that goes on.
     """
 
     name: str
@@ -358,6 +361,7 @@ class RWorkerInfo:
     host: str = ""
     state_blocks: int = 0
     park_after: float | None = None
+    held: tuple[HeldSequence, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode.api.request import Completion, Request
@@ -19,10 +21,33 @@ KEPT_TOKENS = 1 << 20
 """Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
 once more."""
 
+HEAD_BYTES = 4096
+"""At the beginning of a file: more than its first record takes."""
+
 GROWTH_BYTES = 1 << 26
 """A journal is written anew, without what ended long ago, when it has grown by so much and to twice its size."""
 
+FILE = "journal"
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine's time with a journal, by a name that no other has, and the run ``before`` it ("": none)."""
+
+    name: str
+    before: str
+
+
+def next_run(folder: str | None) -> Run:
+    """That of the engine which is about to open the journal in ``folder``."""
+    before = ""
+    if folder is not None:
+        with contextlib.suppress(OSError), (Path(folder) / FILE).open("rb") as file:
+            records, _ = read(file.read(HEAD_BYTES))
+            before = records[0].run if records and isinstance(records[0], Began) else ""
+    return Run(secrets.token_hex(16), before)
 
 
 class Journal:
@@ -33,6 +58,10 @@ class Journal:
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
         """What an engine before this one has made of the same request; known once."""
         return None
+
+    def cached_tokens(self) -> dict[int, list[int]]:
+        """By id of a sequence the tokens that R-workers may have cached of it, in the engine before this one."""
+        return {}
 
     def enter(self, request: Request) -> None:
         """``request`` is under way, with what was replayed of it."""
@@ -55,22 +84,24 @@ class FileJournal(Journal):
     and their tokens are then computed again. ``next_sequence_id``: above all ids in it.
     """
 
-    def __init__(self, folder: str, fingerprint: str) -> None:
+    def __init__(self, folder: str, fingerprint: str, run: str, takes_over: bool = False) -> None:
         """Read what is in ``folder``, which is made where there is none.
 
         ``fingerprint``: of all that tokens depend on beside their requests; what is of another is not used.
+        ``run``: see ``Run``.
+        ``takes_over``: the process that writes it, if there is one, has lost its R-workers to this one.
 
         Raises:
             ConfigError: no folder, not to be written, or another process writes it.
         """
-        self._path = Path(folder) / "journal"
-        self._fingerprint = fingerprint
+        self._path = Path(folder) / FILE
+        self._began = Began(fingerprint, run)
         self._written: dict[int, int] = {}
         self._was_asked = False
         try:
             with naming(folder):
                 Path(folder).mkdir(parents=True, exist_ok=True)
-                self._lock = _locked(Path(folder) / "lock")
+                self._lock = _locked(Path(folder) / "lock", takes_over)
                 found = self._read()
                 self.next_sequence_id = max((past.end_id for past in found), default=0)
                 self._fd = self._write_anew(found)
@@ -88,6 +119,9 @@ class FileJournal(Journal):
             logger.warning("journal: request %s asks something else than it did: it begins anew", request_id)
             return None
         return self._known.pop(request_id)
+
+    def cached_tokens(self) -> dict[int, list[int]]:
+        return {each: tokens for past in self._known.values() for each, tokens in past.cached_tokens().items()}
 
     def enter(self, request: Request) -> None:
         self._was_asked = True
@@ -117,12 +151,17 @@ class FileJournal(Journal):
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):
-            if self._was_asked and not self._written:
+            if self._was_asked and not self._written and self._is_own:
                 os.close(self._fd)
                 self._fd = self._write_anew([])
         os.close(self._fd)
         os.close(self._lock)
         self._fd = -1
+
+    @property
+    def _is_own(self) -> bool:
+        """False once another process has taken the journal over."""
+        return os.path.samestat(os.fstat(self._fd), os.stat(self._path))  # noqa: PTH116 (as fstat gives it)
 
     def _add(self, completion: Completion, step: Stepped) -> None:
         """Enter in ``step`` what ``completion`` has got since it was last asked."""
@@ -147,7 +186,7 @@ class FileJournal(Journal):
             data = self._chain.encode(records)
             if (written := os.write(self._fd, data)) < len(data):
                 raise OSError(0, f"{written} of {len(data)} bytes were written")
-            if self._chain.num_bytes > self._limit:
+            if self._chain.num_bytes > self._limit and self._is_own:
                 os.close(self._fd)
                 self._fd = self._write_anew(_without_oldest(self._read()))
         except OSError as error:
@@ -159,7 +198,7 @@ class FileJournal(Journal):
         if not self._path.exists():
             return []
         records, _ = read(self._path.read_bytes())
-        if records and records[0] != Began(self._fingerprint):
+        if records and not (isinstance(records[0], Began) and records[0].fingerprint == self._began.fingerprint):
             logger.warning("journal: %s is of another model, dtype or seed: it begins anew", self._path)
             return []
         return sorted(pasts_of(records).values(), key=lambda past: past.asked.sequence_id)
@@ -167,7 +206,7 @@ class FileJournal(Journal):
     def _write_anew(self, pasts: list[Past]) -> int:
         """Have the file hold ``pasts`` alone; returns what it is open as."""
         self._chain = Chain()
-        records = [Began(self._fingerprint), *(record for past in pasts for record in past.records())]
+        records = [self._began, *(record for past in pasts for record in past.records())]
         aside = self._path.with_suffix(".new")
         with naming(str(aside)), aside.open("wb") as file:
             file.write(self._chain.encode(records))
@@ -178,14 +217,19 @@ class FileJournal(Journal):
         return os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
 
-def _locked(path: Path) -> int:
-    """``path``, open and locked for as long as this process lives; ConfigError names the one that has it."""
+def _locked(path: Path, takes_over: bool) -> int:
+    """``path``, open and locked for as long as this process lives; ConfigError names the one that has it, unless this
+    one ``takes_over``."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.read(fd, 20).decode(errors="replace")
         os.close(fd)
+        if takes_over:
+            logger.warning("journal: %s was written by process %s, which is taken over", path.parent, owner)
+            path.unlink()
+            return _locked(path, takes_over=False)
         raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
     os.truncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)

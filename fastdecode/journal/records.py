@@ -27,9 +27,11 @@ TokenLogprobs = list[dict[int, tuple[float, int]]]
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """The first record; ``fingerprint``: of all that tokens depend on beside their requests."""
+    """The first record; ``fingerprint``: of all that tokens depend on beside their requests; ``run``: the name of the
+    engine's run that wrote last."""
 
     fingerprint: str
+    run: str
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from fastdecode.core.held import HeldSequence
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Block, Copy, Segment
@@ -290,6 +292,26 @@ class PrefixCache:
         if before := worker.prefixes.get(copy.prefix_id or 0):
             self._index.shorten(before, 0)
         copy.prefix_id = prefix.prefix_id
+
+    def adopt(self, index: int, held: Iterable[HeldSequence], known: Mapping[int, list[int]]) -> int:
+        """R-worker ``index`` holds these sequences of an S-worker before this one, with their ``known`` tokens, by id:
+        retain the full blocks of those, and have it forget the rest. Returns the tokens that are retained."""
+        worker, size = self._workers[index], self._workers.block_size
+        blocks: defaultdict[int, Block] = defaultdict(lambda: Block(num_sequences=0))
+        depths = {each: min(each.num_tokens, len(known.get(each.cache_id, ()))) // size for each in held}
+        for each in sorted(held, key=lambda each: depths[each] > 0):  # first those to forget, whose ids may come again
+            if self.enabled and (depth := depths[each]):
+                hashes: list[bytes] = []
+                extend_hashes(hashes, known[each.cache_id][: depth * size], size)
+                chain = [blocks[block] for block in each.blocks[:depth]]
+                num_new = sum(block.num_prefixes == 0 for block in chain)
+                worker.free -= num_new
+                worker.cached += num_new
+                prefix_id = self.new_id()
+                self._index.add(Prefix(prefix_id, index, hashes, chain, each.cache_id))
+                worker.fork(prefix_id, each.cache_id, depth * size)
+            worker.release(each.cache_id)
+        return sum(depths.values()) * size if self.enabled else 0
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
         """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens: it is wrong."""

@@ -10,6 +10,9 @@ A kept state counts as the blocks it takes, and goes before those of its beginni
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from fastdecode.core.held import HeldSequence
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Block, Copy, Segment
@@ -92,6 +95,10 @@ class StateCache(PrefixCache):
             before[block_hash] = before.pop(block_hash, False) or depth == shared
         while len(before) > MOST_SEEN:
             del before[next(iter(before))]
+
+    def adopt(self, index: int, held: Iterable[HeldSequence], known: Mapping[int, list[int]]) -> int:
+        """Nothing is retained of an S-worker before this one: what it had written of a state is not known."""
+        return super().adopt(index, held, {})
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
         """A state that is gone on from is copied; where there is no room for two all is computed again."""

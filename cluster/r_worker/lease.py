@@ -1,0 +1,125 @@
+"""The lease under which an R-worker serves a named session: what it keeps when the link breaks, and who may have it.
+
+Each S-worker that takes the lease gets the next epoch. One of an older epoch, which may have been stopped for a while,
+is refused by name, so it can write nothing; frames of its connection are not those of the S-worker that is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from fastdecode import _rworker
+from fastdecode.cluster.wire.messages import AskedLease, Hello
+from fastdecode.core.held import HeldSequence
+
+log = logging.getLogger("fastdecode.r_worker")
+
+
+LEASE_SECONDS = 2.0
+"""An S-worker that says nothing for so long gives way to one that is to come after it."""
+
+
+class LeaseError(Exception):
+    """An S-worker that may not be served; ``kind``: as of ``encode_refusal``."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Lease:
+    """Of one R-worker, over all S-workers that it serves, one after another.
+
+    At most one cache is kept, in the memory that the next one would get: it is closed before another is made.
+    ``epoch``: of the S-worker that is served, 0 where it named no session; ``goes_on``: it got what was kept.
+    """
+
+    def __init__(self) -> None:
+        self.epoch, self.goes_on = 0, False
+        self._name, self._last_epoch, self._holder = "", 0, ""
+        self._served: Hello | None = None
+        self._kept: _rworker.RWorker | None = None
+        self._until = 0.0
+
+    def open(self, hello: Hello, make: Callable[[], _rworker.RWorker]) -> _rworker.RWorker:
+        """The cache for ``hello``: the one that was kept for its session, or what ``make`` makes.
+
+        Raises:
+            LeaseError: another session's cache is kept, or the session went on with another S-worker.
+        """
+        asked = hello.lease
+        self._check(asked)
+        kept, self._kept = self._kept, None
+        self.goes_on = kept is not None and asked is not None and asked.epoch == 0 and self._fits(hello)
+        if kept is not None and not self.goes_on:
+            log.warning("session %s goes on with another model, layout or journal: what was kept is freed", self._name)
+            kept.close()
+        self.epoch = self._epoch_of(asked)
+        if asked is not None:
+            self._name, self._last_epoch, self._holder = asked.session, self.epoch, hello.name
+        self._served = hello
+        return kept if kept is not None and self.goes_on else make()
+
+    def superseded(self, asked: AskedLease | None) -> str:
+        """Why one that asks for this, of an older epoch, must end; "" where it need not."""
+        if asked is None or asked.session != self._name or not 0 < asked.epoch < self._last_epoch:
+            return ""
+        return f"session {self._name} went on with {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
+
+    def may_pass_to(self, hello: Hello) -> bool:
+        """Whether ``hello`` is of one that is to come after the S-worker that is served."""
+        asked = hello.lease
+        return bool(self.epoch) and asked is not None and asked.session == self._name and asked.epoch == 0
+
+    def leave(self, worker: _rworker.RWorker, is_broken: bool) -> None:
+        """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while."""
+        asked = self._served.lease if self._served else None
+        is_whole = not worker.statistics()["incoming"]  # else rows are missing that nothing brings any more
+        if not is_broken or asked is None or not asked.keep_seconds or not is_whole:
+            worker.close()
+            return
+        self._kept, self._until = worker, time.monotonic() + asked.keep_seconds
+        log.info("session %s: what it has here is kept for %g s", asked.session, asked.keep_seconds)
+
+    def expire(self) -> None:
+        """Free what is kept once its time is over."""
+        if self._kept is not None and time.monotonic() > self._until:
+            log.info("session %s has not come back: what was kept is freed", self._name)
+            self.close()
+
+    def close(self) -> None:
+        """Free what is kept."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def _check(self, asked: AskedLease | None) -> None:
+        if self._kept is not None and (asked is None or asked.session != self._name):
+            left = self._until - time.monotonic()
+            raise LeaseError("busy", f"it keeps what session {self._name} has here, for {left:.0f} s at most")
+        if reason := self.superseded(asked):
+            raise LeaseError("superseded", reason)
+
+    def _fits(self, hello: Hello) -> bool:
+        """Whether ``hello`` wants the cache that the S-worker before it wanted, and is its heir."""
+        before = self._served
+        if before is None or before.lease is None or hello.lease is None:
+            return False
+        same_cache = (before.layout, before.block_size) == (hello.layout, hello.block_size)
+        return same_cache and before.lease.fingerprint == hello.lease.follows
+
+    def _epoch_of(self, asked: AskedLease | None) -> int:
+        if asked is None:
+            return 0
+        before = self._last_epoch if asked.session == self._name else 0
+        return max(asked.epoch, before) if asked.epoch else before + 1
+
+
+def held_by(worker: _rworker.RWorker) -> list[HeldSequence]:
+    """All sequences of ``worker``, by id."""
+    return [
+        HeldSequence(each, worker.sequence_length(each), tuple(worker.block_table(each)))
+        for each in worker.sequence_ids()
+    ]

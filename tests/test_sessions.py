@@ -1,0 +1,256 @@
+"""Sessions that outlive their S-worker: what R-workers keep of them, for whom, and who is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import contract, r_workers
+
+from fastdecode import _rworker
+from fastdecode.api.config import EngineConfig
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
+from fastdecode.cluster.wire import messages
+from fastdecode.cluster.wire.messages import AskedLease, Hello
+from fastdecode.core.errors import ConfigError, FrameError
+from fastdecode.core.held import HeldSequence
+from fastdecode.core.types import CONTROL, SPAN, Verb, WorkerPlan
+from fastdecode.journal.records import Stepped, read
+from fastdecode.scheduler.store.prefix import PrefixCache
+from fastdecode.scheduler.store.workers import Workers
+
+
+def hello(follows: str = "", epoch: int = 0, name: str = "a", fingerprint: str = "first", keep: float = 60.0) -> Hello:
+    return Hello("host:1", contract.LAYOUT, 16, AskedLease(name, fingerprint, follows, keep, epoch))
+
+
+def make() -> _rworker.RWorker:
+    return make_rworker(contract.LAYOUT, 16, RWorkerSize(1 << 20, 1))
+
+
+def test_a_lease_goes_to_the_heir_with_the_next_epoch() -> None:
+    lease = Lease()
+    worker = lease.open(hello(), make)
+    assert (lease.epoch, lease.goes_on) == (1, False)
+    lease.leave(worker, is_broken=True)
+    with pytest.raises(LeaseError, match="it keeps what session a has here, for 60 s at most") as refused:
+        lease.open(hello(name="b"), make)
+    assert refused.value.kind == "busy"
+    with pytest.raises(LeaseError, match="it keeps what session a"):
+        lease.open(Hello("host:2", contract.LAYOUT, 16), make)
+    assert lease.open(hello("first", fingerprint="second"), make) is worker
+    assert (lease.epoch, lease.goes_on) == (2, True)
+    with pytest.raises(LeaseError, match=r"session a went on with host:1: epoch 2, not 1") as refused:
+        lease.open(hello("", epoch=1), make)
+    assert refused.value.kind == "superseded"
+    lease.leave(worker, is_broken=False)  # which says BYE: nothing is kept
+    assert lease.open(Hello("host:2", contract.LAYOUT, 16), make) is not worker
+    assert (lease.epoch, lease.goes_on) == (0, False)
+
+
+@pytest.mark.parametrize("other", [hello("another"), hello(""), hello("first", epoch=1)])
+def test_what_is_kept_is_freed_for_one_that_is_no_heir(other: Hello) -> None:
+    """Of other weights, without the journal, or the S-worker itself, which has counted it as lost."""
+    lease = Lease()
+    worker = lease.open(hello(), make)
+    lease.leave(worker, is_broken=True)
+    assert lease.open(other, make) is not worker and not lease.goes_on
+    with pytest.raises(ValueError, match="closed"):
+        worker.sequence_ids()
+
+
+def test_what_is_kept_is_freed_in_time() -> None:
+    lease = Lease()
+    lease.leave(lease.open(hello(keep=0.0), make), is_broken=True)
+    lease.open(Hello("host:2", contract.LAYOUT, 16), make)
+    lease.leave(lease.open(hello(keep=1e-9), make), is_broken=True)
+    time.sleep(1e-3)
+    lease.expire()
+    lease.open(Hello("host:2", contract.LAYOUT, 16), make)
+
+
+HELD = [HeldSequence(0, 40, (0, 1, 2)), HeldSequence(7, 16, (0,)), HeldSequence(-3, 0, ())]
+
+
+def test_what_is_held_is_read_as_it_was_said() -> None:
+    data = messages.encode_held(HELD)
+    assert messages.decode_held(data, 3, 16) == tuple(HELD) and messages.decode_held(b"", 3, 16) == ()
+    for length in range(1, len(data)):
+        try:
+            found = messages.decode_held(data[:length], 3, 16)
+        except FrameError:
+            continue
+        assert found == tuple(HELD[: len(found)])
+    for numbers in (
+        [0, 1, 1, 3],
+        [0, 17, 1, 0],
+        [0, 1, 2, 0, 0],
+        [0, -1, 0],
+        [0, 0, -1],
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 9],
+    ):
+        with pytest.raises(FrameError, match=r"HELD: number [01] is no sequence that an R-worker can hold"):
+            messages.decode_held(np.array(numbers, "<i8").tobytes(), 3, 16)
+
+
+def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
+    """Sequences that share blocks, a refused draft beyond what is known, and one that is unknown."""
+    worker = make()
+    rng = np.random.default_rng(0)
+
+    def step(controls: list[tuple[int, int, int, int]], spans: list[tuple[int, int, int, int]]) -> None:
+        begin_step(worker, WorkerPlan(np.array(controls, CONTROL), (np.array(spans, SPAN),)))
+        rows = sum(span[2] for span in spans)
+        for layer, shape in enumerate(contract.LAYOUT.layers if rows else ()):
+            q = np.zeros((0, shape.num_heads, shape.key_head_dim), np.float32)
+            k = rng.standard_normal((rows, shape.num_kv_heads, shape.key_head_dim)).astype(np.float32)
+            v = rng.standard_normal((rows, shape.num_kv_heads, shape.value_head_dim)).astype(np.float32)
+            o = np.zeros((0, shape.num_heads, shape.value_head_dim), np.float32)
+            worker.run(0, layer, q, k, v, o, np.zeros((0, shape.num_heads, 2 + shape.value_head_dim), np.float32))
+        end_step(worker)
+
+    step([], [(0, 0, 40, 0)])
+    step([(Verb.FORK, 1, 0, 32), (Verb.FORK, -1, 0, 32)], [(1, 32, 20, 0)])
+    workers = Workers([worker.num_blocks], [1.0], 16)
+    cache = PrefixCache(workers, enabled=True)
+    known = {0: list(range(38)), 1: list(range(32)) + [5] * 18}
+    assert cache.adopt(0, held_by(worker), known) == 32 + 48
+    assert workers[0].free + workers[0].cached == worker.num_blocks and workers[0].cached == 3
+    step(list(workers.take_controls()[0]), [])
+    assert worker.blocks_free == workers[0].free and worker.sequence_ids() == [-2, -1]
+    cache.reset()
+    step(list(workers.take_controls()[0]), [])
+    assert worker.blocks_free == worker.num_blocks == workers[0].free
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"session": "a"}, "session: R-workers at host:port outlive an S-worker, and r_workers is inproc"),
+        ({"session": ""}, "session must be a name of at most 200 characters, not ''"),
+        ({"keep_session": 9.0}, "keep_session: what R-workers keep is found by --session: give one"),
+        ({"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"}, "is found by --journal: give one"),
+        ({"keep_session": -1.0}, "keep_session must be 0 to 86400 seconds, not -1.0"),
+        (
+            {
+                "keep_session": 9.0,
+                "session": "a",
+                "r_workers": "localhost:1",
+                "journal": "j",
+                "prefill_workers": "spawn:1",
+            },
+            "keep_session works without prefill_workers so far",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Greedy, unseeded and several samples, of prompts of some 100 tokens."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "n": 3}]
+    return [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+        | {
+            "body": {"prompt": f"def function_{number}(x, y):" + " x = y + z;" * 8, "max_tokens": 160}
+            | kinds[number % 3]
+        }
+        for number in range(6)
+    ]
+
+
+class Job:
+    """A batch that S-workers answer, one after another."""
+
+    def __init__(self, folder: Path, addresses: str) -> None:
+        self.out, self.journal, self._asked = folder / "out.jsonl", folder / "journal", folder / "in.jsonl"
+        self._asked.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+        self._flags = ["--r-workers", addresses, "--max-model-len", "512", "--s-threads", "1"]
+
+    def start(self, *flags: str) -> subprocess.Popen[str]:
+        command = [r_workers.FASTDECODE, "run-batch", "-i", str(self._asked), "-o", str(self.out), *self._flags, *flags]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def start_session(self) -> subprocess.Popen[str]:
+        """One that keeps its session, and has taken some steps."""
+        wanted = self.num_tokens + 60
+        process = self.start("--session", "s", "--keep-session", "60", "--journal", str(self.journal))
+        while self.num_tokens < wanted:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.005)
+        return process
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens in the journal."""
+        file = self.journal / "journal"
+        records = read(file.read_bytes())[0] if file.exists() else []
+        steps = [record for record in records if isinstance(record, Stepped)]
+        return sum(len(tokens) for step in steps for _, tokens in step.tokens)
+
+    def answers(self) -> dict[str, Any]:
+        lines = [json.loads(text) for text in self.out.read_text().splitlines()]
+        assert len(lines) == len(rows())
+        return {line["custom_id"]: line["response"]["body"]["choices"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[str]:
+    """Two R-workers."""
+    with ExitStack() as stack:
+        yield ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(addresses: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All answers, where nothing happens."""
+    job = Job(tmp_path_factory.mktemp("undisturbed"), addresses)
+    _, err = (process := job.start()).communicate()
+    assert process.returncode == 0, err
+    return job.answers()
+
+
+@pytest.mark.slow
+def test_a_killed_s_worker_goes_on_with_what_was_kept(addresses: str, undisturbed: Any, tmp_path: Path) -> None:
+    """``kill -9`` again and again, then to the end: the same answers, from what R-workers have kept."""
+    job, rng = Job(tmp_path, addresses), random.Random(3)
+    for _ in range(2):
+        process = job.start_session()
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        process.communicate()
+    process = job.start_session()
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    kept = [int(count) for count in re.findall(r"has kept ([0-9]+) tokens of the session, which goes on", err)]
+    assert sum(kept) >= 6 * 64, err
+    assert job.answers() == undisturbed
+
+
+@pytest.mark.slow
+def test_of_two_s_workers_one_goes_on(addresses: str, tmp_path: Path) -> None:
+    """One is stopped within its steps, another takes over, and when the first wakes up it ends by name."""
+    job = Job(tmp_path, addresses)
+    first = job.start_session()
+    first.send_signal(signal.SIGSTOP)
+    second = job.start_session()
+    first.send_signal(signal.SIGCONT)
+    _, err = first.communicate(timeout=90)
+    assert first.returncode == 1 and "its session goes on with" in err
+    _, err = second.communicate()
+    assert second.returncode == 0 and "is taken over" in err, err
+    assert len(job.answers()) == len(rows())
