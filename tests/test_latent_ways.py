@@ -1,4 +1,4 @@
-"""Latent rows give the tokens of transformers' ``generate`` in every way in which they can be run."""
+"""Latent rows, and rows that an index picks, give the tokens of ``generate`` in every way in which they can be run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import latent_zoo, model_zoo, prefill_workers, r_workers
+from helpers import latent_zoo, model_zoo, prefill_workers, r_workers, sparse_zoo
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.examples import SEES_ALL
@@ -41,10 +41,16 @@ PLANNED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "longcat_f
 """Those for which transformers has a plan for ranks."""
 CUT = ("deepseek_v2", "glm4_moe_lite", "longcat_flash")
 """Those of them whose attention it cuts, by heads."""
+SPARSE = tuple(sparse_zoo.CONFIGS)
+
+
+def zoo(name: str) -> Any:
+    """Where the architecture's tiny model and its prompts are."""
+    return sparse_zoo if name in SPARSE else latent_zoo
 
 
 def pairs() -> Iterator[Any]:
-    """Every architecture in every way; ``make test`` has each of both at least once."""
+    """Every architecture in every way; ``make test`` has each of both at least once, of latent rows alone."""
     names, ways = list(latent_zoo.CONFIGS), list(WAYS)
     for i, name in enumerate(names):
         for j, way in enumerate(ways):
@@ -53,24 +59,27 @@ def pairs() -> Iterator[Any]:
             is_drawn = (i + j) % len(names) == 3 or (name, way) == ("glm4_moe_lite", "ranks")
             marks = [pytest.mark.slow] if is_drawn else [pytest.mark.thorough]
             yield pytest.param(name, way, marks=() if is_drawn and way == "ranges" else marks, id=f"{name}-{way}")
+    for name in SPARSE:
+        for way in ways:
+            yield pytest.param(name, way, marks=pytest.mark.thorough, id=f"{name}-{way}")
 
 
-def numbers(way: str, seed: int) -> list[tuple[int, int]]:
-    """Numbers of R-workers and of mini-batches; ``make test`` takes one pair of them."""
+def numbers(way: str, seed: int, all_of_them: bool) -> list[tuple[int, int]]:
+    """Numbers of R-workers and of mini-batches, or one pair of them."""
     least = 2 if {"copies", "kill"} & set(way.replace(",", "").split()) else 1
     able = [pair for pair in NUMBERS if pair[0] >= least and (way != "ranks" or pair[0] < 3)]
-    return able if SEES_ALL else [able[seed % len(able)]]
+    return able if all_of_them else [able[seed % len(able)]]
 
 
 @cache
 def folder(name: str, root: Path) -> Path:
     """The architecture's tiny model."""
-    latent_zoo.build_model(name).save_pretrained(root / name)
+    zoo(name).build_model(name).save_pretrained(root / name)
     return root / name
 
 
-def tokens_of(llm: LLM, befalls: dict[int, Callable[[], object]]) -> list[list[int]]:
-    found = Watched(llm).run(latent_zoo.prompts(), lambda _: GREEDY, befalls)
+def tokens_of(llm: LLM, name: str, befalls: dict[int, Callable[[], object]]) -> list[list[int]]:
+    found = Watched(llm).run(zoo(name).prompts(), lambda _: GREEDY, befalls)
     assert_nothing_held(llm.engine)
     return [each[0] for each in found]
 
@@ -78,17 +87,20 @@ def tokens_of(llm: LLM, befalls: dict[int, Callable[[], object]]) -> list[list[i
 def run(name: str, way: str, root: Path, num_workers: int, num_mini_batches: int) -> list[list[int]]:
     """The tokens."""
     settings = latent_zoo.SETTINGS | WAYS[way] | {"num_mini_batches": num_mini_batches}
+    if name in SPARSE:
+        settings["block_size"] = 16
     kind = "spawn" if "kill" in way else "inproc"
     if way == "ranks":
         num_workers *= 2
     with LLM(str(folder(name, root)), **settings, r_workers=f"{kind}:{num_workers}") as llm:
         layers = llm.engine.s_model.layout.layers
-        assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(1, 40, 0)}
-        assert {each.num_heads for each in layers} == {2 if way == "ranks" and name in CUT else 4}
+        if name not in SPARSE:
+            assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(1, 40, 0)}
+            assert {each.num_heads for each in layers} == {2 if way == "ranks" and name in CUT else 4}
         if "drafts" in way:
-            guessed = dict(zip(map(tuple, latent_zoo.prompts()), proven(name, root), strict=True))
+            guessed = dict(zip(map(tuple, zoo(name).prompts()), proven(name, root), strict=True))
             always_draft(llm.engine, Clairvoyant(guessed, error=0.3))
-        tokens = tokens_of(llm, kills(llm, "copies" in way) if "kill" in way else {})
+        tokens = tokens_of(llm, name, kills(llm, "copies" in way) if "kill" in way else {})
         assert ("drafts" in way) == (llm.engine.scheduler.statistics.drafts.num_accepted_tokens > 0)
     return tokens
 
@@ -110,7 +122,7 @@ def run_with_prefill_workers(name: str, root: Path, num_workers: int, num_mini_b
         LLM(str(place), **settings, r_workers=f"inproc:{num_workers}", prefill_workers=addresses) as llm,
     ):
         there = Watched(llm, range(2))
-        found = there.run(latent_zoo.prompts(), lambda _: GREEDY)
+        found = there.run(zoo(name).prompts(), lambda _: GREEDY)
         assert there.computed
         assert_nothing_held(llm.engine)
     return [each[0] for each in found]
@@ -120,7 +132,7 @@ def run_with_prefill_workers(name: str, root: Path, num_workers: int, num_mini_b
 def test_every_architecture_in_every_way(name: str, way: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "latent_models"
     attempt = partial(run_with_prefill_workers, name) if way == "prefill workers" else partial(run, name, way)
-    for pair in numbers(way, len(name) + len(way)):
+    for pair in numbers(way, len(name) + len(way), SEES_ALL and name not in SPARSE):
         assert attempt(root, *pair) == proven(name, root), pair
 
 
@@ -128,9 +140,9 @@ def test_every_architecture_in_every_way(name: str, way: str, tmp_path_factory: 
 def proven(name: str, root: Path) -> list[list[int]]:
     """Tokens of one R-worker, once they have proven to be what ``generate`` gives."""
     with LLM(str(folder(name, root)), **latent_zoo.SETTINGS) as llm:
-        tokens = tokens_of(llm, {})
+        tokens = tokens_of(llm, name, {})
     assert sum(len(set(each)) > NUM_TOKENS / 3 for each in tokens) >= 7  # one may go round in circles
-    model = latent_zoo.build_model(name)
-    texts = zip(latent_zoo.prompts(), tokens, strict=True)
+    model = zoo(name).build_model(name)
+    texts = zip(zoo(name).prompts(), tokens, strict=True)
     assert [model_zoo.disagreements(model, *pair) for pair in texts] == [0] * 8
     return tokens

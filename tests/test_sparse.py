@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from helpers import latent_zoo, model_zoo, prefill_workers, r_workers
+from helpers import model_zoo, prefill_workers, r_workers
 from helpers.engine_checks import assert_nothing_held
 from helpers.examples import SEES_ALL
 from helpers.prefill_workers import Watched
+from helpers.sparse_zoo import CONFIGS, SETTINGS, build_model, prompts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.r_worker.host import make_layer_cache
@@ -31,41 +31,6 @@ from fastdecode.sworker.staging import PromptRows
 
 NUM_TOKENS = 64 if SEES_ALL else 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "s_threads": 1}
-SETTINGS |= {"r_threads": 1, "kv_cache_memory": "16MiB", "block_size": 16}
-LENGTHS = (620, 1, 500, 128, 3, 77, 400, 160)
-
-TOKENS = latent_zoo.MOE | {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 12, "head_dim": 8}
-BLOCKS: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "dense_intermediate_size": 96,
-    "shared_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rotary_dim": 8,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 2048,
-    "vocab_size": model_zoo.VOCABULARY,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_block_size": 16,
-    "index_topk_blocks": 3,
-    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v32": ("DeepseekV32Config", TOKENS),
-    "glm_moe_dsa": ("GlmMoeDsaConfig", TOKENS | {"indexer_types": ["full", "shared", "full"]}),
-    "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS),
-}
 RUN: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"r_workers": "inproc:3", "num_mini_batches": 3, "max_num_batched_tokens": 100, "max_num_seqs": 16},
     "glm_moe_dsa": {"r_workers": "spawn:2", "num_mini_batches": 2, "kv_replicas": 2},
@@ -86,25 +51,12 @@ MORE = [
 ]
 
 
-def build_model(name: str) -> Any:
-    """The model, in float32 on the CPU, with transformers' own attention."""
-    config_class, settings = CONFIGS[name]
-    config = getattr(transformers, config_class)(**settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    return model_zoo.randomised(model, latent_zoo.STD).eval()
-
-
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
     """Name, model and folder of each architecture."""
     place, built = tmp_path_factory.mktemp(request.param), build_model(request.param)
     built.save_pretrained(place)
     return request.param, built, place
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(model_zoo.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 def generated(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
