@@ -64,6 +64,18 @@ def test_latent_rows_are_read_once_for_keys_and_values(capsys: pytest.CaptureFix
         assert multiply_adds == pytest.approx(3 * 70 * 4 * (16 + 16))
 
 
+def test_an_index_scans_its_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys of 16 bits in any cache, one product for each element and head; the best scores are right by the oracle."""
+    asked = "--num-kv-heads", "1", "--kv-cache-dtype", "float32,int8", "--context-len", "70,600", "--q-len", "2"
+    rows = rows_of(capsys, *asked, "--index-picks", "50,90")
+    assert [row["index_picks"] for row in rows] == [50, 90] * 4
+    for row in rows:
+        assert row["max_relative_error"] < 1e-5
+        assert row["kv_bytes"] == 3 * row["context_len"] * 16 * (4 if row["kv_cache_dtype"] == "float32" else 2)
+        multiply_adds = row["mac_peak_g_per_s"] * row["kv_bytes"] / row["arithmetic_gb_per_s"]
+        assert multiply_adds == pytest.approx(3 * row["context_len"] * 4 * 16 * 2)
+
+
 def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """In its order, and the figures belong together."""
     (row,) = rows_of(capsys)
@@ -142,6 +154,7 @@ def test_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--context-len", "2", "--q-len", "3"], 2, "must hold q_len (3) new tokens"),
         (["--shared-prefix-len", "70"], 2, "after shared_prefix_len (70)"),
         (["--latent-dim", "17"], 2, "latent_dim must be at most head_dim (16), not 17"),
+        (["--index-picks", "8"], 2, "index_picks 8: an index has num_kv_heads 1 and latent_dim 0"),
         (["--batch-size", "0"], 2, "batch_size must be 1 to"),
         (["--threads", "4096"], 2, "threads is 4096, and this process may use"),
         (["--repeats", "3"], 2, "repeats must be at least 9"),

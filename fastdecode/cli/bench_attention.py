@@ -40,6 +40,7 @@ SWEPT = (
     ("--q-len", "1", "new tokens of each sequence, which attend causally (1)"),
     ("--shared-prefix-len", "0", "tokens at the start that all sequences share (0)"),
     ("--latent-dim", "0", "dims of keys that are the values, too, as of latent attention; 0: values are stored (0)"),
+    ("--index-picks", "0", "tokens that an index picks: its scan of its keys is measured; 0: attention is (0)"),
 )
 
 
@@ -92,7 +93,16 @@ def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
     """Every combination of the lists; ConfigError names the flag that cannot work."""
     from fastdecode.measure.attention_shape import ContextLen, sweep
 
-    whole = ("num_heads", "num_kv_heads", "head_dim", "threads", "q_len", "shared_prefix_len", "latent_dim")
+    whole = (
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "threads",
+        "q_len",
+        "shared_prefix_len",
+        "latent_dim",
+        "index_picks",
+    )
     values: dict[str, list[Any]] = {name: [_whole(name, text) for text in _split(args, name)] for name in whole}
     values["context_len"] = [ContextLen.parse(text) for text in _split(args, "context_len")]
     values["batch_size"] = [

@@ -88,8 +88,7 @@ class Samples:
 def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float) -> dict[str, Any]:
     shape, lengths = cache.shape, cache.lengths
     num_tokens, kv_bytes = int(lengths.sum()), shape.tokens_needed(lengths) * shape.layout.kv_bytes_per_token
-    layer = shape.layout.layers[0]
-    multiply_adds = num_tokens * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.q_len
+    multiply_adds = num_tokens * shape.multiply_adds_per_token * shape.q_len
     seconds = float(np.median(samples.seconds))
     read_peak, mac_peak = float(np.median(samples.read)), float(np.median(samples.mac))
     scattered = float(np.median(samples.scattered))
@@ -118,6 +117,7 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
         "max_relative_error": error,
         "shared_prefix_len": shape.shared_prefix_len,
         "latent_dim": shape.latent_dim,
+        "index_picks": shape.index_picks,
         "model_dtype": shape.model_dtype,
         "kv_bytes": kv_bytes,
         "roofline_gb_per_s": roofline.gb_per_s,

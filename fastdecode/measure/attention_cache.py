@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from fastdecode import _rworker
 from fastdecode.backends import tuning
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.machine import available_memory_bytes, usable_cores
-from fastdecode.core.types import ITEM_BYTES, Verb, from_wire, to_wire
+from fastdecode.core.types import ITEM_BYTES, SPLIT_TOKENS, SpanMode, Verb, from_wire, to_wire
 from fastdecode.measure.attention_shape import BLOCK_SIZE, AttentionShape
 
 PAYLOAD_BYTES = 16 << 20
@@ -43,7 +42,7 @@ class FilledCache:
         self._rows_per_step = rows // 2
         self._fill()
         new_rows = len(lengths) * shape.q_len
-        self._q = self._random(new_rows, shape.num_heads, layer.key_head_dim)
+        self._q = self._random(new_rows, shape.num_heads, layer.query_dim)
         self._k, self._v = (self._random(new_rows, shape.num_kv_heads, dim) for dim in dims)
         self._out = np.empty((new_rows, shape.num_heads, layer.value_head_dim), self._q.dtype)
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
@@ -65,13 +64,44 @@ class FilledCache:
     def commit_and_check(self) -> float:
         """The last call: its rows stay, and the largest error of some sequences' o is returned.
 
-        Norm-wise, per row and head, against float64 attention over the cache as it is stored.
+        Norm-wise, per row and head, against float64 attention over the cache as it is stored; of an index, of the best
+        scores, beside the largest.
         """
+        if self.shape.index_picks:
+            return self._commit_and_check_scores()
         self.worker.begin_step(NO_CONTROLS, [self._spans])
         self.worker.submit(0, 0, self._q, self._k, self._v, self._out)
         self.worker.wait(0)
         self.worker.end_step()
         return max(self._error(index) for index in checked_sequences(self.shape, self.lengths))
+
+    def _commit_and_check_scores(self) -> float:
+        """As tails of longer sequences, which answer with the ranks of their best scores."""
+        picks, q_len, spans = self.shape.index_picks, self.shape.q_len, self._spans.copy()
+        spans[:, 3] = SpanMode.PARTIAL
+        nodes = np.array([(-(-int(length) // SPLIT_TOKENS)).bit_count() for length in self.lengths])
+        ends = np.cumsum(nodes * q_len)
+        partials = np.zeros((ends[-1], 1, picks), np.float32)
+        self.worker.begin_step(NO_CONTROLS, [spans])
+        self.worker.submit(0, 0, self._q, self._k, self._v, self._out[:0], partials)
+        self.worker.wait(0)
+        self.worker.end_step()
+        errors = []
+        for index in checked_sequences(self.shape, self.lengths):
+            ranks = partials[ends[index] - nodes[index], 0].view(np.uint32)
+            errors.append(self._score_error(index, ranks[: self.lengths[index]]))
+        return max(errors)
+
+    def _score_error(self, index: int, ranks: np.ndarray) -> float:
+        """Of the last row of a sequence; ``ranks`` as `rworker_cpp/src/picks.cpp` has them."""
+        shape, row = self.shape, (index + 1) * self.shape.q_len - 1
+        keys = self.worker.read_tokens(index, 0)[0][:, 0].astype(np.float64)
+        q = from_wire(self._q[row, :, : shape.head_dim], shape.model_dtype).astype(np.float64)
+        weights = np.ascontiguousarray(self._q[row, :, shape.head_dim :]).view(np.float32)[:, :1]
+        products = np.maximum(q @ keys.T * shape.layout.layers[0].scale, 0)
+        best = np.sort((products * weights).sum(0))[::-1][: len(ranks)]
+        bits = np.where(ranks >> 31, ranks ^ np.uint32(1 << 31), ~ranks)
+        return float(np.abs(bits.view(np.float32) - best).max() / np.abs(best).max())
 
     def close(self) -> None:
         """Give the memory back."""
@@ -110,9 +140,7 @@ class FilledCache:
         num_rows = sum(tokens for _, _, tokens in pieces)
         first = int(self._rng.integers(0, len(self._keys) - num_rows + 1))
         layer, dtype = self.shape.layout.layers[0], self._keys.dtype
-        no_q, no_out = (
-            np.empty((0, layer.num_heads, dim), dtype) for dim in (layer.key_head_dim, layer.value_head_dim)
-        )
+        no_q, no_out = (np.empty((0, layer.num_heads, dim), dtype) for dim in (layer.query_dim, layer.value_head_dim))
         self.worker.begin_step(NO_CONTROLS, [self._table((*piece, 0) for piece in pieces)])
         rows = slice(first, first + num_rows)
         self.worker.submit(0, 0, no_q, self._keys[rows], self._values[rows], no_out)
@@ -152,14 +180,14 @@ def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes
 
 def _cache_bytes(shape: AttentionShape, lengths: np.ndarray) -> int:
     """Of a FilledCache, with what it is filled from and called with."""
-    blocks = _num_blocks(lengths) * _rworker.block_bytes(_layers(shape), shape.kv_cache_dtype, BLOCK_SIZE)
+    blocks = _num_blocks(lengths) * _rworker.block_bytes(list(shape.layout.layers), shape.kv_cache_dtype, BLOCK_SIZE)
     rows = len(lengths) * shape.q_len * 2 * (_row_bytes(shape) + shape.num_heads * shape.head_dim * 4)
     return blocks + rows + 4 * PAYLOAD_BYTES
 
 
 def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker:
     return _rworker.RWorker(
-        layers=_layers(shape),
+        layers=list(shape.layout.layers),
         model_dtype=shape.model_dtype,
         kv_dtype=shape.kv_cache_dtype,
         block_size=BLOCK_SIZE,
@@ -169,12 +197,6 @@ def _open_worker(shape: AttentionShape, lengths: np.ndarray) -> _rworker.RWorker
         isa=shape.isa,
         read_ahead=tuning().read_ahead,
     )
-
-
-def _layers(shape: AttentionShape) -> list[tuple[Any, ...]]:
-    dim, latent = shape.head_dim, shape.latent_dim
-    plain: tuple[Any, ...] = (shape.num_heads, shape.num_kv_heads, dim, latent or dim, dim**-0.5, 0, 0.0, [], [])
-    return [(*plain, True) if latent else plain]
 
 
 def _num_blocks(lengths: np.ndarray) -> int:

@@ -49,7 +49,8 @@ class ContextLen:
 class AttentionShape:
     """One call of one layer. ``context_len`` counts the ``q_len`` new tokens of each sequence too; ``batch_size`` None
     is chosen. The first ``shared_prefix_len`` tokens are the same blocks for all sequences. ``latent_dim``: values are
-    the first so many dims of the keys, and are not stored; 0: they are stored, as wide as keys."""
+    the first so many dims of the keys, and are not stored; 0: they are stored, as wide as keys. ``index_picks``: the
+    layer is an index, which scans its keys and picks so many tokens; 0: it attends."""
 
     isa: str
     kv_cache_dtype: str
@@ -62,6 +63,7 @@ class AttentionShape:
     threads: int
     shared_prefix_len: int = 0
     latent_dim: int = 0
+    index_picks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "q_len", "threads"):
@@ -71,7 +73,9 @@ class AttentionShape:
             raise ConfigError(f"batch_size must be 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        is_bounded = is_quantized(self.kv_cache_dtype) and not self.latent_dim
+        if self.index_picks and (self.num_kv_heads > 1 or self.latent_dim):
+            raise ConfigError(f"index_picks {self.index_picks}: an index has num_kv_heads 1 and latent_dim 0")
+        is_bounded = is_quantized(self.kv_cache_dtype) and not (self.latent_dim or self.index_picks)
         most = MAX_QUANTIZED_HEAD_DIM if is_bounded else MAX_HEAD_DIM
         if self.head_dim > most:
             raise ConfigError(f"head_dim must be at most {most}, not {self.head_dim}")
@@ -100,14 +104,18 @@ class AttentionShape:
 
     @property
     def arithmetic_dtype(self) -> str:
-        """The dtype whose multiply-adds attention does: the cache's, but the model's where latent rows have codes."""
-        return self.model_dtype if self.latent_dim else self.kv_cache_dtype
+        """The dtype whose multiply-adds attention does: the cache's, but the model's where latent rows have codes, and
+        where an index has none."""
+        return self.model_dtype if self.latent_dim or self.index_picks else self.kv_cache_dtype
 
     @property
     def layout(self) -> KVLayout:
         """The one layer that is measured."""
-        dim, latent = self.head_dim, self.latent_dim
-        layer = LayerLayout(self.num_heads, self.num_kv_heads, dim, latent or dim, dim**-0.5, values_in_keys=latent > 0)
+        dim, value_dim = self.head_dim, 1 if self.index_picks else self.latent_dim
+        layer = LayerLayout(
+            self.num_heads, self.num_kv_heads, dim, value_dim or dim, dim**-0.5,
+            values_in_keys=value_dim > 0, picks=self.index_picks,
+        )  # fmt: skip
         return KVLayout((layer,), self.model_dtype, self.kv_cache_dtype)
 
     @property
@@ -119,6 +127,12 @@ class AttentionShape:
     def shared_tokens(self) -> int:
         """Tokens of the prefix that lie in shared blocks: a partial block is copied."""
         return self.shared_prefix_len // BLOCK_SIZE * BLOCK_SIZE
+
+    @property
+    def multiply_adds_per_token(self) -> int:
+        """Of one query token and one cached token, over all heads: keys and, but in an index, values."""
+        layer = self.layout.layers[0]
+        return layer.num_heads * (layer.key_head_dim + (0 if self.index_picks else layer.value_head_dim))
 
     def lengths(self, cache_bytes: int, seed: int) -> np.ndarray:
         """int64 [batch_size]: tokens of each sequence. With a batch size of auto, so many that copies of their own
