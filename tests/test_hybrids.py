@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers import model_zoo, r_workers
+from helpers import r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
-from helpers.tiny_configs import tiny_config
+from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -23,7 +22,6 @@ from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.types import KVLayout, LayerLayout, StateLayout
 from fastdecode.hybrids import check_hybrid
-from fastdecode.sworker.loader import auto_class
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, d
 
 
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in LENGTHS]
+    return random_prompts(LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +41,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def save(model_type: str) -> tuple[Path, list[list[int]]]:
-        config = tiny_config(model_type)
-        model = auto_class(model_type).from_config(config, attn_implementation="eager", dtype=torch.float32)
-        model.generation_config.eos_token_id = None
-        model = model_zoo.randomised(model, 0.4, 0.15)
-        model.save_pretrained(root / model_type)
-        settings = {"do_sample": False, "max_new_tokens": NUM_TOKENS}
-        texts = [generated_by(model, prompt, **settings) for prompt in prompts()]
-        tokens = [text[len(prompt) :].tolist() for text, prompt in zip(texts, prompts(), strict=True)]
-        assert len({token for each in tokens for token in each}) > 16, "tokens that vary"
-        return root / model_type, tokens
+        folder = root / model_type
+        return folder, save_with_texts(folder, model_type, prompts(), NUM_TOKENS)
 
     return save
-
-
-def generated_by(model: Any, prompt: list[int], **settings: Any) -> torch.Tensor:
-    """The text that transformers makes of ``prompt``, by a model that has none of earlier texts' states."""
-    for each in model.modules():
-        if hasattr(each, "conv1d_state"):  # RecurrentGemma's block goes on from it where a prompt is one token
-            each.conv1d_state = None
-    return model.generate(torch.tensor([prompt]), **settings)[0]
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:

@@ -34,7 +34,7 @@ const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
 }
 
 StateJob::StateJob(const KVCache& cache, const StateKernels& kernels, DType dtype, int num_threads)
-    : cache_(cache), kernels_(kernels), dtype_(dtype), scratch_(num_threads) {
+    : cache_(cache), kernels_(kernels), dtype_(dtype), scratch_(num_threads), convolved_(num_threads) {
     std::int64_t floats = 0;
     for (const LayerSpec& layer : cache.layers())
         if (layer.state)
@@ -72,6 +72,7 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     const LayerSpec& of = cache_.layers()[layer];
     spec_ = of.state.get();
     payload_ = payload;
+    convolved_.assign(convolved_.size(), {});
     const std::int64_t head_bytes = 4 * spec_->value_dim * (spec_->key_dim + spec_->taps - 1);
     std::int64_t cost = 0;
     for (const Rows& rows : rows_)
@@ -211,6 +212,10 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     }
     const StateArgs here = args;
     const bool computes = rows.attends || (rows.count && !rows.coming);
+    const bool alone = computes && rows.count == 1 && !rows.num_kept;
+    const Convolved convolved = alone ? Convolved{item / spec.heads, group} : Convolved{};
+    args.shares = alone && convolved == convolved_[thread];
+    convolved_[thread] = convolved;
     if (rows.num_kept && args.matrix) advance_kept(args, rows);
     if (rows.num_kept && computes) {
         args.value = moved_on(here.value, rows, aside.value, aside.value_rows);

@@ -60,7 +60,14 @@ class StateJob final : public LayerJob {
     std::vector<Rows> rows_;
     std::unique_ptr<std::atomic<std::int32_t>[]> heads_left_;  // of each sequence and group
     std::size_t num_counters_ = 0;
+    /// Whose query and key a thread's scratch has; row -1: none's.
+    struct alignas(64) Convolved {
+        std::int64_t row = -1, group = -1;
+        bool operator==(const Convolved&) const = default;
+    };
+
     std::vector<std::vector<float>> scratch_;  // per thread
+    std::vector<Convolved> convolved_;         // per thread
 };
 
 /// Advance the state of a sequence to that after its first `num_tokens` tokens, by rows that it lacks.

@@ -40,6 +40,7 @@ struct StateArgs {
     void* out;
     int64_t out_stride;
     float* scratch;
+    bool shares;  // delta, scan: query and key are those of the call before with this scratch, and num_rows is 1
 };
 
 /// Floats that `advance` needs.

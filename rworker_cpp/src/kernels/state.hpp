@@ -28,10 +28,12 @@ struct Convolved {
     int dim16;
     float *history, *out;
 
-    Convolved(const StateArgs& all, const StateChannels& channels, float*& scratch)
+    /// `shares`: what it makes is there already.
+    Convolved(const StateArgs& all, const StateChannels& channels, float*& scratch, bool shares = false)
         : args(all), part(channels), dim16(round_up16(channels.dim)), history(scratch) {
         out = history + args.taps * dim16;
         scratch = out + dim16;
+        if (shares) return;
         const int rows_of = (part.dim + args.row_floats - 1) / args.row_floats;
         for (int64_t p = args.position - args.taps + 1; p < args.position; ++p) {
             float* const to = history + (p + args.taps) % args.taps * dim16;
@@ -50,15 +52,14 @@ struct Convolved {
         const int64_t position = args.position + row;
         widen_row<L>(args.dtype, element(args.dtype, args.rows, row * args.row_stride + part.first_channel), part.dim, 1.0f,
                      history + position % args.taps * dim16);
-        for (int i = 0; i < part.dim; i += L::width) L::store(out + i, L::load(args.bias + part.first_channel + i));
-        for (int tap = 0; tap < args.taps; ++tap) {
-            const float* const inputs = history + (position + 1 + tap) % args.taps * dim16;
-            const float* const filter = args.filters + tap * args.channels + part.first_channel;
-            for (int i = 0; i < part.dim; i += L::width)
-                L::store(out + i, L::fma(L::load(filter + i), L::load(inputs + i), L::load(out + i)));
+        const float *inputs[16], *const filters = args.filters + part.first_channel;
+        for (int tap = 0; tap < args.taps; ++tap) inputs[tap] = history + (position + 1 + tap) % args.taps * dim16;
+        for (int i = 0; i < part.dim; i += L::width) {
+            typename L::vec sum = L::load(args.bias + part.first_channel + i);
+            for (int tap = 0; tap < args.taps; ++tap)
+                sum = L::fma(L::load(filters + tap * args.channels + i), L::load(inputs[tap] + i), sum);
+            L::store(out + i, args.silu ? silu<L>(sum) : sum);
         }
-        if (args.silu)
-            for (int i = 0; i < part.dim; i += L::width) L::store(out + i, silu<L>(L::load(out + i)));
         for (int i = part.dim; i < dim16; ++i) out[i] = 0.0f;
     }
 
@@ -73,37 +74,66 @@ struct Convolved {
     }
 };
 
-/// Asks for floats [begin, end) of row i of the matrix that comes next.
-inline void ask_next(const StateArgs& args, int i, int begin, int end) {
-    for (int c = begin; c < end; c += 16) __builtin_prefetch(args.next_matrix[i] + c, 0, 2);
+
+/// Asks for the matrix of the call that follows, line by line in the order of memory: what else reads ahead follows it.
+struct Ahead {
+    float* const* rows;
+    int num_rows, row_floats, row = 0, column = 0;
+
+    Ahead(const StateArgs& args, bool asks)
+        : rows(args.next_matrix), num_rows(asks && rows ? args.key.dim : 0), row_floats(args.row_floats) {}
+
+    void ask(int lines) {
+        for (; lines > 0 && row < num_rows; --lines) {
+            __builtin_prefetch(rows[row] + column, 0, 2);
+            if ((column += 16) >= row_floats) column = 0, ++row;
+        }
+    }
+};
+
+/// sum += S'x over columns [first, first + N vectors). Rows go in pairs, each with sums of its own, or one would wait
+/// for the other.
+template <class L, int N>
+[[gnu::always_inline]] inline void add_products(const StateArgs& args, int first, const float* x, typename L::vec (&sum)[N],
+                                                int lines, Ahead& ahead) {
+    using vec = typename L::vec;
+    const int dim = args.key.dim;
+    vec odd[N];
+    for (int n = 0; n < N; ++n) odd[n] = L::set1(0.0f);
+    int i = 0;
+    for (; i + 2 <= dim; i += 2) {
+        const float *const row = args.matrix[i] + first, *const other = args.matrix[i + 1] + first;
+        ahead.ask(2 * lines);
+        const vec here = L::set1(x[i]), there = L::set1(x[i + 1]);
+        RWORKER_UNROLL
+        for (int n = 0; n < N; ++n) {
+            sum[n] = L::fma(here, L::load(row + n * L::width), sum[n]);
+            odd[n] = L::fma(there, L::load(other + n * L::width), odd[n]);
+        }
+    }
+    if (i < dim)
+        for (int n = 0; n < N; ++n) sum[n] = L::fma(L::set1(x[i]), L::load(args.matrix[i] + first + n * L::width), sum[n]);
+    for (int n = 0; n < N; ++n) sum[n] = L::add(sum[n], odd[n]);
 }
 
 /// What one token does to columns [first, first + N vectors) of a matrix; `o` and `v` have round_up16(value_dim).
 /// delta reads the rows twice, the second time from a near cache.
-template <class L, int N>
+template <class L, int N, bool Delta>
 [[gnu::always_inline]] inline void update(const StateArgs& args, int first, const float* q, const float* k, const float* a,
-                                          const float* ak, float rate, const float* v, float* o, bool last) {
+                                          const float* ak, float rate, const float* v, float* o, Ahead& ahead) {
     using vec = typename L::vec;
-    const bool asks = last && first == 0 && args.next_matrix;
-    const int half = args.row_floats / 32 * 16;
+    constexpr int kLines = N * L::width > 16 ? N * L::width / 16 : 1, kFirst = Delta ? kLines / 2 : 0;
     vec d[N], sum[N];
     for (int n = 0; n < N; ++n) d[n] = L::load(v + first + n * L::width), sum[n] = L::set1(0.0f);
-    const int dim = args.key.dim;
-    const bool delta = args.recurrence == Recurrence::delta;
-    if (delta) {
-        for (int i = 0; i < dim; ++i) {
-            const float* const row = args.matrix[i] + first;
-            if (asks) ask_next(args, i, 0, half);
-            const vec x = L::set1(ak[i]);
-            RWORKER_UNROLL
-            for (int n = 0; n < N; ++n) { sum[n] = L::fma(x, L::load(row + n * L::width), sum[n]); }
-        }
+    if constexpr (Delta) {
+        add_products<L, N>(args, first, ak, sum, kFirst, ahead);
         for (int n = 0; n < N; ++n) d[n] = L::sub(d[n], sum[n]), sum[n] = L::set1(0.0f);
     }
     for (int n = 0; n < N; ++n) d[n] = L::mul(d[n], L::set1(rate));
+    const int dim = args.key.dim;
     for (int i = 0; i < dim; ++i) {
         float* const row = args.matrix[i] + first;
-        if (asks) ask_next(args, i, delta ? half : 0, args.row_floats);
+        ahead.ask(kLines - kFirst);
         const vec key = L::set1(k[i]), decay = L::set1(a[i]), query = L::set1(q[i]);
         RWORKER_UNROLL
         for (int n = 0; n < N; ++n) {
@@ -164,12 +194,12 @@ void advance_selective(const StateArgs& args, const Convolved<L>& value, float* 
     for (int64_t row = 0; row < args.num_rows; ++row) {
         value.take(row), query.take(row), key.take(row);
         widen_row<L>(DType::float32, numbers_of(args, row) + args.first_decay, args.value.dim, 1.0f, steps);
-        const bool asks = row + 1 == args.num_rows && args.next_matrix;
+        Ahead ahead(args, row + 1 == args.num_rows);
         for (int c = 0; c < value.dim16; c += L::width) {
             const vec step = L::load(steps + c), taken = L::mul(step, L::load(value.out + c));
             vec sum = L::set1(0.0f);
             for (int n = 0; n < key_dim; ++n) {
-                if (asks && c == 0) ask_next(args, n, 0, args.row_floats);
+                if (c % 16 == 0) ahead.ask(1);
                 const vec decay = exp_nonpositive_one<L>(L::mul(step, L::load(args.factors + n * args.factor_stride + c)));
                 const vec s = L::fma(L::set1(key.out[n]), taken, L::mul(decay, L::load(args.matrix[n] + c)));
                 L::store(args.matrix[n] + c, s);
@@ -181,38 +211,30 @@ void advance_selective(const StateArgs& args, const Convolved<L>& value, float* 
     }
 }
 
-template <class L>
-void advance(const StateArgs& args) {
-    float* scratch = args.scratch;
-    const Convolved<L> value(args, args.value, scratch);
-    float* const o = scratch;
-    scratch += value.dim16;
-    if (args.recurrence == Recurrence::selective) return advance_selective<L>(args, value, o, scratch);
-    if (args.recurrence == Recurrence::lru) return advance_lru<L>(args, value, scratch);
-    if (args.recurrence == Recurrence::none) {
-        for (int64_t row = 0; row < args.num_rows; ++row) {
-            value.take(row);
-            write_outputs<L>(args, row, value.out);
-        }
-        return;
-    }
-    const Convolved<L> query(args, args.query, scratch), key(args, args.key, scratch);
+/// `delta` and `scan`. Where the group's query and key are those of the call before, they still lie in the scratch.
+template <class L, bool Delta>
+void advance_matrix(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch) {
+    const Convolved<L> query(args, args.query, scratch, args.shares), key(args, args.key, scratch, args.shares);
     float *const a = scratch, *const ak = a + key.dim16;
     const int dim = args.key.dim;
     begin_matrix<L>(args, dim);
     constexpr int kMost = L::width == 8 ? 4 : 8;  // twice as many vectors, and operands, are to fit the registers
     for (int64_t row = 0; row < args.num_rows; ++row) {
-        value.take(row), query.take(row), key.take(row);
-        query.scale_by(args.scale, args.norm), key.scale_by(1.0f, args.norm);
+        value.take(row);
+        if (!args.shares) {
+            query.take(row), key.take(row);
+            query.scale_by(args.scale, args.norm), key.scale_by(1.0f, args.norm);
+        }
         const uint8_t* const numbers = numbers_of(args, row);
         for (int i = 0; i < args.decays; ++i) a[i] = exp_of_nonpositive<L>(number_at(numbers + args.first_decay + 4 * i));
         for (int i = args.decays; i < dim; ++i) a[i] = a[0];
         for (int i = 0; i < dim; ++i) ak[i] = a[i] * key.out[i];
         const float rate = number_at(numbers + args.first_rate);
+        Ahead ahead(args, row + 1 == args.num_rows);
         int first = 0;
         const auto go_on = [&]<int N>() {
             for (; first + N * L::width <= value.dim16; first += N * L::width)
-                update<L, N>(args, first, query.out, key.out, a, ak, rate, value.out, o, row + 1 == args.num_rows);
+                update<L, N, Delta>(args, first, query.out, key.out, a, ak, rate, value.out, o, ahead);
         };
         go_on.template operator()<kMost>();
         if constexpr (kMost > 4) go_on.template operator()<4>();
@@ -222,6 +244,22 @@ void advance(const StateArgs& args) {
             for (int i = 0; i < value.dim16; i += L::width)
                 L::store(o + i, L::fma(L::set1(args.skip), L::load(value.out + i), L::load(o + i)));
         write_outputs<L>(args, row, o);
+    }
+}
+
+template <class L>
+void advance(const StateArgs& args) {
+    float* scratch = args.scratch;
+    const Convolved<L> value(args, args.value, scratch);
+    float* const o = scratch;
+    scratch += value.dim16;
+    if (args.recurrence == Recurrence::delta) return advance_matrix<L, true>(args, value, o, scratch);
+    if (args.recurrence == Recurrence::scan) return advance_matrix<L, false>(args, value, o, scratch);
+    if (args.recurrence == Recurrence::selective) return advance_selective<L>(args, value, o, scratch);
+    if (args.recurrence == Recurrence::lru) return advance_lru<L>(args, value, scratch);
+    for (int64_t row = 0; row < args.num_rows; ++row) {
+        value.take(row);
+        write_outputs<L>(args, row, value.out);
     }
 }
 

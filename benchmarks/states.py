@@ -1,0 +1,99 @@
+"""One decode step of a recurrent layer over the states of many sequences, beside a loop that reads and writes as much.
+
+Gated delta rule (32 heads of 128 x 128, as Qwen3-Next has them) and Mamba-2's scan (80 heads of 128 x 64), float32, in
+turns with numpy multiplying an array of the states' size by a constant in place, in as many threads. Prints the
+R-worker's GB/s, counting each state once read and once written, and the median of its ratios to the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.core.types import LayerLayout, StateLayout
+
+SHAPES = {"delta": (32, 16, 128, 128), "scan": (80, 1, 128, 64)}
+"""Heads, groups, key_dim and value_dim."""
+
+TAPS = 4
+CONTROLS, SPANS = np.zeros((0, 4), np.int64), np.int64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--num-sequences", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    for kind in SHAPES:
+        for threads in args.threads:
+            seconds, loop, state_bytes = times(kind, threads, args.num_sequences, args.repeats)
+            ratios = [bare / own for own, bare in zip(seconds, loop, strict=True)]
+            rate = 2 * state_bytes / median(seconds) / 1e9
+            print(
+                f"{kind:6} {threads} threads: {rate:5.1f} GB/s, {median(ratios):.2f} of the loop "
+                f"({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+
+
+def times(kind: str, threads: int, num_sequences: int, repeats: int) -> tuple[list[float], list[float], int]:
+    """Seconds of the R-worker's steps, and of the loop's, in turns; bytes of all states."""
+    heads, _, key_dim, value_dim = SHAPES[kind]
+    states = np.ones((threads, num_sequences * heads * key_dim * value_dim // threads), np.float32)
+    step = decode_steps(kind, threads, num_sequences)
+    with ThreadPoolExecutor(threads) as pool:
+
+        def bare() -> None:
+            list(pool.map(lambda part: np.multiply(part, np.float32(0.9999), out=part), states))
+
+        step(), bare()
+        seconds, loop = [], []
+        for _ in range(repeats):
+            seconds.append(timed(step))
+            loop.append(timed(bare))
+    return seconds, loop, states.nbytes
+
+
+def decode_steps(kind: str, threads: int, num_sequences: int) -> Callable[[], None]:
+    """What takes one more token of every sequence, of an R-worker that holds this layer's states alone."""
+    heads, groups, key_dim, value_dim = SHAPES[kind]
+    channels = heads * value_dim + 2 * groups * key_dim
+    random = np.random.default_rng(1)
+    filters = random.standard_normal(TAPS * channels).astype(np.float32).tobytes()
+    state = StateLayout(kind, groups, key_dim, TAPS, 1, True, kind == "delta", channels + 2 * heads, filters)
+    layer = LayerLayout(heads, 1, value_dim, value_dim, key_dim**-0.5 if kind == "delta" else 1.0, state=state)
+    worker = _rworker.RWorker(
+        layers=[layer], model_dtype="float32", kv_dtype="float32", block_size=16, num_threads=threads,
+        num_blocks=num_sequences * (heads * (key_dim + 3 * (1 + 2 * groups)) // 16 + 64),
+    )  # fmt: skip
+    numbers = np.concatenate([np.full((num_sequences, heads), -0.1), np.full((num_sequences, heads), 0.5)], 1)
+    rows = np.concatenate([random.standard_normal((num_sequences, channels)), numbers], 1).astype(np.float32)[:, None]
+    none = np.zeros((num_sequences, 1, 0), np.float32)
+    out = np.empty((num_sequences, heads, value_dim), np.float32)
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        spans = np.array([(sequence, taken, 1, 1) for sequence in range(num_sequences)], SPANS)
+        worker.begin_step(CONTROLS, [spans])
+        worker.run(0, 0, none, rows, none, out)
+        worker.end_step()
+        taken += 1
+
+    return step
+
+
+def timed(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Tiny models with recurrent layers, and what transformers generates with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode.sworker.loader import auto_class
+from helpers import model_zoo
+from helpers.tiny_configs import tiny_config
+
+
+def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
+
+
+def save_with_texts(folder: Path, model_type: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Save a model of random weights in ``folder``; return its greedy tokens after each prompt."""
+    config = tiny_config(model_type)
+    model = auto_class(model_type).from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    model = model_zoo.randomised(model, 0.4, 0.15)
+    model.save_pretrained(folder)
+    tokens = [_generated(model, prompt, num_tokens) for prompt in prompts]
+    assert len({token for each in tokens for token in each}) > 16, "tokens that vary"
+    return tokens
+
+
+def _generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """The tokens of a model that has none of earlier texts' states."""
+    for each in model.modules():
+        if hasattr(each, "conv1d_state"):  # RecurrentGemma's block goes on from it where a prompt is one token
+            each.conv1d_state = None
+    text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens)[0]
+    tokens: list[int] = text[len(prompt) :].tolist()
+    return tokens
