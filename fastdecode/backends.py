@@ -19,7 +19,7 @@ from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
-from fastdecode.journal.journal import Run
+from fastdecode.journal.records import Run
 
 if TYPE_CHECKING:
     from fastdecode.cluster.joining import JoinListener

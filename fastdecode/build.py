@@ -32,7 +32,8 @@ from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import check_index, make_parking, make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.hybrids import check_hybrid
-from fastdecode.journal.journal import FileJournal, Journal, Run, next_run
+from fastdecode.journal.journal import FileJournal, Journal, next_run
+from fastdecode.journal.records import Run
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills

@@ -8,14 +8,13 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode.api.request import Completion, Request
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import ConfigError, naming
 from fastdecode.journal.past import Past, asked, pasts_of
-from fastdecode.journal.records import Began, Chain, Dropped, Record, Stepped, TokenLogprobs, read
+from fastdecode.journal.records import Began, Chain, Dropped, Record, Run, Stepped, TokenLogprobs, read
 
 KEPT_TOKENS = 1 << 20
 """Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
@@ -30,14 +29,6 @@ GROWTH_BYTES = 1 << 26
 FILE = "journal"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One engine's time with a journal, by a name that no other has, and the run ``before`` it ("": none)."""
-
-    name: str
-    before: str
 
 
 def next_run(folder: str | None) -> Run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,6 +25,14 @@ Tokens = list[tuple[int, list[int]]]
 
 TokenLogprobs = list[dict[int, tuple[float, int]]]
 """For each token the log-probabilities and ranks that were asked for, by token id."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine's time with a journal, by a name that no other has, and the run ``before`` it ("": none)."""
+
+    name: str
+    before: str
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):

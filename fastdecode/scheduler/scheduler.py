@@ -34,8 +34,8 @@ class SchedulerStatistics:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    woken_tokens: int = 0
-    failed_wakes: int = 0
+    woken_tokens: int = field(default=0, repr=False)
+    failed_wakes: int = field(default=0, repr=False)
 
     def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
         """Return what was counted after ``before``."""

@@ -137,7 +137,7 @@ class Side:
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_see_what_the_index_picks(kind: str, isa: str, kv_dtype: str) -> None:
     """Prompts in chunks, decodes, forks and cuts within tiles, tiles open and full, splits beyond the first."""
-    dtype = kv_dtype if kv_dtype in TORCH_DTYPE else "float32"
+    dtype = kv_dtype if kv_dtype in TORCH_DTYPE else "bfloat16"
     side = Side(KINDS[kind], dtype, {"isa": isa, "num_threads": 2, "kv_dtype": kv_dtype})
     side.step([(1, 0, 70, ATTEND), (2, 0, 1, ATTEND), (3, 0, 40, APPEND)])
     side.step([(2, 1, 1, ATTEND), (3, 40, 1, ATTEND), (1, 70, 590, APPEND)])
