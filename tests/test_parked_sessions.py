@@ -89,7 +89,8 @@ def test_sessions_go_on_after_all_was_started_anew(folder: Path, tmp_path: Path,
         counts = llm.engine.scheduler.store.parked.counts
         assert (counts.num_woken, counts.num_failed) == (6, 0)
         assert counts.num_tokens == sum((len(each) - 4) // BLOCK * BLOCK for each in undisturbed[1])
-        assert llm.engine.scheduler.statistics.prefix_hit_tokens == counts.num_tokens
+        hits = llm.engine.scheduler.statistics.prefix_hit_tokens  # fewer where one is placed on the other R-worker
+        assert hits == counts.num_tokens if kind == "inproc" else 0 < hits <= counts.num_tokens
         (watch := EngineWatch("m")).attach(llm.engine)
         text = watch.metrics.text().decode()
         assert f'prefix_cache_level_hits_total{{level="disk",model_name="m"}} {counts.num_tokens:.1f}' in text
