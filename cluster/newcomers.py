@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastdecode.core.errors import FastDecodeError, SupersededError
-from fastdecode.core.types import KVLayout, RWorkerInfo, common_isa
+from fastdecode.core.types import KVLayout, RWorkerInfo, best_common_isa
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener
@@ -149,7 +149,7 @@ class Arithmetic:
                 "R-workers attend in different arithmetic (%s): on another one a sequence may get other tokens; "
                 "--uniform-arithmetic %s makes all take one",
                 ", ".join(f"{isa} on {name}" for isa, name in self._isas.items()),
-                common_isa(self._isas),
+                best_common_isa(self._isas),
             )
 
 

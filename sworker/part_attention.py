@@ -7,7 +7,8 @@ the bits there that the S-worker or an R-worker would give it (``PromptCache``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -130,10 +131,8 @@ class LayerCaches:
 
     def clear(self, rows: Sequence[Rows]) -> None:
         """The cache of these layers holds nothing any more."""
-        cache = self._caches.get(self._shapes(rows))
-        if cache and cache.sequence_ids():
-            cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
-            cache.end_step()
+        if cache := self._caches.get(self._shapes(rows)):
+            release(cache)
 
     def close(self) -> None:
         """Free all caches; may be called twice."""
@@ -147,21 +146,35 @@ class LayerCaches:
         return (*index, replace(last, picked_by=0 if index else -1))
 
 
+@contextmanager
+def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Iterator[None]:
+    """A step of the cache's sequence with ``num_rows`` rows from ``start`` on; abandoned where what it is for fails."""
+    span = [SEQUENCE_ID, start, num_rows, mode]
+    cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
+    try:
+        yield
+    except BaseException:
+        cache.abandon_step()
+        raise
+    cache.end_step()
+
+
+def release(cache: LayerCache) -> None:
+    """``cache`` holds nothing any more."""
+    if cache.sequence_ids():
+        cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
+        cache.end_step()
+
+
 def _step(
     cache: LayerCache, mode: SpanMode, shapes: Sequence[LayerLayout], rows: Sequence[Rows], tokens: slice
 ) -> np.ndarray:
     """Store rows ``tokens`` of those after the prefix, and have those with queries attend; the last layer's o."""
     first = len(rows[0].kv.prefix) + tokens.start
-    span = [SEQUENCE_ID, first, tokens.stop - tokens.start, mode]
-    cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
-    try:
+    with step_of(cache, mode, first, tokens.stop - tokens.start):
         for number, (shape, each) in enumerate(zip(shapes, rows, strict=True)):
             o = np.empty((len(each.q), *shape.row_shapes[3]), each.q.dtype)
             cache.run(0, number, each.q, each.kv.k[tokens], each.kv.v[tokens], o)
-    except BaseException:
-        cache.abandon_step()
-        raise
-    cache.end_step()
     return o
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, StateLayout, Verb
-from fastdecode.sworker.part_attention import SEQUENCE_ID, LayerCache, MakeCache
+from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, StateLayout
+from fastdecode.sworker.part_attention import SEQUENCE_ID, LayerCache, MakeCache, release, step_of
 from fastdecode.sworker.staging import from_numpy, to_numpy
 
 FILLER = LayerLayout(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, scale=1.0, window=1)
@@ -43,7 +43,7 @@ class PartStates:
             state = cache.export(SEQUENCE_ID, context_len + len(rows), 0)
             return from_numpy(o, rows.dtype).to(rows.device), state
         finally:
-            _clear(cache)
+            release(cache)
 
     def close(self) -> None:
         """Free all caches; may be called twice."""
@@ -67,19 +67,7 @@ def _step(cache: LayerCache, context_len: int, rows: np.ndarray, output: tuple[i
     """Advance the state by ``rows`` [rows, 1, elements]; their o."""
     o, none = np.empty((len(rows), *output), rows.dtype), np.empty((len(rows), 1, 0), rows.dtype)
     filler = np.zeros((len(rows), 1, FILLER.key_head_dim), rows.dtype)
-    span = [SEQUENCE_ID, context_len, len(rows), SpanMode.ATTEND]
-    cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
-    try:
+    with step_of(cache, SpanMode.ATTEND, context_len, len(rows)):
         cache.run(0, 0, filler, filler, filler, np.empty_like(filler))
         cache.run(0, 1, none, np.ascontiguousarray(rows), none, o)
-    except BaseException:
-        cache.abandon_step()
-        raise
-    cache.end_step()
     return o
-
-
-def _clear(cache: LayerCache) -> None:
-    if cache.sequence_ids():
-        cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
-        cache.end_step()

@@ -135,6 +135,11 @@ class ChainReader:
     ) -> None:
         self.close()
 
+    @property
+    def name(self) -> str:
+        """The file name that belongs to this chain, whatever the file is called."""
+        return file_name(self.head.fingerprint, self.marks[-1])
+
     def pieces(self) -> Iterator[np.ndarray]:
         """Yield the pieces in order, uint8 [num_bytes] each."""
         for number in range(self.head.num_pieces):

@@ -59,8 +59,8 @@ class ParkDirectory:
         for name in [name for name in self._sizes if name.startswith(fingerprint[:16])]:
             try:
                 with ChainReader(self.folder / name) as reader:
-                    head, marks = reader.head, reader.marks
-                if head.fingerprint == fingerprint and file_name(fingerprint, marks[-1]) == name:
+                    head, marks, own_name = reader.head, reader.marks, reader.name
+                if head.fingerprint == fingerprint and own_name == name:
                     yield Chain(head.num_blocks, marks)
             except (ChainError, OSError):
                 self.drop(name)

@@ -167,9 +167,7 @@ class PromptJob:
         places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
         if [each.nbytes for each in places] != [each.nbytes for each in rows]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(
-            places, rows, strict=True
-        ):  # keys may have come as what is stored: the bytes tell nothing
+        for place, each in zip(places, rows, strict=True):  # keys may have come as what is stored
             place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 

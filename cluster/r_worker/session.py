@@ -143,11 +143,10 @@ class Session:
                 self._lease.leave(self._worker, is_broken)
             self._vitals.closed()
 
-    def give_way(self, name: str) -> bool:
+    def give_way(self, name: str) -> None:
         """Have S-worker ``name`` come after the one that is served, if that has been silent for a while."""
         if time.monotonic() - self._heard > LEASE_SECONDS:
             self._gives_way_to = name
-        return bool(self._gives_way_to)
 
     def _turn(self) -> None:
         """Handle the next frame, if one comes."""

@@ -104,10 +104,10 @@ def _named(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _open(path: Path) -> ChainReader:
-    from fastdecode.cluster.parking.chain_file import ChainReader, file_name
+    from fastdecode.cluster.parking.chain_file import ChainReader
 
     reader = ChainReader(path)
-    if path.name != file_name(reader.head.fingerprint, reader.marks[-1]):
+    if path.name != reader.name:
         reader.close()
         raise ChainError(f"{path}: it is another chain's file, renamed")
     return reader

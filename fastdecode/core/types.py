@@ -48,7 +48,7 @@ ISAS = ("scalar", *X86_ISAS, *ARM_ISAS)
 way."""
 
 
-def common_isa(isas: Collection[str]) -> str:
+def best_common_isa(isas: Collection[str]) -> str:
     """The best that all machines have whose best are ``isas``, of which there is one or more."""
     for family in (X86_ISAS, ARM_ISAS):
         if all(isa in family for isa in isas):

@@ -28,7 +28,7 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 @dataclass(frozen=True)
 class SchedulerStatistics:
     """Requests whose prefix was looked up, prompt tokens that were found, and preemptions; tokens of prefixes that came
-    back from disks, and prefixes that did not, though they were listed."""
+    back from disks, and prefixes that did not, though they were listed: these two are no part of recorded runs."""
 
     prefix_queries: int = 0
     prefix_hit_tokens: int = 0

@@ -171,7 +171,7 @@ class PrefixCache:
     def lookup(self, sequence: Sequence) -> tuple[list[bytes], int]:
         """Hashes of the blocks that ``sequence`` could begin with, and how many of them are cached."""
         usable = self._usable(sequence)
-        return usable, max((hit.num_blocks for hit in self._index.longest(sequence, usable).values()), default=0)
+        return usable, self._num_cached(sequence, usable)
 
     def is_within_another(self, prefix: Prefix) -> bool:
         """Whether a longer prefix of the same R-worker has all of ``prefix``."""
@@ -199,8 +199,7 @@ class PrefixCache:
         for depth in range(len(usable), 0, -1):
             leader = self._computing.get(usable[depth - 1])
             if leader and self.is_worth(sequence, depth) and self._leaves(leader, depth):
-                cached = max((hit.num_blocks for hit in self._index.longest(sequence, usable).values()), default=0)
-                return leader if depth > cached else None
+                return leader if depth > self._num_cached(sequence, usable) else None
         return None
 
     def new_id(self) -> int:
@@ -337,6 +336,10 @@ class PrefixCache:
 
     def _usable(self, sequence: Sequence) -> list[bytes]:
         return sequence.block_hashes[: (sequence.num_prefill - 1) // self._workers.block_size] if self.enabled else []
+
+    def _num_cached(self, sequence: Sequence, usable: list[bytes]) -> int:
+        """How many of the ``usable`` blocks of ``sequence`` are cached, on the R-worker that has most of them."""
+        return max((hit.num_blocks for hit in self._index.longest(sequence, usable).values()), default=0)
 
     def is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
         """Whether so many blocks, and what remains then, is better than all of ``sequence`` computed."""
