@@ -145,18 +145,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     What is `thorough` is for ``make test-all``. So are kernel tests of `avx512_vnni` where `avx512_bf16` runs, whose
     kernels are the same but for bfloat16 caches, where `avx512_vnni` has those of `avx512`; and of the instruction sets
-    below this CPU's best one every other case, odd ones of one set and even ones of the next.
+    below this CPU's best one all but every other case, of those above it, which are emulated, all but every third, each
+    set beginning with another one.
     """
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
     native = native_isas()
-    cases = Counter[tuple[str, str]]()
+    cases, first = Counter[tuple[str, str]](), dict[str, int]()
     for item in items:
         isa = isa_of(item)
-        if isa in native[:-1]:
+        if isa is not None and isa != native[-1]:
             item.add_marker("slow")
             case = (item.nodeid.split("[")[0], isa)
             cases[case] += 1
-            if (cases[case] + native.index(isa)) % 2:
+            if (cases[case] + first.setdefault(isa, len(first))) % (2 if isa in native else 3):
                 item.add_marker("thorough")
         if isa_of(item) == "avx512_vnni" and "avx512_bf16" in native:
             item.add_marker("thorough")

@@ -184,6 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_real_workers_are_measured(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every method on two processes: bytes as the formula says, and a table, a file and a picture of it."""

@@ -165,7 +165,11 @@ def validated(deployment: Deployment, context_len: int, kv_shard_tokens: int | N
 TWO_ON_ONE = Deployment(1, 1, 2, 2, "spawn", True, r_workers_per_core=2)
 WAYS = pytest.mark.parametrize(
     ("deployment", "context_len", "kv_shard_tokens"),
-    [(Deployment(1, 1), 64, None), (TWO_ON_ONE, 64, None), (TWO_ON_ONE, 1600, 512)],
+    [
+        pytest.param(Deployment(1, 1), 64, None, marks=pytest.mark.thorough),
+        pytest.param(TWO_ON_ONE, 64, None, marks=pytest.mark.thorough),
+        (TWO_ON_ONE, 1600, 512),
+    ],
     ids=["in turn", "two on one", "ranges"],
 )
 
@@ -215,6 +219,7 @@ RANKS = RankCalibration(2, (4,), anchor_threads=1, rounds=2, most_tries=1, num_e
 RECORDED_RANKS = RankSeconds(1, np.array([[12e-3, 4e-3]]), np.array([[4e-3, 3e-3]]), np.array([[0.1, 0.2]]))
 
 
+@pytest.mark.thorough
 def test_two_ranks_are_measured(folder: str, profile: HardwareProfile) -> None:
     """One thread each, all-reduces in S."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
@@ -269,6 +274,7 @@ def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: Hardw
     assert found.same_schedule and found.num_steps >= 24 and found.simulated_seconds > 0
 
 
+@pytest.mark.thorough
 def test_r_workers_elsewhere_are_measured_one_by_one(folder: str) -> None:
     """Over TCP; they serve one session at a time, and the machine's own R-workers are not in the profile."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)

@@ -135,6 +135,7 @@ def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
     assert found["int4"] == pytest.approx(found["float32"], rel=5e-2), found
 
 
+@pytest.mark.thorough  # test_structured_outputs.py, of the demo model
 def test_answers_follow_a_schema_or_a_choice(llm: LLM) -> None:
     schema = {
         "type": "object",
@@ -153,6 +154,7 @@ def test_answers_follow_a_schema_or_a_choice(llm: LLM) -> None:
     assert choice.outputs[0].text == "The capital of France is Paris."
 
 
+@pytest.mark.thorough
 def test_chats_of_a_batch_file_take_the_template(llm: LLM, folder: str, tmp_path: Path) -> None:
     rows = [
         {"custom_id": question, "method": "POST", "url": "/v1/chat/completions"}

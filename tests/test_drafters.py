@@ -180,6 +180,7 @@ def test_first_layers_draft_over_ranges(shallow: str) -> None:
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_first_layers_of_two_ranks(shallow: str) -> None:
     """Every rank computes its part of them."""
@@ -306,7 +307,7 @@ def finish(
     ("speculative", "number"),
     [
         ("early_exit", 8),
-        ("draft_model", 1),
+        pytest.param("draft_model", 1, marks=pytest.mark.thorough),
         pytest.param("early_exit", 1, marks=pytest.mark.thorough),
         pytest.param("draft_model", 8, marks=pytest.mark.thorough),
     ],

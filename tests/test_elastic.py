@@ -133,7 +133,7 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path) -> No
             assert "the S-worker is gone" in process.communicate()[1]
 
 
-@pytest.mark.parametrize("kind", ["listening", "spawned"])
+@pytest.mark.parametrize("kind", ["listening", pytest.param("spawned", marks=pytest.mark.thorough)])
 def test_the_last_one_is_waited_for(folder: Path, kind: str) -> None:
     """One that stood still is taken again, one that was started here is started again; requests go on."""
     with contextlib.ExitStack() as stack:
@@ -177,6 +177,7 @@ def test_the_last_one_is_not_waited_for_for_ever(folder: Path) -> None:
                 engine.look_around()
 
 
+@pytest.mark.thorough  # the engine does, above
 def test_an_idle_server_waits_for_its_last_one(tmp_path: Path) -> None:
     """Its health says why; with another process at the address it answers again. Loss and return are counted."""
 
@@ -201,6 +202,7 @@ def test_an_idle_server_waits_for_its_last_one(tmp_path: Path) -> None:
                 assert counts == [1, 0, 1]
 
 
+@pytest.mark.thorough
 def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine keeps no more of those that came and went, and the blocks of none but the present ones count."""
     monkeypatch.setattr("fastdecode.scheduler.store.workers.KEPT_GONE", 0)
@@ -220,6 +222,7 @@ def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypat
         assert_nothing_held(engine)
 
 
+@pytest.mark.thorough  # one that listens is, above
 def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:
     with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
         job = Job(llm.engine)
@@ -244,6 +247,7 @@ def test_one_of_two_can_be_drained(folder: Path) -> None:
             llm.engine.drain_r_worker(2)
 
 
+@pytest.mark.thorough
 def test_one_let_go_stays_away_until_it_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on asking, each second, and is not wanted; once it has been silent another joins at its address."""
     monkeypatch.setattr("fastdecode.cluster.joining.DISMISSED_SECONDS", 5.0)
@@ -278,6 +282,7 @@ def test_one_that_ended_at_its_own_wish_is_forgotten_at_once(folder: Path) -> No
         job.finish()
 
 
+@pytest.mark.thorough
 def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And asked ever less often, as it asks every second."""
     with make_llm(folder) as llm:

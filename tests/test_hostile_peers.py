@@ -173,7 +173,7 @@ def marked(mark: str) -> list[int]:
     return [each.pid for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(name) == value]
 
 
-@pytest.mark.parametrize("kind", ["spawn", "tcp"])
+@pytest.mark.parametrize("kind", [pytest.param("spawn", marks=pytest.mark.thorough), "tcp"])
 def test_kill_9_of_everything_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S-worker and both R-workers in the middle of a step: no process, no segment, no file. Forks would not show the
     mark."""

@@ -105,7 +105,7 @@ def test_a_state_that_made_room_is_computed_again(saved: Any) -> None:
         make_llm(folder, block_size=16, kv_cache_memory=f"{(limits.state_blocks + 7) * block_bytes}")
 
 
-@pytest.mark.parametrize("ending", ["kill", "drain"])
+@pytest.mark.parametrize("ending", [pytest.param("kill", marks=pytest.mark.thorough), "drain"])
 def test_r_workers_that_go_take_no_token_with_them(ending: str, saved: Any) -> None:
     """Killed, or drained, when its sequences and their states move to the others."""
     folder, expected = saved("qwen3_next")
@@ -113,7 +113,9 @@ def test_r_workers_that_go_take_no_token_with_them(ending: str, saved: Any) -> N
         assert run_until_gone(llm, ending) == expected
 
 
-@pytest.mark.parametrize(("model_type", "mini_batches"), [("qwen3_next", 2), ("lfm2", 1)])
+@pytest.mark.parametrize(
+    ("model_type", "mini_batches"), [("qwen3_next", 2), pytest.param("lfm2", 1, marks=pytest.mark.thorough)]
+)
 def test_with_two_copies_a_kill_costs_no_token_and_no_prefill(model_type: str, mini_batches: int, saved: Any) -> None:
     """The other copy of a state goes back behind the row that attended on the R-worker that was killed."""
     folder, expected = saved(model_type)
@@ -125,7 +127,7 @@ def test_with_two_copies_a_kill_costs_no_token_and_no_prefill(model_type: str, m
     assert all(record.is_decode for record in records[lost:])
 
 
-@pytest.mark.parametrize("ending", ["kill", "drain"])
+@pytest.mark.parametrize("ending", ["kill", pytest.param("drain", marks=pytest.mark.thorough)])
 def test_two_copies_go_together_with_drafts_and_prefixes(ending: str, saved: Any) -> None:
     folder, expected = saved("qwen3_next")
     texts = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), expected, strict=True)}
@@ -147,7 +149,11 @@ def test_a_kill_within_a_prompt_costs_that_prompt(saved: Any) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "settings"),
-    [("qwen3_next", {"kv_replicas": 2, "r_workers": "spawn:3"}), ("falcon_h1", {}), ("lfm2", {"r_workers": "spawn:1"})],
+    [
+        ("qwen3_next", {"kv_replicas": 2, "r_workers": "spawn:3"}),
+        pytest.param("falcon_h1", {}, marks=pytest.mark.thorough),
+        pytest.param("lfm2", {"r_workers": "spawn:1"}, marks=pytest.mark.thorough),
+    ],
 )
 def test_prefill_workers_hand_states_on(model_type: str, settings: dict[str, Any], saved: Any) -> None:
     """From part to part, and the last one's to each R-worker that stores the prompt, one of which is killed."""

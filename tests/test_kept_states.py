@@ -123,6 +123,7 @@ def test_what_was_preempted_goes_on_from_its_last_token(folder: Path) -> None:
         assert_nothing_held(engine)
 
 
+@pytest.mark.thorough
 def test_a_prefix_is_computed_again_where_its_r_worker_was_killed(folder: Path) -> None:
     prompts = sharing(100, 4)
     expected = plain(folder, prompts)

@@ -41,7 +41,9 @@ DTYPES = [("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int4")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [DTYPES[0], *(pytest.param(*each, marks=pytest.mark.thorough) for each in DTYPES[1:])]
+)
 def test_tokens_stay_among_others_at_prefill_workers_in_two_places_and_after_kill_9(
     folder: Path, dtype: str, kv_dtype: str
 ) -> None:

@@ -181,8 +181,8 @@ def test_what_cannot_work_is_said(
 @pytest.mark.parametrize(
     "prefill_workers",
     [
-        pytest.param([], marks=pytest.mark.thorough, id="no-prefill"),
-        pytest.param(["--prefill-workers", "mpi:1"], id="prefill"),
+        pytest.param([], id="no-prefill"),
+        pytest.param(["--prefill-workers", "mpi:1"], marks=pytest.mark.thorough, id="prefill"),
     ],
 )
 def test_it_starts_the_job(prefill_workers: list[str], tmp_path: Path) -> None:

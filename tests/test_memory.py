@@ -45,6 +45,7 @@ def growth(**environment: str) -> int:
     return int(ran.stdout)
 
 
+@pytest.mark.thorough
 def test_products_of_ever_new_numbers_of_rows_take_no_more_memory() -> None:
     assert growth() < 60
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import mpi_jobs, r_workers
+from helpers.examples import thinned
 from helpers.forks import true_starts
 from helpers.processes import TESTS, alive, script
 
@@ -71,6 +72,7 @@ def test_an_s_worker_that_fails_takes_the_r_workers_with_it(arguments: list[str]
     assert job.returncode != 0 and message in job.stderr
 
 
+@pytest.mark.thorough  # one that fails does, too
 def test_an_s_worker_that_does_not_close_takes_the_r_workers_with_it() -> None:
     """An exception in a step, of a program that cleans up nothing."""
     s_worker = script("""
@@ -85,6 +87,7 @@ def test_an_s_worker_that_does_not_close_takes_the_r_workers_with_it() -> None:
     assert job.returncode != 0 and "out of ideas" in job.stderr
 
 
+@pytest.mark.thorough  # a killed one ends it, too
 def test_an_r_worker_that_fails_ends_the_job() -> None:
     """In its arguments, and in mid-step."""
     job = mpi_jobs.run((1, BENCH), (1, mpi_jobs.R_WORKER), (1, [*mpi_jobs.R_WORKER, "--cores", "9999"]))
@@ -102,7 +105,7 @@ def test_an_r_worker_that_fails_ends_the_job() -> None:
     assert "MPI rank 2: this R-worker failed: RuntimeError: a worn-out R-worker" in job.stderr
 
 
-@pytest.mark.parametrize("command", [BENCH, mpi_jobs.R_WORKER], ids=["s-worker", "r-worker"])
+@pytest.mark.parametrize("command", thinned([BENCH, mpi_jobs.R_WORKER], 2), ids=["s-worker", "r-worker"])
 def test_a_process_alone_is_told_how(command: list[str]) -> None:
     """With and without mpirun."""
     for job in (mpi_jobs.run((1, command)), subprocess.run(command, capture_output=True, text=True, check=False)):
@@ -148,6 +151,7 @@ def test_the_benchmark_runs_and_a_binding_to_one_core_is_mended(tmp_path: Path) 
         os.sched_setaffinity(0, every)
 
 
+@pytest.mark.thorough  # test_r_worker.py, over TCP
 def test_an_r_worker_never_imports_torch() -> None:
     """Not even after a session."""
     r_worker = script("""

@@ -103,9 +103,24 @@ def test_the_benchmark_ends_with_0(folder: Path) -> None:
     ("command", "ranks", "message"),
     [
         ([*RANKED, "--prefill-workers", "mpi:3"], [mpi_jobs.R_WORKER, NO_MODEL], "mpi:3: this job has 1 rank(s) of"),
-        ([*SPAWNED, "--prefill-workers", "mpi:1"], [mpi_jobs.R_WORKER, NO_MODEL], "does not say --r-workers mpi"),
-        (RANKED, [mpi_jobs.R_WORKER, NO_MODEL], "does not say --prefill-workers mpi:1"),
-        ([*RANKED, "--prefill-workers", "mpi:1"], [NO_MODEL], "no rank of this job is an R-worker"),
+        pytest.param(
+            [*SPAWNED, "--prefill-workers", "mpi:1"],
+            [mpi_jobs.R_WORKER, NO_MODEL],
+            "does not say --r-workers mpi",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            RANKED,
+            [mpi_jobs.R_WORKER, NO_MODEL],
+            "does not say --prefill-workers mpi:1",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            [*RANKED, "--prefill-workers", "mpi:1"],
+            [NO_MODEL],
+            "no rank of this job is an R-worker",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_ranks_that_are_not_those_wanted(command: list[str], ranks: list[list[str]], message: str) -> None:

@@ -61,8 +61,8 @@ def test_chunks_of_prompts_on_three_r_workers_and_prefixes_that_are_found(name: 
         assert_nothing_held(llm.engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("falcon-40b", marks=pytest.mark.thorough), "bloom"], indirect=True)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["falcon-40b", "bloom"], indirect=True)
 def test_preempted_sequences(name: str, folder: Path) -> None:
     """Prompts attend on the S-worker, in chunks; one longest sequence and a little more have room."""
     prompts = model_zoo.prompts(name)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BOTH = "bfloat16", "float16"
 
 
-@pytest.fixture(scope="module", params=BOTH)
+@pytest.fixture(scope="module", params=[BOTH[0], pytest.param(BOTH[1], marks=pytest.mark.thorough)])
 def workers(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """A dtype, and the addresses of three prefill workers that compute in it, for one test after another."""
     with prefill_workers.threads(folder, 3, dtype=request.param) as addresses:
@@ -42,11 +42,11 @@ def workers(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str,
 
 
 def each_once(values: Sequence[Any], names: str) -> pytest.MarkDecorator:
-    """A value with one dtype in ``make test``, with the other one in ``make test-all`` alone."""
+    """Every other value with bfloat16 in ``make test``, all with both dtypes in ``make test-all``."""
     return pytest.mark.parametrize(
         ("workers", names),
         [
-            pytest.param(dtype, value, marks=[pytest.mark.thorough] * (dtype != BOTH[i % 2]))
+            pytest.param(dtype, value, marks=[pytest.mark.thorough] * (i % 2 > 0 or dtype != BOTH[0]))
             for i, value in enumerate(values)
             for dtype in BOTH
         ],

@@ -78,7 +78,7 @@ def expected(index: int) -> list[int]:
     return list(model_zoo.reference(NAME).tokens[index][:16])
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4))])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 3, 4))])
 def test_tokens_are_those_of_generate(folder: Path, addresses: str, size: int) -> None:
     """After one block, several, and all tokens but one; and the traffic is as the formula says."""
     with LLM(str(folder), prefill_workers=addresses, **SETTINGS) as llm:

@@ -21,7 +21,7 @@ from fastdecode import LLM, SamplingParams
 MODEL: dict[str, Any] = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 4096}}
 SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory": "32MiB", **MODEL}
 SETTINGS |= {"s_threads": 1, "r_threads": 1, "block_size": 16}
-LENGTHS = (1100, 30, 505, 700)
+LENGTHS = (1100, 30, 205)
 HF_OVERRIDES = json.dumps(MODEL["hf_overrides"])
 
 

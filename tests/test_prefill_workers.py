@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokeniz
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}
 NAME = "llama-gqa"
 GATHERING = ("llama-gqa", "gemma2", "gpt_oss", "bloom")
-OVER_SOCKETS = (*GATHERING, "falcon-40b")
+OVER_SOCKETS = ("gpt_oss", "falcon-40b")
 """In ``make test``; test_prefill_parts.py has every architecture's parts, and ``make test-all`` all of them here."""
 
 
@@ -94,9 +94,9 @@ def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "kv_cache_dtype"),
     [
-        ("inproc:2", "auto"),
+        pytest.param("inproc:2", "auto", marks=pytest.mark.thorough),
         pytest.param("spawn:2", "int8", marks=pytest.mark.slow),
-        pytest.param("tcp", "auto", marks=pytest.mark.slow),
+        pytest.param("tcp", "auto", marks=pytest.mark.thorough),
     ],
 )
 def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> None:
@@ -136,6 +136,7 @@ def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch
         assert list(outputs[0].outputs[0].token_ids) == expected()[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
     """Two of three are killed at random moments while prompts are under way: no request is lost, no token differs."""
@@ -214,6 +215,7 @@ def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
             make_llm(folder(), addresses)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_one_joins_a_running_job(folder: Any) -> None:
     """And takes prompts from then on, also once the first is gone."""

@@ -108,7 +108,7 @@ def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_siblings_and_prefixes_share_closed_ranges(folder: Path, caching: bool) -> None:
     """n = 4 samples of a prompt of three ranges, and a prompt that goes on from all of it."""
     sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, n=4)
@@ -144,7 +144,7 @@ class Counted:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["closed", "tail"])
+@pytest.mark.parametrize("victim", [pytest.param("closed", marks=pytest.mark.thorough), "tail"])
 def test_only_the_lost_range_is_computed_again(folder: Path, victim: str) -> None:
     """``kill -9`` of one of three R-workers, which holds a closed range, or the tail, of the only sequence."""
     prompt, wanted = prompts()[0], reference()[0]

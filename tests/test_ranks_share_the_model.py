@@ -98,6 +98,7 @@ def test_two_ranks_match_generate(tmp_path: Path) -> None:
     assert all(not getattr(model_zoo.build_model(name), "_tp_plan", None) for name in others)
 
 
+@pytest.mark.thorough  # two ranks above
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_four_ranks(tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     assert tokens_of(result) == expected("llama-gqa")
 
 
+@pytest.mark.thorough  # two ranks equal generate above
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_same_as_one_rank(tmp_path: Path) -> None:
@@ -160,6 +162,7 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
             llm.generate(prompts, params, use_tqdm=False)
 
 
+@pytest.mark.thorough  # others are lost above
 @pytest.mark.slow
 def test_the_last_r_worker_of_one_rank_is_lost_at_the_end_of_a_step(tmp_path: Path) -> None:
     """The other rank hears of it where it would hear of the step's end, so that the job ends and none waits."""

@@ -184,6 +184,7 @@ def assert_key_is_nowhere(engine: LLMEngine, temp: Path) -> None:
     assert not [path for path in shown if secret in path.read_bytes()]
 
 
+@pytest.mark.thorough
 def test_a_node_that_ray_drains_is_left_first(folder: Path, cluster: Any) -> None:
     """No sequence is computed again; the R-worker is back once Ray has a place for it."""
     from ray._raylet import GcsClient
@@ -228,6 +229,7 @@ time.sleep(600)
     wait_until(lambda: not alive(driver))
 
 
+@pytest.mark.thorough
 def test_a_cluster_started_here_ends_with_its_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One R-worker takes the cores of this machine; neither processes nor the folder of the session are left."""
     monkeypatch.setenv("RAY_ADDRESS", "local")
@@ -264,6 +266,7 @@ def test_what_no_node_has_is_refused(cluster: Any, asked: Any, message: str) -> 
         RayJob(*asked)
 
 
+@pytest.mark.thorough
 def test_waiting_for_room_ends(cluster: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """As where other jobs have it, or an autoscaler brings no node in time; refused before the model is loaded."""
     monkeypatch.setenv("FASTDECODE_RAY_SECONDS", "1")

@@ -139,6 +139,7 @@ def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
     assert others == wanted and preemptions > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("enable_prefix_caching", thinned([False, True], 2, 1))
 def test_prompts_that_are_preempted_leave_the_scratch(folder: Path, enable_prefix_caching: bool) -> None:
     """What the S-worker keeps of prompts is what the scheduler counts; who starts again gets the same tokens."""

@@ -89,10 +89,8 @@ def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(
         assert_nothing_held(llm.engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "kv_cache_dtype"), [pytest.param("bfloat16", "auto", marks=pytest.mark.thorough), ("float32", "int4")]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("bfloat16", "auto"), ("float32", "int4")])
 def test_prefix_hits_siblings_and_seeds_go_on_from_the_other_copy(
     folder: Path, dtype: str, kv_cache_dtype: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.examples import SEES_ALL, examples
+from helpers.examples import examples
 from helpers.scheduler_harness import Drain, Job, Join, Run
 from helpers.scheduler_mixes import draw as draw_mix
 from hypothesis import given, settings
@@ -183,7 +183,7 @@ def test_every_promise_of_prompts_that_prefill_workers_compute(
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(40, 1600 if SEES_ALL else 80, 40))]
+    "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(40, 1600, 40))]
 )
 def test_every_promise_with_all_features_together(first: int) -> None:
     for seed in range(first, first + 40):

@@ -47,6 +47,7 @@ async def streams(server: RunningServer, count: int, leaving: dict[int, int]) ->
     return await asyncio.gather(*(stream(server, body, leaving.get(i)) for i, body in enumerate(asked)))
 
 
+@pytest.mark.thorough  # test_kubernetes_live.py kills beside clients, too
 def test_clients_that_leave_and_r_workers_that_die_disturb_no_other(
     two_r_workers: RunningServer, expected: list[str]
 ) -> None:

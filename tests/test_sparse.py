@@ -98,13 +98,13 @@ def test_prompts_here_drafts_prefixes_and_preemption(model: tuple[str, Any, Path
 DTYPES = {"glm_moe_dsa": ("bfloat16", "int8"), "deepseek_v32": ("bfloat16", "int4"), "minimax_m3": ("float32", "int8")}
 
 
+@pytest.mark.thorough  # of rows that all are read: test_latents.py
 @pytest.mark.parametrize(
     ("model", "dtypes"),
     [
-        pytest.param("glm_moe_dsa", DTYPES["glm_moe_dsa"], marks=pytest.mark.slow),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in DTYPES.items() if each[0] != "glm_moe_dsa"),
-        *(pytest.param(name, ("bfloat16", "auto"), marks=pytest.mark.thorough) for name in CONFIGS),
-        pytest.param("minimax_m3", ("bfloat16", "int4"), marks=pytest.mark.thorough),
+        *DTYPES.items(),
+        *((name, ("bfloat16", "auto")) for name in CONFIGS),
+        ("minimax_m3", ("bfloat16", "int4")),
     ],
     indirect=["model"],
 )

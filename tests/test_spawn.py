@@ -124,6 +124,7 @@ def test_close_leaves_no_descriptor() -> None:
         gc.enable()
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_waited_for() -> None:
     """SIGSTOP for half a second is no loss."""
     backend = contract.spawn()
@@ -135,6 +136,7 @@ def test_a_stopped_worker_is_waited_for() -> None:
     backend.close()
 
 
+@pytest.mark.thorough
 def test_they_outlive_the_thread_that_started_them() -> None:
     backend = contract.spawn()
     thread = threading.Thread(target=backend.open, args=[contract.LAYOUT])

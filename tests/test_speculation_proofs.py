@@ -71,7 +71,10 @@ class RandomDrafter:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
-    [SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=5, repetition_penalty=1.3, min_p=0.02)],
+    [
+        pytest.param(SamplingParams(temperature=1.0), marks=pytest.mark.thorough),
+        SamplingParams(temperature=0.8, top_k=5, repetition_penalty=1.3, min_p=0.02),
+    ],
     ids=["plain", "cut and penalised"],
 )
 def test_sampled_texts_have_the_exact_distribution(params: SamplingParams, tmp_path: Path) -> None:
@@ -172,7 +175,7 @@ def test_any_pattern_of_right_and_wrong_drafts(patterns_llm: LLM, pattern: list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [30, 300])
+@pytest.mark.parametrize("moment", [30, pytest.param(300, marks=pytest.mark.thorough)])
 def test_an_r_worker_killed_while_it_verifies(folder: Path, moment: int) -> None:
     prompts, wanted, drafter = clairvoyant(0.3)
     with make_llm(folder, r_workers="spawn:3", num_mini_batches=2) as llm:
@@ -251,6 +254,7 @@ def test_drafts_keep_to_grammars(form: StructuredOutputsParams) -> None:
     assert drafts.num_accepted_tokens > 0 or (form.schema and drafts.num_draft_tokens > 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_server_streams_what_it_would_without(tmp_path: Path) -> None:
     """Several tokens at a time in one event, with their log-probabilities; counts by vLLM's names."""

@@ -176,6 +176,7 @@ def test_company_changes_nothing(llm: LLM) -> None:
     assert [output.outputs for output in outputs] == alone * 2
 
 
+@pytest.mark.thorough  # test_recovery.py, of free texts
 @pytest.mark.slow
 def test_a_killed_r_worker_changes_nothing() -> None:
     """Three processes, of which one is killed when some tokens are out."""

@@ -194,6 +194,7 @@ def test_weights_that_leave_no_room_for_a_block(tmp_path: Path, capfd: pytest.Ca
     assert "a10 has room for 0 cached tokens, and one KV block has 32" in capfd.readouterr().err
 
 
+@pytest.mark.thorough  # nor does a plan
 def test_a_simulation_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
