@@ -16,7 +16,7 @@ TOOLS := $(VENV)/.tools
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-python compilers fuzz fuzz-api chaos \
+.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-python compilers fuzz fuzz-api chaos kills \
   site site-check lint-deployment wheels try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
@@ -155,6 +155,11 @@ ROUNDS ?= 10
 chaos: $(STAMP)
 	PYTHONPATH=tests PYTHONSAFEPATH=1 $(BIN)/python -m chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(KINDS),--kinds $(KINDS))
+
+# Engines killed with -9 at random moments, each followed by the next one (tests/chaos/killed.py).
+KILLS ?= 200
+kills: $(STAMP)
+	PYTHONPATH=tests PYTHONSAFEPATH=1 $(BIN)/python -m chaos.killed --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 # The OpenAPI document of `fastdecode serve` under schemathesis: no answer may be a 500.
 fuzz-api: $(STAMP)

@@ -1,0 +1,318 @@
+"""``python -m chaos.killed --kills 200``: engines killed with -9 at random moments, each followed by the next one.
+
+An engine with a journal answers a load, and its client writes down each token as it comes. The whole process group is
+killed while the engine starts or between any two instructions of its steps; the next engine is asked the same, and the
+client takes from it what it lacks. In the end the client must have what an engine that nothing befalls says. Each
+engine is a fork of this process, which has imported what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helpers import r_workers
+
+from chaos.configuration import Ask
+from chaos.reference import params_of, prompt_of
+from fastdecode.api.config import EngineConfig
+from fastdecode.engine import LLMEngine
+
+KINDS = {
+    "the engine": "R-workers at host:port go on",
+    "the engine and one of two R-workers": "started again, empty",
+    "the engine and all R-workers": "those that it had started",
+}
+"""What is killed, and what becomes of R-workers."""
+
+KILLS_PER_ROUND = 10
+MOST_UNCLEAN = 5
+"""Rounds after which the command ends."""
+
+END_SECONDS = 120.0
+"""Most time until an engine that nothing befalls has answered a load."""
+
+Streams = dict[str, list[list[int]]]
+"""By request what a client has of each sample."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One load, the settings of all its engines, and what is killed."""
+
+    seed: int
+    kind: str
+    settings: dict[str, Any]
+    asks: dict[str, Ask]
+    folder: Path
+
+    @property
+    def client(self) -> Path:
+        """A line for each step: what it brought to whom."""
+        return self.folder / "client"
+
+
+@dataclass
+class Found:
+    """What became of a round."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
+    """A round by its seed."""
+    rng = random.Random(seed)
+    settings: dict[str, Any] = {
+        "dtype": rng.choice(("float32", "bfloat16")),
+        "kv_cache_dtype": rng.choice(("auto", "auto", "int8")),
+        "num_mini_batches": rng.choice((1, 2, 3)),
+        "block_size": rng.choice((16, 32)),
+        "max_num_batched_tokens": rng.choice((64, 512)),
+        "max_num_seqs": rng.choice((8, 24)),
+        "speculative_config": rng.choice(({}, {}, {"method": "ngram", "num_speculative_tokens": 3})),
+    }
+    return Round(seed, kinds[seed % len(kinds)], settings, {str(n): _ask(rng, n) for n in range(12)}, folder)
+
+
+def _ask(rng: random.Random, number: int) -> Ask:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "n": 4},
+        {"temperature": 0.8, "seed": 3, "logprobs": 2, "presence_penalty": 0.5},
+        {"structured_outputs": {"regex": "([a-z]{5,9} = [0-9]{3};){6}"}},
+    ]
+    prompt = f"def function_{number}(x, y):" + " x = y + z;" * rng.randrange(16)
+    params = {"max_tokens": rng.randrange(40, 200), "ignore_eos": True} | kinds[number % len(kinds)]
+    return Ask(0, prompt, params, None)
+
+
+def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None) -> Found:
+    """Kill engines of the round ``most_kills`` times, fewer where it ends before, and compare what its client got.
+    ``extra``: more settings of those that are killed."""
+    found, rng = Found(), random.Random(drawn.seed + 1)
+    plain = {"r_workers": "inproc:1", "r_threads": 1, "kv_cache_memory": "64MiB"}
+    _wait(_engine(drawn, plain, drawn.folder / "reference"), found, "the undisturbed engine")
+    wanted = _read(drawn.folder / "reference")
+    with ExitStack() as cleanup:
+        workers = _Workers(drawn, cleanup)
+        more = {"journal": str(drawn.folder / "journal"), **workers.settings(), **(extra or {})}
+        for _ in range(most_kills):
+            pid = _engine(drawn, more, drawn.client)
+            if not _kill(pid, drawn, rng):
+                break
+            found.counts["kills"] += 1
+            workers.befall(rng)
+        else:
+            pid = _engine(drawn, more, drawn.client)
+        _wait(pid, found, "the last engine")
+    _compare(wanted, _read(drawn.client), found)
+    for line in _lines(drawn.folder / "begun"):
+        found.counts.update({"known": line["known"], "again": line["again"]})
+    return found
+
+
+class _Workers:
+    """The R-workers of a round, where the engine does not start them itself."""
+
+    def __init__(self, drawn: Round, cleanup: ExitStack) -> None:
+        self._kind, self._cleanup, self._name = drawn.kind, cleanup, f"round {drawn.seed}"
+        self._running = [self._start() for _ in range(2 if "all" not in drawn.kind else 0)]
+
+    def settings(self) -> dict[str, Any]:
+        """Of engines."""
+        if not self._running:
+            return {"r_workers": "spawn:2", "r_threads": 1, "kv_cache_memory": "64MiB"}
+        addresses = ",".join(address for _, address, _ in self._running)
+        return {"r_workers": addresses, "session": self._name, "keep_session": 60.0}
+
+    def befall(self, rng: random.Random) -> None:
+        """The engine was killed just now."""
+        if "one of two" in self._kind:
+            index = rng.randrange(len(self._running))
+            process, address, one = self._running[index]
+            process.kill()
+            one.close()
+            self._running[index] = self._start(address)
+
+    def _start(self, address: str = "127.0.0.1:0") -> tuple[Any, str, ExitStack]:
+        one = self._cleanup.enter_context(ExitStack())
+        process, where = one.enter_context(r_workers.listening(listen=f"tcp://{address}"))
+        return process, where, one
+
+
+def _engine(drawn: Round, more: dict[str, Any], client: Path) -> int:
+    """Start an engine in a process group of its own; returns its id."""
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        with (drawn.folder / "log").open("a") as log:
+            os.dup2(log.fileno(), 2)
+        _answer(drawn, more, client)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _answer(drawn: Round, more: dict[str, Any], client: Path) -> None:
+    """In the engine's process: ask all, and hand out what the client lacks."""
+    settings: dict[str, Any] = {"device": "cpu", "s_threads": 1, "max_model_len": 512, **drawn.settings, **more}
+    engine = LLMEngine(EngineConfig(**settings))
+    if "journal" in more:
+        _note_starts(engine, drawn.folder / "begun")
+    had = _read(client)
+    for name, ask in drawn.asks.items():
+        engine.add_request(name, prompt_of(ask), params_of(ask))
+    with client.open("ab", buffering=0) as file:
+        while engine.has_unfinished_requests():
+            brought = []
+            for output in engine.step():
+                samples = had.setdefault(output.request_id, [[] for _ in output.outputs])
+                for index, each in enumerate(output.outputs):
+                    tokens, start = list(each.token_ids), len(samples[index])
+                    if tokens[:start] != samples[index]:
+                        raise ValueError(f"request {output.request_id}, sample {index}: other tokens than before")
+                    brought.append((output.request_id, index, len(output.outputs), tokens[start:]))
+                    samples[index] = tokens
+            file.write(json.dumps(brought).encode() + b"\n")
+    engine.close()
+
+
+def _note_starts(engine: LLMEngine, path: Path) -> None:
+    """Of each sequence that goes on, write the tokens that were cached before by the journal, and how many of them are
+    computed again."""
+    store = engine.scheduler.store
+    begin = store.begin
+
+    def noting(sequence: Any, segments: Any, hit: Any, second: int = -1) -> None:
+        if sequence.outputs_at_start is None and sequence.output_token_ids:
+            known = sequence.num_tokens - 1
+            line = {"known": known, "again": max(0, known - (hit.num_tokens if hit else 0))}
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        begin(sequence, segments, hit, second)
+
+    store.begin = noting  # type: ignore[method-assign]
+
+
+def _kill(pid: int, drawn: Round, rng: random.Random) -> bool:
+    """Kill the process group of engine ``pid`` while it starts, or after some steps; False where it ended before."""
+    size = _size(drawn.client)
+    steps = 0 if rng.random() < 0.15 else rng.randrange(1, 40)
+    deadline = time.monotonic() + (rng.uniform(0, 1.0) if steps == 0 else END_SECONDS)
+    while time.monotonic() < deadline and (steps == 0 or _size(drawn.client, size) < steps):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return False
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.02))
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        return False
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return True
+
+
+def _size(path: Path, start: int | None = None) -> int:
+    """Bytes of a file, or the lines in it after byte ``start``."""
+    if not path.exists():
+        return 0
+    if start is None:
+        return path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read().count(b"\n")
+
+
+def _wait(pid: int, found: Found, name: str) -> None:
+    """Until engine ``pid`` has ended by itself."""
+    deadline = time.monotonic() + END_SECONDS
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+            ended = os.waitpid(pid, 0)
+            break
+        time.sleep(0.005)
+    if ended[1]:
+        found.faults.append(f"{name} ended with {ended[1]}")
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _read(path: Path) -> Streams:
+    """What a client has."""
+    streams: Streams = {}
+    for line in _lines(path):
+        for name, index, count, tokens in line:
+            streams.setdefault(name, [[] for _ in range(count)])[index] += tokens
+    return streams
+
+
+def _compare(wanted: Streams, got: Streams, found: Found) -> None:
+    for name, samples in wanted.items():
+        found.counts["requests"] += 1
+        if name not in got:
+            found.counts["lost"] += 1
+            found.faults.append(f"request {name} is lost")
+            continue
+        for index, (expected, tokens) in enumerate(zip(samples, got[name], strict=True)):
+            found.counts["tokens"] += len(expected)
+            found.counts["more or fewer"] += abs(len(expected) - len(tokens))
+            if differing := sum(a != b for a, b in zip(expected, tokens, strict=False)):
+                found.counts["different"] += differing
+            if expected != tokens:
+                found.faults.append(f"request {name}, sample {index}: {tokens} and not {expected}")
+
+
+COLUMNS = ("kills", "requests", "lost", "tokens", "more or fewer", "different", "known", "again")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="chaos.killed", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round; the next ones follow")
+    parser.add_argument("--kinds", nargs="+", type=int, default=range(len(KINDS)), help="of what is killed, by number")
+    options = parser.parse_args()
+    kinds = tuple(list(KINDS)[number] for number in options.kinds)
+    totals: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+    seed, unclean = options.seed, 0
+    while sum(each["kills"] for each in totals.values()) < options.kills and unclean < MOST_UNCLEAN:
+        with tempfile.TemporaryDirectory(prefix="killed-", ignore_cleanup_errors=True) as name:
+            drawn = draw(seed, Path(name), kinds)
+            start = time.monotonic()
+            found = run_round(drawn, KILLS_PER_ROUND)
+            unclean += bool(found.faults)
+            log = (drawn.folder / "log").read_text()[-3000:] if found.faults else ""
+        totals[drawn.kind].update(found.counts)
+        print(f"seed {seed}, {drawn.kind}: {'UNCLEAN' if found.faults else 'clean'}, "
+              f"{time.monotonic() - start:.1f} s, {dict(found.counts)}, {drawn.settings}", flush=True)  # fmt: skip
+        print("\n".join(["  " + fault for fault in found.faults] + [log] * bool(log)), flush=True)
+        seed += 1
+    print(f"| what was killed | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    for kind, counts in totals.items():
+        print(f"| {kind}: {KINDS[kind]} | {' | '.join(f'{counts[name]:,}' for name in COLUMNS)} |")
+    return 1 if unclean else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
