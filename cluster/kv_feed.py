@@ -11,7 +11,8 @@ import numpy as np
 from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security, proven
-from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES, MOST_IN_FLIGHT, decode_refusal
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import FrameError
 
 PIECE_BYTES = 1 << 19

@@ -19,18 +19,17 @@ from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.cluster.wire.leases import AskedLease, decode_held
 from fastdecode.cluster.wire.messages import (
     ALL_TOKENS,
     CHUNK_BYTES,
     CLOCK,
     EXPORT,
     IMPORT,
-    MAX_JSON_BYTES,
     NUM_BYTES,
-    AskedLease,
     Hello,
     Welcome,
-    decode_held,
     decode_refusal,
     decode_welcome,
     encode_hello,

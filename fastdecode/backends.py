@@ -210,7 +210,7 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run) -> 
     guard = config.key_file, config.security, config.silence_seconds
     if spec.kind == "tcp":
         from fastdecode.cluster.links.tcp import TcpBackend
-        from fastdecode.cluster.wire.messages import AskedLease
+        from fastdecode.cluster.wire.leases import AskedLease
 
         this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
         lease = AskedLease(config.session, this, before, config.keep_session) if config.session else None

@@ -20,7 +20,7 @@ from fastdecode.cluster.links import shared_memory
 from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
-from fastdecode.cluster.wire import frames, handshake, messages, parked, payload
+from fastdecode.cluster.wire import frames, handshake, leases, messages, parked, payload
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.core.errors import CapacityError, ChainError, FrameError
@@ -30,7 +30,7 @@ from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPl
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
 )
-HELLO = Hello("host:1", LAYOUT, 32, messages.AskedLease("s", "a", "b", 1.5, 3))
+HELLO = Hello("host:1", LAYOUT, 32, leases.AskedLease("s", "a", "b", 1.5, 3))
 WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)
 PLAN = WorkerPlan(
     np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 512, 3, 3), (1, 2, 3, 1)], SPAN), np.zeros(0, SPAN))
@@ -64,8 +64,8 @@ def hello(data: bytes) -> None:
 def held(data: bytes) -> None:
     """What is read can be said again."""
     with suppress(FrameError):
-        found = messages.decode_held(data, 8, 16)
-        _require(messages.decode_held(messages.encode_held(found), 8, 16) == found)
+        found = leases.decode_held(data, 8, 16)
+        _require(leases.decode_held(leases.encode_held(found), 8, 16) == found)
 
 
 def welcome(data: bytes) -> None:

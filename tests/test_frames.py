@@ -16,6 +16,7 @@ from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
+from fastdecode.cluster.wire.json_bodies import MAX_TEXT
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
 from fastdecode.cluster.worker_info import NUM_PINGS
 from fastdecode.core.errors import FrameError, WorkerLostError
@@ -243,7 +244,7 @@ def test_a_lying_welcome_is_refused(name: str, value: Any) -> None:
 def test_a_refusal_can_be_printed() -> None:
     """Whatever an error said, and however long."""
     error, message = messages.decode_refusal(messages.encode_refusal("frame", "a\n\x1b[2J\ud800é" + "x" * 9999))
-    assert error == "frame" and message.startswith("a??[2J?éx") and len(message) == messages.MAX_TEXT
+    assert error == "frame" and message.startswith("a??[2J?éx") and len(message) == MAX_TEXT
 
 
 def test_a_plan_is_read_as_it_was_written() -> None:

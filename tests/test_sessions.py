@@ -21,8 +21,9 @@ from fastdecode import _rworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
-from fastdecode.cluster.wire import messages
-from fastdecode.cluster.wire.messages import AskedLease, Hello
+from fastdecode.cluster.wire import leases
+from fastdecode.cluster.wire.leases import AskedLease
+from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import CONTROL, SPAN, Verb, WorkerPlan
@@ -84,11 +85,11 @@ HELD = [HeldSequence(0, 40, (0, 1, 2)), HeldSequence(7, 16, (0,)), HeldSequence(
 
 
 def test_what_is_held_is_read_as_it_was_said() -> None:
-    data = messages.encode_held(HELD)
-    assert messages.decode_held(data, 3, 16) == tuple(HELD) and messages.decode_held(b"", 3, 16) == ()
+    data = leases.encode_held(HELD)
+    assert leases.decode_held(data, 3, 16) == tuple(HELD) and leases.decode_held(b"", 3, 16) == ()
     for length in range(1, len(data)):
         try:
-            found = messages.decode_held(data[:length], 3, 16)
+            found = leases.decode_held(data[:length], 3, 16)
         except FrameError:
             continue
         assert found == tuple(HELD[: len(found)])
@@ -102,7 +103,7 @@ def test_what_is_held_is_read_as_it_was_said() -> None:
         [0, 0, 9],
     ):
         with pytest.raises(FrameError, match=r"HELD: number [01] is no sequence that an R-worker can hold"):
-            messages.decode_held(np.array(numbers, "<i8").tobytes(), 3, 16)
+            leases.decode_held(np.array(numbers, "<i8").tobytes(), 3, 16)
 
 
 def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:

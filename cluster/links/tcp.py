@@ -22,7 +22,8 @@ from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, proven, read_security
-from fastdecode.cluster.wire.messages import MAX_HELLO_BYTES, AskedLease, Hello, decode_hello, encode_refusal
+from fastdecode.cluster.wire.leases import AskedLease
+from fastdecode.cluster.wire.messages import MAX_HELLO_BYTES, Hello, decode_hello, encode_refusal
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.types import KVLayout, RWorkerInfo
 

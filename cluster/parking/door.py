@@ -10,7 +10,7 @@ from fastdecode.cluster.parking.directory import ParkDirectory
 from fastdecode.cluster.parking.parker import Parker
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import Frame, Kind
-from fastdecode.cluster.wire.messages import MAX_JSON_BYTES
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.parked import (
     MAX_PARK_BYTES,
     WAKE,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.prefill.messages import PrefillWelcome, decode_prefill_welcome
 from fastdecode.cluster.wire.frames import Frame, Kind
-from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.cluster.wire.messages import decode_refusal
 from fastdecode.core.errors import BackendError, FrameError
 
 OPEN_SECONDS = 300.0

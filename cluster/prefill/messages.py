@@ -14,7 +14,8 @@ import numpy as np
 from msgspec import Meta
 
 from fastdecode.api.settings import split_address
-from fastdecode.cluster.wire.messages import MAX_CORES, MAX_LAYERS, MAX_ROWS, Heads, Text, decode_json, encode_json
+from fastdecode.cluster.wire.json_bodies import Text, decode_json, encode_json
+from fastdecode.cluster.wire.messages import MAX_CORES, MAX_LAYERS, MAX_ROWS, Heads
 from fastdecode.core.errors import FrameError
 from fastdecode.core.types import ISAS, KV_BITS, PREFILL_METHODS
 

@@ -30,7 +30,7 @@ from fastdecode.cluster.prefill.messages import (
 )
 from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
-from fastdecode.cluster.wire.messages import MAX_JSON_BYTES
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.core.errors import BackendError, FrameError, WorkerLostError
 from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill, StoredAt
 from fastdecode.core.types import ITEM_BYTES, WIRE_DTYPE, KVLayout, RWorkerInfo

@@ -31,7 +31,8 @@ from fastdecode.cluster.prefill.senders import ChainSender, PrefixReader, Sender
 from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MAX_JSON_BYTES
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
 from fastdecode.core.errors import FrameError
 from fastdecode.core.types import KVLayout
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from fastdecode import _rworker
-from fastdecode.cluster.wire.messages import AskedLease, Hello
+from fastdecode.cluster.wire.leases import AskedLease
+from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.held import HeldSequence
 
 log = logging.getLogger("fastdecode.r_worker")

@@ -20,6 +20,7 @@ from fastdecode.cluster.r_worker.lease import LEASE_SECONDS, Lease, LeaseError, 
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.cluster.wire.leases import encode_held
 from fastdecode.cluster.wire.messages import (
     ALL_TOKENS,
     CHUNK_BYTES,
@@ -31,7 +32,6 @@ from fastdecode.cluster.wire.messages import (
     Hello,
     Welcome,
     decode_hello,
-    encode_held,
     encode_refusal,
     encode_welcome,
     fingerprint,

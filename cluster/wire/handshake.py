@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastdecode.cluster.wire.frames import Channel, Conversation, Frame, Kind
-from fastdecode.cluster.wire.messages import MAX_JSON_BYTES, decode_refusal, encode_refusal
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.cluster.wire.messages import decode_refusal, encode_refusal
 from fastdecode.core.errors import BackendError, ConfigError, FrameError
 
 S_WORKER, R_WORKER = "s-worker", "r-worker"

@@ -6,17 +6,17 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import chain
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.api.config import BLOCK_SIZES, MOST_SECONDS
-from fastdecode.api.settings import MAX_SESSION, split_address
+from fastdecode.api.config import BLOCK_SIZES
+from fastdecode.api.settings import split_address
+from fastdecode.cluster.wire.json_bodies import MAX_TEXT, Text, decode_json, encode_json, printable
+from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.core.errors import ConfigError, FrameError
-from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import (
     ISAS,
     KV_BITS,
@@ -30,9 +30,6 @@ from fastdecode.core.types import (
     StateLayout,
 )
 
-MAX_JSON_BYTES = 1 << 22
-"""As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
-
 MAX_HELLO_BYTES = 1 << 27
 """Of a HELLO, which has the filters of a hybrid's convolutions, and of Mamba-1 a factor for each number of a state:
 bytes that stay bytes."""
@@ -41,10 +38,6 @@ MAX_LAYERS = 4096
 MAX_HEADS = 1 << 12
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
-MAX_TEXT = 4096
-MAX_ERROR = 200
-"""Characters of an error about malformed JSON, which may quote it."""
-
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """R-workers compute with float32."""
 
@@ -85,8 +78,6 @@ def _one_of(choices: Iterable[str]) -> Meta:
 Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
 HeadDim = Annotated[int, Meta(ge=1, le=MAX_HEAD_DIM)]
 Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,18 +129,6 @@ class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_port: Literal["", "loopback", "any"]
     rotation: Literal["", "hadamard"]
     block_size: Annotated[int, Meta(ge=min(BLOCK_SIZES), le=max(BLOCK_SIZES))]
-
-
-class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named session. What is kept for ``keep_seconds`` after its link breaks is for an S-worker that ``follows`` the
-    ``fingerprint`` of the one before: it has the same weights, and that one's journal. ``epoch``: the one that the
-    S-worker has here already, 0: none yet."""
-
-    session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]
-    fingerprint: Text
-    follows: Text
-    keep_seconds: Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
-    epoch: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
 
 
 class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -260,34 +239,10 @@ def decode_join(data: bytes | bytearray) -> tuple[str, str]:
     return join.address, join.role
 
 
-def encode_held(held: Iterable[HeldSequence]) -> bytes:
-    """Return for each sequence its id, tokens and number of blocks, then these: int64."""
-    rows = ((each.cache_id, each.num_tokens, len(each.blocks), *each.blocks) for each in held)
-    return np.fromiter(chain.from_iterable(rows), "<i8").tobytes()
-
-
-def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tuple[HeldSequence, ...]:
-    """Of an R-worker with ``num_blocks`` blocks; FrameError for what it cannot hold."""
-    if len(data) % 8:
-        raise FrameError(f"HELD: {len(data)} bytes")
-    numbers = np.frombuffer(data, "<i8").tolist()
-    found: dict[int, HeldSequence] = {}
-    start = 0
-    while start < len(numbers):
-        cache_id, num_tokens, count = numbers[start : start + 3] if start + 3 <= len(numbers) else (0, -1, -1)
-        blocks = tuple(numbers[start + 3 : start + 3 + max(count, 0)])
-        enough = 0 <= num_tokens <= len(blocks) * block_size and len(blocks) == count == len(set(blocks))
-        if not enough or cache_id in found or not all(0 <= block < num_blocks for block in blocks):
-            raise FrameError(f"HELD: number {len(found)} is no sequence that an R-worker can hold")
-        found[cache_id] = HeldSequence(cache_id, num_tokens, blocks)
-        start += 3 + count
-    return tuple(found.values())
-
-
 def encode_refusal(error: str, message: str) -> bytes:
     """``error``: "capacity" (too little memory), "busy" (serving another), "superseded" (by another S-worker of its
     session), "key", "frame" or "refused" (any other)."""
-    return encode_json(_Refusal(error, _printable(message[:MAX_TEXT])))
+    return encode_json(_Refusal(error, printable(message[:MAX_TEXT])))
 
 
 def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
@@ -296,33 +251,11 @@ def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
     return refusal.error, refusal.message
 
 
-def encode_json(message: msgspec.Struct) -> bytes:
-    """Return the bytes of a message, equal for equal messages."""
-    return msgspec.json.encode(message, order="sorted")
-
-
-def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
-    """FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
-    try:
-        message = msgspec.json.decode(data, type=form)
-    except (ValueError, RecursionError) as error:
-        raise FrameError(f"{kind}: {_printable(str(error)[:MAX_ERROR])}") from None
-    for name, value in msgspec.structs.asdict(message).items():
-        if isinstance(value, str) and not value.isprintable():
-            raise FrameError(f"{kind}: {name} must be a text that can be printed")
-    return message
-
-
 def _check_address(kind: str, address: str) -> None:
     try:
         split_address(kind, address)
     except ConfigError as error:
         raise FrameError(str(error)) from None
-
-
-def _printable(text: str) -> str:
-    """Without line breaks, escape codes and halves of characters, for logs and terminals."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _cache(layout: KVLayout, block_size: int) -> _Cache:

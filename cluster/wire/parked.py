@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.cluster.wire.messages import decode_json, encode_json
+from fastdecode.cluster.wire.json_bodies import decode_json, encode_json
 from fastdecode.core.errors import FrameError
 from fastdecode.core.parked import MARK_BYTES, Chain, Parked, Progress, num_marks
 

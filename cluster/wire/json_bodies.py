@@ -1,0 +1,42 @@
+"""Bodies of frames that are JSON, to bytes and back, and the texts in them."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fastdecode.core.errors import FrameError
+
+MAX_JSON_BYTES = 1 << 22
+"""As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
+
+MAX_TEXT = 4096
+MAX_ERROR = 200
+"""Characters of an error about malformed JSON, which may quote it."""
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+def encode_json(message: msgspec.Struct) -> bytes:
+    """Return the bytes of a message, equal for equal messages."""
+    return msgspec.json.encode(message, order="sorted")
+
+
+def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
+    """FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
+    try:
+        message = msgspec.json.decode(data, type=form)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"{kind}: {printable(str(error)[:MAX_ERROR])}") from None
+    for name, value in msgspec.structs.asdict(message).items():
+        if isinstance(value, str) and not value.isprintable():
+            raise FrameError(f"{kind}: {name} must be a text that can be printed")
+    return message
+
+
+def printable(text: str) -> str:
+    """Without line breaks, escape codes and halves of characters, for logs and terminals."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
