@@ -28,14 +28,14 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 @dataclass(frozen=True)
 class SchedulerStatistics:
     """Requests whose prefix was looked up, prompt tokens that were found, and preemptions; tokens of prefixes that came
-    back from disks, and prefixes that did not, though they were listed: these two are no part of recorded runs."""
+    back from disks, and prefixes that did not, though they were listed."""
 
     prefix_queries: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    woken_tokens: int = field(default=0, repr=False)
-    failed_wakes: int = field(default=0, repr=False)
+    woken_tokens: int = 0
+    failed_wakes: int = 0
 
     def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
         """Return what was counted after ``before``."""
