@@ -159,9 +159,9 @@ class GoldenRun:
         for _, group in self._requests:
             for member in group:
                 self._note("tokens", (member.sequence_id, list(member.output_token_ids)))
-        counts = self.scheduler.statistics
-        noted = {name: getattr(counts, name) for name in ("prefix_queries", "prefix_hit_tokens", "preemptions", "drafts")}
-        self._note("statistics", f"SchedulerStatistics({', '.join(f'{name}={value}' for name, value in noted.items())})")
+        names = "prefix_queries", "prefix_hit_tokens", "preemptions", "drafts"
+        counts = ", ".join(f"{name}={getattr(self.scheduler.statistics, name)}" for name in names)
+        self._note("statistics", f"SchedulerStatistics({counts})")
         return self._digest.hexdigest()
 
     def _note(self, what: str, value: Any = "") -> None:
