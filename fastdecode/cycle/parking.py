@@ -164,12 +164,12 @@ class Parking(Companion):
         self.parked_bytes[disk.index], waking.num_tokens = answer.num_bytes, answer.num_tokens
         if answer.progress is Progress.UNDER_WAY:
             return True
-        disk.waking = None
+        disk.waking, sequence = None, disk.wishes.popleft()
         if answer.progress is Progress.DONE:
-            parked.woken(waking)
+            parked.woken(waking, sequence)
         else:
             parked.failed(waking)
-        scheduler.queue.come_back(disk.wishes.popleft())
+        scheduler.queue.come_back(sequence)
         return True
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: ParkedPrefixes) -> Waking | None:

@@ -25,7 +25,7 @@ class Sequence:
 
     ``outputs_at_start``: output tokens that it had when it last began, None before its first start. ``may_stop``: its
     output may end before ``max_tokens``. ``job_id``: under which prefill workers compute its prompt; 0: the S-worker
-    does, or has.
+    does, or has. ``woken_on``: the R-worker that read its prefix from disk for it, where it waits since; -1: none has.
     """
 
     sequence_id: int
@@ -36,6 +36,7 @@ class Sequence:
     num_prefill: int = 0
     uses_scratch: bool = False
     job_id: int = 0
+    woken_on: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
     outputs_at_start: int | None = None
     may_stop: bool = False

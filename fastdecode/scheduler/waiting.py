@@ -36,7 +36,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queue ``sequence`` to compute all tokens it has."""
-        sequence.num_prefill = sequence.num_tokens
+        sequence.num_prefill, sequence.woken_on = sequence.num_tokens, -1
         self._prefix_cache.arrive(sequence)
         self._insert(sequence)
 

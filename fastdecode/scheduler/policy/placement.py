@@ -39,11 +39,14 @@ class HomePlacement:
 
     def costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """Return what ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on
-        those that drain if it could run elsewhere."""
+        those that drain if it could run elsewhere. One that woke its prefix for it costs least: what that took is
+        spent."""
         hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
         row_kv_tokens = self._row_kv_tokens(forecast)
         costs = placement_costs(forecast, newcomer, self._speeds, self.capacities, hit_tokens, row_kv_tokens)
+        if sequence.woken_on in hits:
+            costs[sequence.woken_on] = costs.min() - 1.0
         if (draining := self._workers.draining) and self._room.fits_elsewhere(sequence):
             costs[draining] = np.inf
         return costs

@@ -119,9 +119,11 @@ class ParkedPrefixes:
         hashes = sequence.block_hashes[: beginning.num_blocks]
         return Waking(beginning, self._prefixes.new_id(), hashes)
 
-    def woken(self, waking: Waking) -> None:
-        """It is there, as a retained prefix that was used just now."""
+    def woken(self, waking: Waking, sequence: Sequence) -> None:
+        """It is there, as a retained prefix that was used just now, and ``sequence``, which waited for it, is to start
+        there."""
         worker, count = waking.beginning.worker, waking.beginning.num_blocks
+        sequence.woken_on = worker
         self._workers[worker].grow(-count)
         self._prefixes.take_back(Prefix(waking.prefix_id, worker, waking.block_hashes, [], is_parked=True))
         self.counts.num_woken += 1
