@@ -184,7 +184,7 @@ def test_calls_in_a_free_text_are_items(api: openai.OpenAI, text: str, kinds: li
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: nothing is stored"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: requests and responses are kept"),
         ({"conversation": "conv_1"}, "conversation is not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt is not supported"),
         ({"background": True}, "background is not supported"),

@@ -158,7 +158,7 @@ def test_long_bodies_and_unknown_routes(server: RunningServer) -> None:
     for path, method in (("/nothing", 404), ("/v1/models/nothing", 404)):
         status, answer = server.request(path)
         assert status == method and answer["error"]["message"]
-    status, answer = server.request("/v1/completions")
+    status, answer = server.request("/tokenize")
     assert status == 405 and answer["error"]["message"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.servers import MODEL, RunningServer
 
 from fastdecode.core.errors import RequestError
-from fastdecode.server.responses_request import ResponsesRequest, chat_of
+from fastdecode.server.responses_request import messages_of
 from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, forced_calls
 
 pytestmark = pytest.mark.slow
@@ -128,7 +128,7 @@ CALLING = '<tool_call>\n{"name": "look", "arguments": {"a": "é}"}}\n</tool_call
 )
 def test_calls_in_free_texts_are_read_however_these_grow(text: str, shown: str, calls: list[Any]) -> None:
     for size in range(1, len(text) + 1):
-        free = FreeReader(frozenset({"look", "jump"}))
+        free = FreeReader(frozenset({"look", "jump"}), "a")
         read: list[str | CallPart] = []
         for end in [*range(size, len(text), size), len(text)]:
             read += free.read(text[:end], end == len(text))
@@ -162,7 +162,7 @@ def test_a_model_that_calls_of_itself_is_answered_with_its_calls(chat_server: Ru
 def reader(name: str | None) -> CallReader:
     forced = forced_calls(TOOLS, "required" if name is None else NAMED)
     assert isinstance(forced, ForcedCalls)
-    return CallReader(forced)
+    return CallReader(forced, "a")
 
 
 def test_calls_are_read_as_they_grow() -> None:
@@ -228,9 +228,9 @@ def test_items_of_responses_become_messages() -> None:
     calls = [{"type": "function_call", "call_id": f"c{i}", "name": "look", "arguments": "{}"} for i in range(2)]
     output = {"type": "function_call_output", "call_id": "c0", "output": [{"type": "input_text", "text": "a wall"}]}
     begun = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
-    found = chat_of(ResponsesRequest(input=[{"role": "user", "content": "hi"}, begun, *calls, output, calls[0]]))
+    found = messages_of([{"role": "user", "content": "hi"}, begun, *calls, output, calls[0]])
     told = [{"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": "{}"}} for i in range(2)]
-    assert found.messages == [
+    assert found == [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "I look.", "tool_calls": told},
         {"role": "tool", "tool_call_id": "c0", "content": "a wall"},

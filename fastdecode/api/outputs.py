@@ -72,10 +72,14 @@ class CompletionOutput(_Snapshot):
 
     ``finish_reason``: "stop" (``stop_reason`` says which string or token id, None for end of text), "length",
     "abort", "error" (``stop_reason`` says why), or None while it runs. ``tokens``, ``all_logprobs``: what
-    ``token_ids`` and ``logprobs`` are made of when they are first read.
+    ``token_ids`` and ``logprobs`` are made of when they are first read. ``text_ends``: characters that could be shown
+    after each token.
     """
 
-    __slots__ = ("_logprobs", "_token_ids", "all_logprobs", "finish_reason", "index", "stop_reason", "text", "tokens")
+    __slots__ = (
+        "_logprobs", "_token_ids", "all_logprobs", "finish_reason", "index", "stop_reason", "text", "text_ends",
+        "tokens",
+    )  # fmt: skip
     SEEN = ("index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs")
 
     def __init__(
@@ -86,12 +90,20 @@ class CompletionOutput(_Snapshot):
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
         logprobs: Sequence[dict[int, Logprob]] | None = None,
+        text_ends: Sequence[int] = (),
     ) -> None:
-        self.index, self.text = index, text
+        self.index, self.text, self.text_ends = index, text, text_ends
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         self.tokens, self.all_logprobs = token_ids, logprobs
         self._token_ids: tuple[int, ...] | None = None
         self._logprobs: tuple[dict[int, Logprob], ...] | None = None
+
+    def after(self, num_tokens: int) -> CompletionOutput:
+        """The same as it was after its first ``num_tokens``, while more were to come."""
+        num_shown = self.text_ends[num_tokens - 1] if num_tokens and self.text_ends else 0
+        logprobs = None if self.all_logprobs is None else self.all_logprobs[:num_tokens]
+        text, ends = self.text[:num_shown], self.text_ends[:num_tokens]
+        return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ class Completion:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     grammar: Matcher | None = None
     grammar_ahead: list[Matcher] = field(default_factory=list)
+    text_ends: list[int] = field(default_factory=list)
 
     def fitting(self, draft_token_ids: list[int]) -> list[int]:
         """As many of these as the grammar, where there is one, would let come next."""
@@ -52,6 +53,8 @@ class Completion:
         hidden = (ends or stopped) and not params.include_stop_str_in_output
         may_stop = len(tokens) >= params.min_tokens
         string = self.text.push(token, may_stop) if self.text and not hidden else None
+        if self.text:
+            self.text_ends.append(self.text.num_visible())
         if ends:
             self.finish_reason = "stop"
         elif stopped or string is not None:
@@ -78,6 +81,7 @@ class Completion:
             self.finish_reason,
             self.stop_reason,
             Grown(self.logprobs) if self.logprobs else None,
+            Grown(self.text_ends),
         )
 
 

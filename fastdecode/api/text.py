@@ -88,10 +88,13 @@ class TextStream:
 
     def visible(self, finished: bool) -> str:
         """The text that can be shown: all of it, less a tail that may turn out to begin a stop string."""
-        if finished or not self._longest_stop:
-            return self.text
-        tail = max((overlap(self.text, string) for string in self._stop), default=0)
-        return self.text[: len(self.text) - tail]
+        return self.text if finished else self.text[: self.num_visible()]
+
+    def num_visible(self) -> int:
+        """Characters of the text that can be shown while it grows."""
+        if not self._longest_stop:
+            return len(self.text)
+        return len(self.text) - max((overlap(self.text, string) for string in self._stop), default=0)
 
 
 def overlap(text: str, string: str) -> int:

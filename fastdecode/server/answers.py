@@ -45,12 +45,17 @@ class AnswerForm:
 
 
 def answer_form(
-    request: CompletionRequest | ChatRequest, model: str, answer_id: str, echoes: tuple[str, ...] = ()
+    request: CompletionRequest | ChatRequest,
+    model: str,
+    answer_id: str,
+    echoes: tuple[str, ...] = (),
+    created: int | None = None,
 ) -> AnswerForm:
-    """How ``request`` is answered; ``model`` as clients call it."""
+    """How ``request`` is answered; ``model`` as clients call it; ``created``: seconds of Unix (now)."""
+    created = int(time.time()) if created is None else created
     chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
     offered = offered_names(request.tools, request.tool_choice) if isinstance(request, ChatRequest) else frozenset()
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered)
+    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered, created)
 
 
 def new_id() -> str:
@@ -114,20 +119,39 @@ def first_choice(form: AnswerForm, index: int, echo: str) -> dict[str, Any] | No
 
 
 class GrowingChoice:
-    """One choice of a stream: hands out what is new of its completion."""
+    """One choice of a stream: hands out what is new of its completion.
+
+    ``begun``: its first chunk was handed out; ``num_tokens``: of the completion, in what was; ``finished``: all was.
+    """
 
     def __init__(self, form: AnswerForm, index: int) -> None:
         self._form, self._index = form, index
-        self._num_shown, self._num_tokens = 0, 0
+        self._num_shown, self._num_known = 0, 0
         self._offset = 0
-        self._calls = CallReader(form.forced) if form.forced else None
-        self._free = FreeReader(form.offered) if form.offered and not form.forced else None
+        answer = f"{form.answer_id}/{index}"
+        self._calls = CallReader(form.forced, answer) if form.forced else None
+        self._free = FreeReader(form.offered, answer) if form.offered and not form.forced else None
         self._has_called = False
-        self.finished = False
+        self.begun, self.num_tokens, self.finished = False, 0, False
+
+    def go_on(self, num_tokens: int, finished: bool) -> None:
+        """The first chunk, and those of so many tokens, were handed out before, or all."""
+        self.begun, self.finished = True, finished
+        self.num_tokens = self._num_known = num_tokens
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """The choice of the next chunk; None when nothing is new."""
-        if self.finished or (len(completion.tokens) == self._num_tokens and completion.finish_reason is None):
+        if self.finished:
+            return None
+        if known := self._num_known:
+            if len(completion.tokens) < known and completion.finish_reason is None:
+                return None
+            self.num_tokens = self._num_known = 0
+            self._choice(completion.after(min(known, len(completion.tokens))))
+        return self._choice(completion)
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if len(completion.tokens) == self.num_tokens and completion.finish_reason is None:
             return None
         text = self._new_text(completion)
         if text is None:
@@ -141,9 +165,9 @@ class GrowingChoice:
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
         if self._form.return_token_ids:
-            choice["token_ids"] = list(completion.tokens[self._num_tokens :])
+            choice["token_ids"] = list(completion.tokens[self.num_tokens :])
         self._num_shown = len(completion.text)
-        self._num_tokens = len(completion.tokens)
+        self.num_tokens = len(completion.tokens)
         self.finished = completion.finish_reason is not None
         return choice
 
@@ -171,7 +195,7 @@ class GrowingChoice:
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.all_logprobs is None:
             return None
-        new = _chosen(completion, self._num_tokens)
+        new = _chosen(completion, self.num_tokens)
         if self._form.chat:
             return _chat_logprobs(new)
         found = _logprobs(new, self._offset)
@@ -195,10 +219,11 @@ def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str) -> 
 
 def _message(form: AnswerForm, completion: CompletionOutput) -> dict[str, Any]:
     content: str | None = None
+    answer = f"{form.answer_id}/{completion.index}"
     if form.forced:
-        parts = CallReader(form.forced).read(completion.text, finished=True)
+        parts = CallReader(form.forced, answer).read(completion.text, finished=True)
     else:
-        found = FreeReader(form.offered).read(completion.text, True) if form.offered else [completion.text]
+        found = FreeReader(form.offered, answer).read(completion.text, True) if form.offered else [completion.text]
         content, parts = _text_and_calls(found)
     calls = {"tool_calls": [_call(part) for part in parts]} if parts else {}
     return {"role": "assistant", "content": None if calls and not (content or "").strip() else content, **calls}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -15,9 +13,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
-from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.server.json_bounds import parse_json
+from fastdecode.server.archive import LAST_EVENT_ID
+from fastdecode.server.bodies import read_request
+from fastdecode.server.errors import ApiError
 from fastdecode.server.live import PAGE, add_live
 from fastdecode.server.openapi import document, takes
 from fastdecode.server.prometheus import CONTENT_TYPE
@@ -27,20 +26,13 @@ from fastdecode.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    StreamOptions,
     TokenizeRequest,
-    read_body,
 )
-from fastdecode.server.responses_answer import ResponseForm
-from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
-from fastdecode.server.service import ApiError, Service
-from fastdecode.server.streams import ResponsesResponse, TextResponse, error_response, json_response
-
-logger = logging.getLogger(__name__)
+from fastdecode.server.responses_routes import add_responses
+from fastdecode.server.service import Service
+from fastdecode.server.streams import TextResponse, error_response, json_response
 
 HEALTH = "/health"
-
-Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -50,6 +42,7 @@ def make_app(service: Service) -> FastAPI:
     for kind in (ApiError, RequestError, ConfigError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_generation(app, service)
+    add_responses(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
     add_live(app, service)
@@ -70,27 +63,29 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(COMPLETIONS, openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Go on with a text, or with several."""
-        return await _generate(service, request, *await _read(service, request, CompletionRequest))
+        return await _generate(service, request, *await read_request(service, request, CompletionRequest))
 
     @app.post(CHAT, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await _generate(service, request, *await _read(service, request, ChatRequest))
+        return await _generate(service, request, *await read_request(service, request, ChatRequest))
 
-    @app.post(RESPONSES, openapi_extra=takes(ResponsesRequest))
-    async def responses(request: Request) -> Response:
-        """Answer a conversation, in the words of OpenAI's Responses API."""
-        body, num_bytes = await _read(service, request, ResponsesRequest)
-        exchange, form = await service.accept(chat_of(body), num_bytes, request.headers, may_be_shorter=True)
-        asked = ResponseForm(body, exchange.params, form.model, form.answer_id, form.forced, form.offered)
-        return ResponsesResponse(service, exchange, asked)
+    @app.get(COMPLETIONS)
+    async def rest_of_completions(request: Request) -> Response:
+        """What comes after an event of a stream."""
+        return await _go_on(service, COMPLETIONS, request)
+
+    @app.get(CHAT)
+    async def rest_of_chat(request: Request) -> Response:
+        """What comes after an event of a stream."""
+        return await _go_on(service, CHAT, request)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation."""
-        body, num_bytes = await _read(service, request, TokenizeRequest)
+        body, num_bytes = await read_request(service, request, TokenizeRequest)
         token_ids = await service.off_loop(num_bytes, service.tokenize, body)
         found = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
         if body.return_token_strs:
@@ -100,7 +95,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body, num_bytes = await _read(service, request, DetokenizeRequest)
+        body, num_bytes = await read_request(service, request, DetokenizeRequest)
         return json_response({"prompt": await service.off_loop(num_bytes, service.detokenize, body.tokens)})
 
 
@@ -140,49 +135,18 @@ def _add_models(app: FastAPI, service: Service) -> None:
 async def _generate(
     service: Service, request: Request, body: CompletionRequest | ChatRequest, num_bytes: int
 ) -> Response:
-    options = (body.stream_options or StreamOptions()) if body.stream else None
+    if LAST_EVENT_ID in request.headers:
+        return await _go_on(service, request.url.path, request)
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options belong to a stream: set stream to true", param="stream_options")
-    exchange, form = await service.accept(body, num_bytes, request.headers)
-    return TextResponse(service, exchange, form, options)
+    return TextResponse(service, await service.accept(body, num_bytes, request.headers))
 
 
-async def _read(service: Service, request: Request, kind: type[Body]) -> tuple[Body, int]:
-    """The body as ``kind``, and its length; ApiError or RequestError where it is too long, too slow, or not that."""
-    try:
-        data = await _receive(service, request)
-        is_long = len(data) > LONG_TEXT_BYTES
-        body, unknown = await service.off_loop(len(data), _parse, data, kind) if is_long else _parse(data, kind)
-    finally:
-        service.trim_when_idle()
-    if unknown:
-        logger.warning("%s: fields that are not understood are ignored: %.500s", request.url.path, ascii(unknown))
-    return body, len(data)
-
-
-def _parse(data: bytearray, kind: type[Body]) -> tuple[Body, list[str]]:
-    return read_body(parse_json(data), kind)
-
-
-async def _receive(service: Service, request: Request) -> bytearray:
-    most, seconds = service.settings.max_request_bytes, service.settings.request_timeout
-    too_long = ApiError(413, f"the body is longer than {most} bytes")
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > most:
-        raise too_long
-    try:
-        return await asyncio.wait_for(_join(request, most, too_long), seconds)
-    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
-
-
-async def _join(request: Request, most: int, too_long: ApiError) -> bytearray:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise too_long
-    return body  # no copy, for which all streams would wait
+async def _go_on(service: Service, route: str, request: Request) -> Response:
+    """The rest of a stream, after the event that the client has seen last."""
+    if (last := request.headers.get(LAST_EVENT_ID)) is None:
+        raise ApiError(400, "a GET goes on with a stream: send Last-Event-ID, the id of the last event that came")
+    return TextResponse(service, *await service.archive.left_at(route, last))
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
@@ -28,7 +28,8 @@ class Exchange:
     """One API request and its answer: an engine request per prompt, all with the same parameters.
 
     Belongs to the event loop, but for what never changes. Outputs hold all that a request has produced, so only the
-    newest of each is kept: a client that reads slowly costs no memory.
+    newest of each is kept: a client that reads slowly costs no memory. ``on_end`` is called once, when all outputs have
+    come or it has failed.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class Exchange:
         self.prompts = prompts
         self.params = params
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)
-        self._news: dict[int, RequestOutput] = {}
-        self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self.on_end: Callable[[Exchange], None] = lambda exchange: None
+        self.error: Exception | None = None
+        self._readings: list[Reading] = []
 
     @property
     def num_sequences(self) -> int:
@@ -64,13 +65,50 @@ class Exchange:
         return all(output is not None and output.finished for output in self.outputs)
 
     @property
-    def error(self) -> Exception | None:
-        """What it failed with."""
-        return self._error
+    def num_readings(self) -> int:
+        """Clients that wait for more of it."""
+        return len(self._readings)
 
     def put(self, index: int, output: RequestOutput) -> None:
         """The newest output of prompt ``index``."""
-        self.outputs[index] = self._news[index] = output
+        self.outputs[index] = output
+        for reading in self._readings:
+            reading.put(index, output)
+        if self.error is None and self.finished:
+            self.on_end(self)
+
+    def fail(self, error: Exception) -> None:
+        """Readings raise ``error`` from now on; unless all outputs have come, it has failed."""
+        for reading in self._readings:
+            reading.fail(error)
+        if self.error is None and not self.finished:
+            self.error = error
+            self.on_end(self)
+
+    def read(self) -> Reading:
+        """What a client is to be told, from the beginning; to be closed."""
+        self._readings.append(reading := Reading(self))
+        return reading
+
+    def close(self, reading: Reading) -> None:
+        """Its client is answered, or gone; may be called twice."""
+        self._readings = [each for each in self._readings if each is not reading]
+
+
+class Reading:
+    """One client's way through the outputs of an exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._news = {index: output for index, output in enumerate(exchange.outputs) if output is not None}
+        self._error = exchange.error
+        self._changed = asyncio.Event()
+        if self._news or self._error:
+            self._changed.set()
+
+    def put(self, index: int, output: RequestOutput) -> None:
+        """The newest output of prompt ``index``."""
+        self._news[index] = output
         self._changed.set()
 
     def fail(self, error: Exception) -> None:

@@ -15,8 +15,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from fastdecode.core.metrics import Event
+from fastdecode.server.errors import ApiError
 from fastdecode.server.observer import EngineWatch, RWorkerState, TimedStep
-from fastdecode.server.service import ApiError, Service
+from fastdecode.server.service import Service
 from fastdecode.server.streams import SSE_HEADERS
 
 PAGE, STREAM = "/", "/live"

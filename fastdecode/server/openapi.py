@@ -120,6 +120,7 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
             "tools": _list(_object(("type", "name"), type=_IS_FUNCTION, **_FUNCTION)),
             "tool_choice": {"anyOf": [{"enum": _CHOICES}, _object(("type", "name"), type=_IS_FUNCTION, name=_TEXT)]},
             **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NULL),
+            "store": {"type": "boolean"},
             "background": {"const": False},
             "truncation": {"const": "disabled"},
         },

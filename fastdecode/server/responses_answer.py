@@ -30,15 +30,20 @@ class ResponseForm:
     offered: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def id(self) -> str:
+        """As OpenAI's begin."""
+        return f"resp_{self.answer_id}"
+
     def response(self, status: str, items: Sequence[Event] = (), **more: Any) -> dict[str, Any]:
         """The response object. ``items``: its output; ``more``: keys in place of those here."""
         asked = self.request
         return {
-            "id": f"resp_{self.answer_id}",
+            "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
-            "background": False,
+            "background": bool(asked.background),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions,
@@ -47,12 +52,13 @@ class ResponseForm:
             "model": self.model,
             "output": list(items),
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": asked.previous_response_id,
+            "store": asked.is_stored,
             "temperature": self.params.temperature,
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
+            **({"prompt_cache_key": asked.prompt_cache_key} if asked.prompt_cache_key is not None else {}),
             "top_p": self.params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -101,12 +107,13 @@ class GrowingResponse:
 
     def __init__(self, form: ResponseForm) -> None:
         self._form = form
-        self._forced = CallReader(form.forced) if form.forced else None
-        self._free = FreeReader(form.offered) if form.offered and not form.forced else None
+        self._forced = CallReader(form.forced, form.answer_id) if form.forced else None
+        self._free = FreeReader(form.offered, form.answer_id) if form.offered and not form.forced else None
         self._items: list[Event] = []
         self._part: Event | None = None
         self._num_events = 0
         self._num_shown = 0
+        self._num_grown = 0
         self._num_tokens = 0
 
     def begin(self) -> Iterator[Event]:
@@ -117,7 +124,14 @@ class GrowingResponse:
             yield from self._begin_message()
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        """What is new of the text, and of the calls."""
+        """What is new of the text, and of the calls: token by token, so that a stream that is read again, of outputs
+        that come otherwise, has the same events."""
+        for count in range(self._num_grown + 1, len(completion.tokens)):
+            yield from self._grow(completion.after(count))
+        yield from self._grow(completion)
+        self._num_grown = len(completion.tokens)
+
+    def _grow(self, completion: CompletionOutput) -> Iterator[Event]:
         for piece in self._new_pieces(completion):
             if isinstance(piece, str):
                 yield from self._grow_message(piece, completion)

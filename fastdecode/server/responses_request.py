@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, what is asked: the body, and the chat that it means. Nothing is kept between requests."""
+"""OpenAI's Responses API, what is asked: the body, and the chat that it means."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class TextConfig(msgspec.Struct):
 class ResponsesRequest(SampledRequest, kw_only=True):
     """``input``: text, or a list of messages, function calls and their outputs. ``tools``: functions only.
 
-    ``store`` is accepted and nothing is stored, as vLLM does by default. The fields below ``store`` are known to be
-    refused.
+    ``store``, ``background`` and ``previous_response_id`` are for servers that keep requests; others store nothing,
+    and refuse the latter two. ``conversation``, ``prompt`` and ``truncation`` are known to be refused.
     """
 
     input: str | Messages
@@ -57,19 +57,26 @@ class ResponsesRequest(SampledRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
     conversation: Any = None
     prompt: Any = None
-    background: bool | None = None
     truncation: str | None = None
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the answer may be asked for later."""
+        return bool(self.store or self.background)
 
-def chat_of(request: ResponsesRequest) -> ChatRequest:
-    """The chat whose answer is the response; RequestError for what is not supported or cannot be."""
+
+def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
+    """The chat whose answer is the response, ``messages`` after its instructions; RequestError for what is not
+    supported or cannot be."""
     _refuse_unsupported(request)
-    messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     return ChatRequest(
-        messages=messages + _messages(request.input),
+        messages=instructions + messages,
         max_completion_tokens=request.max_output_tokens,
         response_format=_response_format(request.text.format if request.text else None),
         tools=None if request.tools is None else [_chat_tool(tool) for tool in request.tools],
@@ -81,12 +88,10 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    stored = "is not supported: nothing is stored between requests; send the whole conversation as input"
     refused = {
-        "previous_response_id": (request.previous_response_id is not None, stored),
-        "conversation": (request.conversation is not None, stored),
+        "conversation": (request.conversation is not None, "is not supported: give previous_response_id, or all input"),
         "prompt": (request.prompt is not None, "is not supported: no prompts are stored; send instructions and input"),
-        "background": (bool(request.background), "is not supported: leave it out, and wait or stream"),
+        "background": (bool(request.background) and request.store is False, "needs store: true"),
         "truncation": (
             request.truncation not in (None, "disabled"),
             "must be disabled: an input that does not fit is refused",
@@ -102,7 +107,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             raise RequestError(f"{name} {message}")
 
 
-def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A chat's messages. Calls belong to the assistant's message before them, as chat templates expect it."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]

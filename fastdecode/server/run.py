@@ -47,6 +47,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
         try:
             return _Server(service, config, settings).run_on(listener)
         finally:
+            service.close()
             engine_thread.stop()
             engine_thread.join()
             if tracer:
@@ -99,7 +100,8 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say that requests are welcome."""
+        """Go on with what the server before had under way, and say that requests are welcome."""
+        self._service.restore()
         await super().startup(sockets)
         service, settings = self._service, self._settings
         host, port = (sockets or [])[0].getsockname()[:2]

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdecode.api.settings import check_settings, setting
+from fastdecode.api.settings import check_settings, parse_bytes, setting
 from fastdecode.core.errors import ConfigError
 
 SERVER = "server"
@@ -49,14 +49,26 @@ class ServerSettings:
         None, "of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces: a span per request goes there, "
         "as OTLP over HTTP", SERVER, metavar="URL", unset="none",
     )  # fmt: skip
+    reconnect_seconds: float = setting(
+        30.0, "with --journal, how long a request goes on, or its answer is kept, without its client", SERVER,
+        metavar="SECONDS",
+    )  # fmt: skip
+    stored_responses: int = setting(
+        10_000, "with --journal, responses that are stored (store: true); the oldest go first", SERVER, metavar="N",
+        least=0,
+    )  # fmt: skip
+    stored_bytes: str = setting("1GiB", "most that they take on disk", SERVER, metavar="BYTES")
+    stored_hours: float = setting(720.0, "after which a stored response is deleted", SERVER, metavar="HOURS")
     ssl_keyfile: str | None = setting(None, "TLS: private key", SERVER, metavar="FILE", unset="none")
     ssl_certfile: str | None = setting(None, "TLS: certificate", SERVER, metavar="FILE", unset="none")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for name in ("shutdown_timeout", "request_timeout"):
+        parse_bytes("stored_bytes", self.stored_bytes)
+        for name in ("shutdown_timeout", "request_timeout", "reconnect_seconds", "stored_hours"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be a number of seconds of at least 0, not {getattr(self, name)!r}")
+                unit = "hours" if name == "stored_hours" else "seconds"
+                raise ConfigError(f"{name} must be a number of {unit} of at least 0, not {getattr(self, name)!r}")
         where = self.otlp_traces_endpoint
         if where is not None and not re.match(r"https?://[^/]", where):
             raise ConfigError(f"otlp_traces_endpoint must begin with http:// or https://, not {where!r:.80}")

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
@@ -17,11 +19,18 @@ from fastdecode.api.text import check_token_ids
 from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.machine import return_free_memory
-from fastdecode.server.answers import INVALID, AnswerForm, answer_form, new_id
+from fastdecode.server.answers import AnswerForm, new_id
+from fastdecode.server.api_request import KINDS, ApiRequest, Asked, form_of
+from fastdecode.server.archive import Archive
 from fastdecode.server.engine_thread import EngineThread
-from fastdecode.server.exchanges import Exchange, ShutdownError
-from fastdecode.server.prompt_reader import PromptReader
+from fastdecode.server.errors import ApiError
+from fastdecode.server.exchanges import DisconnectedError, Exchange, Reading, ShutdownError
+from fastdecode.server.keeper import Keeper
+from fastdecode.server.kept_files import KeptRequest, outputs_of
+from fastdecode.server.prompt_reader import PromptReader, PromptTokens
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest, prompts, sampling_params
+from fastdecode.server.responses_answer import ResponseForm
+from fastdecode.server.responses_request import ResponsesRequest, chat_of
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
 from fastdecode.sworker.tokenizer import check_chat_template
@@ -33,22 +42,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 2.0
 """After which free memory goes back to the system."""
-
-RETRY_SECONDS = 1
-"""What a client that is turned away is told to wait."""
-
-
-class ApiError(Exception):
-    """A request that is answered with an HTTP status of 400 or more."""
-
-    def __init__(self, status: int, message: str, kind: str = INVALID, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.param = status, kind, param
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """When to come again, where that may help."""
-        return {"retry-after": str(RETRY_SECONDS)} if self.status == 503 else {}
 
 
 class Service:
@@ -89,6 +82,8 @@ class Service:
         self._grammars = engine.s_model.grammars if self.tokenizer else None
         self._created = int(time.time())
         self.draining = False
+        self.keeper = Keeper(config.journal, settings, self.end) if config.journal else None
+        self.archive = Archive(self.keeper, self._remake)
         self.observer.metrics.num_api_requests = lambda: len(self._exchanges)
 
     @property
@@ -98,8 +93,8 @@ class Service:
 
     @property
     def num_requests(self) -> int:
-        """API requests that were accepted and have not ended."""
-        return len(self._exchanges)
+        """API requests that were accepted and have not ended, or whose clients read on."""
+        return max(len(self._exchanges), self.keeper.num_read if self.keeper else 0)
 
     def check_open(self) -> None:
         """ApiError 503 where no request is accepted: the engine is dead, the server ends, or the queue is full."""
@@ -114,45 +109,70 @@ class Service:
                 404, f"the model {name!r:.200} does not exist: {', '.join(self.model_names)} does", param="model"
             )
 
-    async def accept(
-        self,
-        request: CompletionRequest | ChatRequest,
-        num_bytes: int,
-        headers: Mapping[str, str],
-        may_be_shorter: bool = False,
-    ) -> tuple[Exchange, AnswerForm]:
-        """Read the request and queue it; it must be given to ``end``. ``num_bytes``: of its body. ``headers`` say which
-        trace it belongs to, if any. ``may_be_shorter``: the tokens asked are a bound, which may be beyond the model's
-        length.
+    async def accept(self, asked: Asked, num_bytes: int, headers: Mapping[str, str]) -> ApiRequest:
+        """Read the request and queue it; it must be given to ``leave``. ``num_bytes``: of its body. ``headers`` say
+        which trace it belongs to, if any, and where requests are kept what it is to be called: the same, asked again
+        by that name, is the one that is under way.
 
         ApiError, RequestError or ConfigError.
         """
         arrival_seconds = time.perf_counter()
         self.check_open()
-        self.check_model(request.model)
+        self.check_model(asked.model)
+        name = self.archive.name_of(headers)
+        if known := self.archive.known(name, asked):
+            return known
+        messages, chat = await self.archive.conversation(asked)
         is_long = num_bytes > LONG_TEXT_BYTES
-        params, num_sequences = (
-            await self.off_loop(num_bytes, self._count, request) if is_long else self._count(request)
-        )
+        params, num_sequences = await self.off_loop(num_bytes, self._count, chat) if is_long else self._count(chat)
         self.check_open()
         self._num_sequences += num_sequences
         try:
-            found = await self.off_loop(num_bytes, self._reader.read, request)
-            if not may_be_shorter:
-                self._reader.check_room(request, found)
-            echoes = self._reader.texts(found) if isinstance(request, CompletionRequest) and request.echo else ()
+            found = await self.off_loop(num_bytes, self._reader.read, chat)
+            if chat is asked:  # the tokens that a response may have are a bound
+                self._reader.check_room(chat, found)
             await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
             self.trim_when_idle()
             raise
-        exchange = Exchange(new_id(), found, params, arrival_seconds)
-        self._exchanges[exchange] = self._tracer.context(headers) if self._tracer else None
+        if known := self.archive.known(name, asked):  # it came twice, and the other was faster
+            self._num_sequences -= num_sequences
+            return known
+        exchange = Exchange(name or new_id(), found, params, arrival_seconds)
+        request = ApiRequest(asked, exchange, self._form(asked, chat, exchange), messages)
+        self._enter(request, self._tracer.context(headers) if self._tracer else None)
+        if self.keeper:
+            await self.keeper.write(request)
         self.engine_thread.submit(exchange)
-        return exchange, answer_form(request, self.model_names[0], exchange.exchange_id, echoes)
+        return request
+
+    def restore(self) -> None:
+        """Begin again what the server before this one had under way."""
+        for kept in self.keeper.unfinished() if self.keeper else ():
+            try:
+                request = self._remake(kept)
+            except (ApiError, RequestError, ConfigError, msgspec.ValidationError) as error:
+                logger.warning("journal: request %s cannot go on: %s", kept.answer_id, error)
+                continue
+            self._num_sequences += request.exchange.num_sequences
+            self._enter(request, None)
+            self.engine_thread.submit(request.exchange)
+            if self.keeper:
+                self.keeper.left(request)
+
+    def leave(self, request: ApiRequest, reading: Reading) -> None:
+        """The client of ``reading`` is answered, or gone: unless requests are kept, what is left of it is aborted."""
+        request.exchange.close(reading)
+        if self.keeper:
+            self.keeper.left(request)
+            return
+        if not request.exchange.finished:
+            request.exchange.fail(DisconnectedError("the client is gone"))
+        self.end(request.exchange)
 
     def end(self, exchange: Exchange) -> None:
-        """The exchange is answered, or its client gone: what is left of it is aborted."""
+        """Nothing more is wanted of it: what is left is aborted."""
         if exchange in self._exchanges:
             context = self._exchanges.pop(exchange)
             self._num_sequences -= exchange.num_sequences
@@ -198,8 +218,13 @@ class Service:
 
     def fail_all(self) -> None:
         """Break off every request: the server ends."""
-        for exchange in self._exchanges:
+        for exchange in list(self._exchanges):
             exchange.fail(ShutdownError("the server was shut down before the answer was complete"))
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self.keeper:
+            self.keeper.close()
 
     async def off_loop(self, num_bytes: int, function: Any, *args: Any) -> Any:
         """Call what takes long, templates and tokenizers, in a thread of its own; for bodies of many bytes one after
@@ -222,6 +247,29 @@ class Service:
         """How tokens are chosen, and how many sequences that makes."""
         params = sampling_params(request, self.generation_defaults)
         return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
+
+    def _enter(self, request: ApiRequest, context: Any) -> None:
+        self._exchanges[request.exchange] = context
+        if self.keeper:
+            self.keeper.hold(request)
+
+    def _form(
+        self, asked: Asked, chat: ChatRequest | CompletionRequest, exchange: Exchange, created: int | None = None
+    ) -> AnswerForm | ResponseForm:
+        echoes = self._reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
+        return form_of(asked, chat, exchange.params, self.model_names[0], exchange.exchange_id, echoes, created)
+
+    def _remake(self, kept: KeptRequest) -> ApiRequest:
+        """The request that was kept, with its outputs where it has ended; not in the engine."""
+        asked: Asked = msgspec.convert(kept.body, KINDS[kept.route])
+        chat = chat_of(asked, kept.messages) if isinstance(asked, ResponsesRequest) else asked
+        found = [PromptTokens(*each) for each in kept.prompts]
+        exchange = Exchange(kept.answer_id, found, sampling_params(chat, self.generation_defaults))
+        if kept.outputs is not None:
+            exchange.outputs = list(outputs_of(kept))
+        elif kept.failure:
+            exchange.error = ApiError(kept.failure.status, kept.failure.message, kept.failure.kind)
+        return ApiRequest(asked, exchange, self._form(asked, chat, exchange, kept.created), kept.messages)
 
     async def _prepare(self, params: SamplingParams) -> None:
         """Compile the request's grammar here, so that the engine need not, which all streams wait for."""

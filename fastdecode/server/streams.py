@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.server.answers import AnswerForm, GrowingChoice, chunk, error_body, first_choice, usage_of, whole_answer
-from fastdecode.server.exchanges import DisconnectedError, Exchange
-from fastdecode.server.protocol import StreamOptions
+from fastdecode.server.api_request import ApiRequest
+from fastdecode.server.archive import REQUEST_ID
+from fastdecode.server.errors import ApiError
+from fastdecode.server.exchanges import DisconnectedError, EngineDeadError, ShutdownError
+from fastdecode.server.protocol import GenerationRequest, StreamOptions
 from fastdecode.server.responses_answer import GrowingResponse, ResponseForm, whole_response
-from fastdecode.server.service import ApiError, Service, check_finished
+from fastdecode.server.service import Service, check_finished
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,13 +30,17 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Answers ``exchange``, whole or as a stream; subclasses know the words. ``last``: what ends every stream."""
+    """Answers ``request``, whole or as a stream; subclasses know the words. ``last``: what ends every stream."""
 
     last = b""
 
-    def __init__(self, service: Service, exchange: Exchange, stream: bool) -> None:
+    def __init__(self, service: Service, request: ApiRequest, stream: bool) -> None:
+        """``request`` is given to ``Service.leave`` with the client's end."""
         super().__init__()
-        self._service, self._exchange, self._streams = service, exchange, stream
+        self._service, self._request, self._streams = service, request, stream
+        self._reading = request.exchange.read()
+        self._names = [(REQUEST_ID.encode(), request.answer_id.encode())]
+        self._is_kept = service.keeper is not None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer of the finished exchange."""
@@ -57,21 +65,22 @@ class GenerationResponse(Response):
             pass
         finally:
             watch.cancel()
-            self._service.end(self._exchange)
+            self._service.leave(self._request, self._reading)
 
     async def _watch(self, receive: Receive) -> None:
-        """Fail the exchange as soon as its client is gone."""
+        """Have the exchange know as soon as its client is gone."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._exchange.fail(DisconnectedError("the client is gone"))
-        self._service.end(self._exchange)
+        self._reading.fail(DisconnectedError("the client is gone"))
+        self._service.leave(self._request, self._reading)
 
     async def _whole(self) -> Response:
-        exchange = self._exchange
+        exchange = self._request.exchange
         try:
             while not exchange.finished:
-                await exchange.news()
-            return json_response(self.whole(check_finished(exchange.outputs)))
+                await self._reading.news()
+            answer = self.whole(check_finished(exchange.outputs))
+            return json_response(answer, headers={REQUEST_ID: self._request.answer_id})
         except (ApiError, FastDecodeError) as error:
             if isinstance(error, DisconnectedError):
                 raise
@@ -79,11 +88,12 @@ class GenerationResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         """The status is sent with the first event, so that a request which cannot run is answered with its own."""
+        begin = {"type": "http.response.start", "status": 200, "headers": SSE_HEADERS + self._names}
         started = False
         try:
             async for event in self.events():
                 if not started:
-                    await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                    await send(begin)
                     started = True
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except (ApiError, FastDecodeError) as error:
@@ -93,81 +103,134 @@ class GenerationResponse(Response):
                 response = error_response(error)
                 await response({"type": "http"}, _nothing, send)
                 return
+            if self._is_kept and isinstance(error, ShutdownError | EngineDeadError):
+                return  # the connection breaks: the stream goes on from the next server
             await send({"type": "http.response.body", "body": self.failure(*error_answer(error)), "more_body": True})
+        if not started:
+            await send(begin)
         await send({"type": "http.response.body", "body": self.last, "more_body": False})
 
 
 class TextResponse(GenerationResponse):
-    """A completion's or a chat's answer; a stream has ``options``."""
+    """A completion's or a chat's answer; a stream may go on ``after`` a place that ``TextStreamPlace`` has named."""
 
     last = b"data: [DONE]\n\n"
 
-    def __init__(self, service: Service, exchange: Exchange, form: AnswerForm, options: StreamOptions | None) -> None:
-        super().__init__(service, exchange, options is not None)
-        self._form, self._options = form, options or StreamOptions()
+    def __init__(self, service: Service, request: ApiRequest, after: str | None = None) -> None:
+        """RequestError for a place that is none."""
+        asked = cast(GenerationRequest, request.asked)
+        self._form = cast(AnswerForm, request.form)
+        self._options = asked.stream_options or StreamOptions()
+        self._place = TextStreamPlace(self._form, request.exchange.num_sequences, after)
+        super().__init__(service, request, after is not None or bool(asked.stream))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return whole_answer(self._form, outputs)
 
-    def events(self) -> AsyncIterator[bytes]:
-        return _events(self._exchange, self._form, self._options)
+    async def events(self) -> AsyncIterator[bytes]:
+        """A chunk for whatever came at once, beginning with each choice's first one."""
+        form, exchange, place = self._form, self._request.exchange, self._place
+        count = exchange.params.n
+        news = await self._reading.news()
+        for index, choice in enumerate(place.choices):
+            first = (
+                None if choice.begun else first_choice(form, index, form.echoes[index // count] if form.echoes else "")
+            )
+            choice.begun = True
+            if first:
+                yield self._event(chunk(form, [first]))
+        while True:
+            found = [event for index, output in news.items() for event in self._new_events(index * count, output)]
+            if found:
+                yield b"".join(found)
+            if exchange.finished:
+                break
+            news = await self._reading.news()
+        outputs = check_finished(exchange.outputs)
+        if self._options.include_usage and not place.told_usage:
+            place.told_usage = True
+            yield self._event(chunk(form, [], usage_of(outputs)))
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
         return _event(body)
 
+    def _new_events(self, first: int, output: RequestOutput) -> Iterator[bytes]:
+        outputs = self._request.exchange.outputs
+        for each in output.outputs:
+            choice = None if each.finish_reason == "error" else self._place.choices[first + each.index].news(each)
+            if choice:
+                counts = (
+                    usage_of([found for found in outputs if found]) if self._options.continuous_usage_stats else None
+                )
+                yield self._event(chunk(self._form, [choice], counts))
+
+    def _event(self, content: dict[str, Any]) -> bytes:
+        return _event(content, f"{self._form.id}:{self._place.name}" if self._is_kept else None)
+
+
+class TextStreamPlace:
+    """How far a client has read a stream of ``choices``, and the ``name`` of that place: what Last-Event-ID brings.
+
+    That is "all" after the token counts, else for each choice, with commas, the tokens that were told of it, with a
+    "." once it has ended, or "-" before its first chunk.
+    """
+
+    def __init__(self, form: AnswerForm, num_choices: int, name: str | None = None) -> None:
+        """RequestError where ``name`` is no place in such a stream."""
+        self.choices = [GrowingChoice(form, index) for index in range(num_choices)]
+        self.told_usage = name == "all"
+        states = [] if name is None else ["0."] * num_choices if self.told_usage else name.split(",")
+        if name is not None and (len(states) != num_choices or not all(map(_STATE.fullmatch, states))):
+            raise RequestError(f"Last-Event-ID: {name!r:.200} is no place in a stream of {num_choices} choices")
+        for choice, state in zip(self.choices, states, strict=False):
+            if state != "-":
+                choice.go_on(int(state.rstrip(".")), state.endswith("."))
+
+    @property
+    def name(self) -> str:
+        """Of the place so far."""
+        if self.told_usage:
+            return "all"
+        return ",".join(f"{each.num_tokens}{'.' * each.finished}" if each.begun else "-" for each in self.choices)
+
+
+_STATE = re.compile(r"-|[0-9]{1,9}\.?")
+
 
 class ResponsesResponse(GenerationResponse):
-    """An answer of the Responses API, whose events have types."""
+    """An answer of the Responses API, whose events have types; ``after``: the last one's number that is known."""
 
-    def __init__(self, service: Service, exchange: Exchange, form: ResponseForm) -> None:
-        super().__init__(service, exchange, bool(form.request.stream))
-        self._form, self._growing = form, GrowingResponse(form)
+    def __init__(self, service: Service, request: ApiRequest, stream: bool, after: int = -1) -> None:
+        self._form = cast(ResponseForm, request.form)
+        self._growing, self._after = GrowingResponse(self._form), after
+        super().__init__(service, request, stream)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return whole_response(self._form, outputs[0])
 
     async def events(self) -> AsyncIterator[bytes]:
-        exchange, growing = self._exchange, self._growing
-        news = await exchange.news()
-        yield _typed_events(growing.begin())
+        exchange, growing = self._request.exchange, self._growing
+        news = await self._reading.news()
+        yield self._new(growing.begin())
         while True:
             for output in news.values():
                 if output.outputs[0].finish_reason != "error":
-                    yield _typed_events(growing.grow(output.outputs[0]))
+                    yield self._new(growing.grow(output.outputs[0]))
             if exchange.finished:
                 break
-            news = await exchange.news()
-        yield _typed_events(growing.end(check_finished(exchange.outputs)[0]))
+            news = await self._reading.news()
+        yield self._new(growing.end(check_finished(exchange.outputs)[0]))
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
-        return _typed_events([self._growing.error(body["error"]["message"], str(body["error"]["code"]))])
+        return self._new([self._growing.error(body["error"]["message"], str(body["error"]["code"]))])
 
-
-async def _events(exchange: Exchange, form: AnswerForm, options: StreamOptions) -> AsyncIterator[bytes]:
-    """A chunk for whatever came at once, beginning with each choice's first one."""
-    count = exchange.params.n
-    choices = [GrowingChoice(form, index) for index in range(len(exchange.prompts) * count)]
-    news = await exchange.news()
-    for index, _ in enumerate(choices):
-        first = first_choice(form, index, form.echoes[index // count] if form.echoes else "")
-        if first:
-            yield _event(chunk(form, [first]))
-    while True:
-        found = [choice for index, output in news.items() for choice in _new_choices(choices, index * count, output)]
-        if found:
-            counts = usage_of([each for each in exchange.outputs if each]) if options.continuous_usage_stats else None
-            yield b"".join(_event(chunk(form, [choice], counts)) for choice in found)
-        if exchange.finished:
-            break
-        news = await exchange.news()
-    outputs = check_finished(exchange.outputs)
-    if options.include_usage:
-        yield _event(chunk(form, [], usage_of(outputs)))
-
-
-def _new_choices(choices: list[GrowingChoice], first: int, output: RequestOutput) -> list[dict[str, Any]]:
-    found = (choices[first + each.index].news(each) for each in output.outputs if each.finish_reason != "error")
-    return [choice for choice in found if choice]
+    def _new(self, events: Iterable[dict[str, Any]]) -> bytes:
+        """Those that the client has not seen."""
+        new = (event for event in events if event["sequence_number"] > self._after)
+        return b"".join(
+            _event(event, f"{self._form.id}:{event['sequence_number']}" if self._is_kept else None, event["type"])
+            for event in new
+        )
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -190,12 +253,11 @@ def error_response(error: Exception) -> Response:
     return json_response(body, status, error.headers if isinstance(error, ApiError) else None)
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-def _typed_events(events: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"event: " + event["type"].encode() + b"\n" + _event(event) for event in events)
+def _event(content: dict[str, Any], event_id: str | None = None, kind: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = f"id: {event_id}\n" if event_id else ""
+    head += f"event: {kind}\n" if kind else ""
+    return head.encode() + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def _nothing() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fastdecode.core.errors import RequestError
 
 _CHOICES = 'none, auto, required or {"type": "function", "function": {"name": …}}'
 _DEFINITIONS = ("$defs", "definitions")
+_CALLS = uuid.UUID("6f3b1d3e-8f0a-4b8e-9d0c-2f7a5e1c4b90")
 _DECODER = json.JSONDecoder()
 _BARE = re.compile(r"\s*[\[{]")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -121,11 +122,13 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 
 class CallReader:
-    """Reads one text as it grows: arguments of a named function as they come, other calls each when it is complete."""
+    """Reads one text as it grows: arguments of a named function as they come, other calls each when it is complete.
 
-    def __init__(self, forced: ForcedCalls) -> None:
-        self._name = forced.name
-        self._call_id = new_call_id()
+    ``answer``: see ``call_id``.
+    """
+
+    def __init__(self, forced: ForcedCalls, answer: str) -> None:
+        self._name, self._answer = forced.name, answer
         self._num_read = 0
         self._num_calls = 0
 
@@ -133,7 +136,7 @@ class CallReader:
         """What is new in ``text``, which begins as it did the last time; ``finished``: nothing follows."""
         if self._name is None:
             return self._read_list(text)
-        part = CallPart(0, self._call_id, self._name, text[self._num_read :], self._num_calls == 0, finished)
+        part = CallPart(0, call_id(self._answer, 0), self._name, text[self._num_read :], self._num_calls == 0, finished)
         self._num_read, self._num_calls = len(text), 1
         return [part] if part.arguments or part.first or finished else []
 
@@ -141,7 +144,8 @@ class CallReader:
         found = []
         while call := _next_call(text, self._num_read + 1):  # after the bracket, or the comma
             name, arguments, self._num_read = call
-            found.append(CallPart(self._num_calls, new_call_id(), name, arguments, first=True, complete=True))
+            number = self._num_calls
+            found.append(CallPart(number, call_id(self._answer, number), name, arguments, first=True, complete=True))
             self._num_calls += 1
         return found
 
@@ -171,11 +175,11 @@ class FreeReader:
 
     These are ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen, SmolLM), and a text that is
     nothing but such an object or a list of them, with "parameters" for "arguments" too (Llama 3, Mistral). Whatever
-    else there is stays text.
+    else there is stays text. ``answer``: see ``call_id``.
     """
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    def __init__(self, names: frozenset[str], answer: str) -> None:
+        self._names, self._answer = names, answer
         self._num_read = 0
         self._num_calls = 0
         self._blanks = ""
@@ -222,8 +226,8 @@ class FreeReader:
             return []
         first, self._num_calls, self._blanks = self._num_calls, self._num_calls + len(read), ""
         return [
-            CallPart(first + i, new_call_id(), str(name), json.dumps(arguments, ensure_ascii=False), True, True)
-            for i, (name, arguments) in enumerate(read)
+            CallPart(i, call_id(self._answer, i), str(name), json.dumps(arguments, ensure_ascii=False), True, True)
+            for i, (name, arguments) in enumerate(read, first)
         ]
 
 
@@ -235,6 +239,6 @@ def _name_and_arguments(call: Any) -> tuple[Any, Any]:
     return (call["name"], arguments) if isinstance(arguments, dict) else (None, None)
 
 
-def new_call_id() -> str:
-    """Unique among all calls."""
-    return f"call_{uuid.uuid4().hex}"
+def call_id(answer: str, number: int) -> str:
+    """Of call ``number`` in ``answer``, a name that no other answer has: the same whenever the answer is read."""
+    return f"call_{uuid.uuid5(_CALLS, f'{answer}/{number}').hex}"

@@ -1,0 +1,73 @@
+"""One API request that is under way, or has ended: what was asked, how its answer looks, and its exchange."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.server.answers import AnswerForm, answer_form
+from fastdecode.server.exchanges import Exchange
+from fastdecode.server.kept_files import KeptRequest
+from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest
+from fastdecode.server.responses_answer import ResponseForm
+from fastdecode.server.responses_request import RESPONSES, ResponsesRequest
+
+Asked = CompletionRequest | ChatRequest | ResponsesRequest
+
+KINDS: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
+
+ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
+"""By route: what ids of answers begin with, before the part that is the answer's own."""
+
+
+@dataclass(eq=False)
+class ApiRequest:
+    """``messages``: of a response, its conversation so far but for instructions, which a later one may go on with."""
+
+    asked: Asked
+    exchange: Exchange
+    form: AnswerForm | ResponseForm
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def answer_id(self) -> str:
+        """That of its exchange."""
+        return self.exchange.exchange_id
+
+    @property
+    def route(self) -> str:
+        """Where it was asked."""
+        return next(route for route, kind in KINDS.items() if type(self.asked) is kind)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it runs without a client."""
+        return isinstance(self.asked, ResponsesRequest) and bool(self.asked.background)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its answer may be asked for later."""
+        return isinstance(self.asked, ResponsesRequest) and self.asked.is_stored
+
+    def kept(self) -> KeptRequest:
+        """What is written of it as long as it runs."""
+        prompts = [(each.token_ids, each.text) for each in self.exchange.prompts]
+        body = msgspec.to_builtins(self.asked)
+        return KeptRequest(self.answer_id, self.route, body, self.form.created, prompts, self.messages)
+
+
+def form_of(
+    asked: Asked, chat: ChatRequest | CompletionRequest, params: SamplingParams, model: str, answer_id: str,
+    echoes: Sequence[str] = (), created: int | None = None,
+) -> AnswerForm | ResponseForm:  # fmt: skip
+    """How the answer of ``asked``, which means ``chat``, looks."""
+    created = int(time.time()) if created is None else created
+    form = answer_form(chat, model, answer_id, tuple(echoes), created)
+    if not isinstance(asked, ResponsesRequest):
+        return form
+    return ResponseForm(asked, params, model, answer_id, form.forced, form.offered, created)

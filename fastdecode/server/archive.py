@@ -1,0 +1,107 @@
+"""How clients find again what they asked: by name, by the last event that they have seen, or as a stored response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from fastdecode.core.errors import RequestError
+from fastdecode.server.api_request import ID_PREFIXES, ApiRequest, Asked
+from fastdecode.server.errors import ApiError
+from fastdecode.server.keeper import Keeper
+from fastdecode.server.kept_files import FILE_NAME, KeptRequest
+from fastdecode.server.protocol import ChatRequest, CompletionRequest
+from fastdecode.server.responses_answer import ResponseForm, whole_response
+from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of, messages_of
+
+REQUEST_ID, LAST_EVENT_ID = "x-request-id", "last-event-id"
+"""Headers."""
+
+NOT_KEPT = "requests and responses are kept with --journal only"
+
+
+class Archive:
+    """What ``keeper`` keeps, as clients ask for it; None: nothing is kept. ``remake``: the request of what is on
+    disk."""
+
+    def __init__(self, keeper: Keeper | None, remake: Callable[[KeptRequest], ApiRequest]) -> None:
+        self.keeper = keeper
+        self._remake = remake
+
+    def name_of(self, headers: Mapping[str, str]) -> str | None:
+        """What the client calls its request; None where it does not, or nothing is kept. ApiError."""
+        name = headers.get(REQUEST_ID)
+        if self.keeper is None or name is None:
+            return None
+        if not FILE_NAME.fullmatch(name):
+            raise ApiError(400, f"X-Request-ID must be 1 to 128 of A-Z a-z 0-9 . _ -, not {name!r:.200}")
+        return name
+
+    def known(self, name: str | None, asked: Asked) -> ApiRequest | None:
+        """The request that is called ``name``; ApiError 409 where that asks for something else."""
+        found = self.keeper.held(name) if self.keeper and name else None
+        if found and found.asked != asked:
+            raise ApiError(409, f"X-Request-ID {name} is a request that asks for something else", param="X-Request-ID")
+        return found
+
+    async def conversation(self, asked: Asked) -> tuple[list[dict[str, Any]], ChatRequest | CompletionRequest]:
+        """Of a response, its messages without instructions, and the chat that it means; any other is its own."""
+        if not isinstance(asked, ResponsesRequest):
+            return [], asked
+        if self.keeper is None:
+            asked.store = None
+            for name in ("background", "previous_response_id"):
+                if getattr(asked, name):
+                    raise ApiError(400, f"{name} is not supported: {NOT_KEPT}", param=name)
+        messages = await self._earlier(asked.previous_response_id) + messages_of(asked.input)
+        return messages, chat_of(asked, messages)
+
+    async def response(self, response_id: str) -> ApiRequest:
+        """A stored response; ApiError 404."""
+        found = await self._find(RESPONSES, response_id)
+        if found is None or not found.is_stored:
+            why = "" if self.keeper else f": {NOT_KEPT}"
+            raise ApiError(404, f"there is no stored response {response_id!r:.200}{why}")
+        return found
+
+    async def left_at(self, route: str, last_event_id: str) -> tuple[ApiRequest, str]:
+        """The request whose stream has the event of that id, and its place in it; ApiError."""
+        answer_id, _, place = last_event_id.rpartition(":")
+        if self.keeper is None:
+            raise ApiError(400, f"Last-Event-ID: {NOT_KEPT}", param="Last-Event-ID")
+        found = await self._find(route, answer_id)
+        if found is None:
+            raise ApiError(404, f"nothing is kept of the stream of event {last_event_id!r:.200}", param="Last-Event-ID")
+        return found, place
+
+    def cancel(self, request: ApiRequest) -> None:
+        """Have it end; nothing where it has."""
+        if self.keeper:
+            self.keeper.cancel(request)
+
+    def delete(self, request: ApiRequest) -> None:
+        """Forget it, and end it where it runs."""
+        if self.keeper:
+            self.keeper.delete(request.answer_id)
+
+    async def _find(self, route: str, answer_id: str) -> ApiRequest | None:
+        name = answer_id.removeprefix(ID_PREFIXES[route])
+        if self.keeper is None or name == answer_id or not FILE_NAME.fullmatch(name):
+            return None
+        held = self.keeper.held(name)
+        kept = None if held else await self.keeper.stored(name)
+        found = self._remake(kept) if kept else held
+        return found if found and found.route == route else None
+
+    async def _earlier(self, response_id: str | None) -> list[dict[str, Any]]:
+        """The conversation up to and with a stored response."""
+        if response_id is None:
+            return []
+        try:
+            found = await self.response(response_id)
+        except ApiError as error:
+            raise ApiError(400, str(error), param="previous_response_id") from None
+        if not found.exchange.finished:
+            raise RequestError(f"previous_response_id: {response_id} has not ended, or was not answered")
+        (output,) = (each for each in found.exchange.outputs if each is not None)
+        return found.messages + messages_of(whole_response(cast(ResponseForm, found.form), output)["output"])

@@ -1,0 +1,58 @@
+"""The bodies of requests as they come over the connection: bounded in bytes and in time, and read as their structs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request
+
+from fastdecode.api.text_limits import LONG_TEXT_BYTES
+from fastdecode.server.errors import ApiError
+from fastdecode.server.json_bounds import parse_json
+from fastdecode.server.protocol import read_body
+from fastdecode.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+async def read_request(service: Service, request: Request, kind: type[Body]) -> tuple[Body, int]:
+    """The body as ``kind``, and its length; ApiError or RequestError where it is too long, too slow, or not that."""
+    try:
+        data = await _receive(service, request)
+        is_long = len(data) > LONG_TEXT_BYTES
+        body, unknown = await service.off_loop(len(data), _parse, data, kind) if is_long else _parse(data, kind)
+    finally:
+        service.trim_when_idle()
+    if unknown:
+        logger.warning("%s: fields that are not understood are ignored: %.500s", request.url.path, ascii(unknown))
+    return body, len(data)
+
+
+def _parse(data: bytearray, kind: type[Body]) -> tuple[Body, list[str]]:
+    return read_body(parse_json(data), kind)
+
+
+async def _receive(service: Service, request: Request) -> bytearray:
+    most, seconds = service.settings.max_request_bytes, service.settings.request_timeout
+    too_long = ApiError(413, f"the body is longer than {most} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > most:
+        raise too_long
+    try:
+        return await asyncio.wait_for(_join(request, most, too_long), seconds)
+    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+
+
+async def _join(request: Request, most: int, too_long: ApiError) -> bytearray:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise too_long
+    return body  # no copy, for which all streams would wait

@@ -1,0 +1,21 @@
+"""What an API request is refused with."""
+
+from __future__ import annotations
+
+from fastdecode.server.answers import INVALID
+
+RETRY_SECONDS = 1
+"""What a client that is turned away is told to wait."""
+
+
+class ApiError(Exception):
+    """A request that is answered with an HTTP status of 400 or more."""
+
+    def __init__(self, status: int, message: str, kind: str = INVALID, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param = status, kind, param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come again, where that may help."""
+        return {"retry-after": str(RETRY_SECONDS)} if self.status == 503 else {}

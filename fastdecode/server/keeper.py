@@ -1,0 +1,217 @@
+"""Requests that outlive connections, and with the journal this process: which are kept, for whom, and how long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdecode.api.settings import parse_bytes
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
+from fastdecode.server.api_request import ApiRequest
+from fastdecode.server.errors import ApiError
+from fastdecode.server.exchanges import DisconnectedError, EngineDeadError, Exchange, ShutdownError
+from fastdecode.server.kept_files import Failure, KeptFiles, KeptRequest, kept_outputs
+from fastdecode.server.server_settings import ServerSettings
+
+CANCELLED = "cancelled"
+"""The kind of failure of a response that its client has cancelled."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """A request in memory; ``is_written``: its answer, where that is stored, is on disk; ``is_deleted``: for good."""
+
+    request: ApiRequest
+    has_ended: bool = False
+    is_written: bool = False
+    is_deleted: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass
+class _Stored:
+    """Answers on disk that have ended, oldest first, with their bytes."""
+
+    num_bytes: dict[str, int] = field(default_factory=dict)
+    total: int = 0
+
+    def add(self, answer_id: str, num_bytes: int) -> None:
+        self.discard(answer_id)
+        self.num_bytes[answer_id] = num_bytes
+        self.total += num_bytes
+
+    def discard(self, answer_id: str) -> None:
+        self.total -= self.num_bytes.pop(answer_id, 0)
+
+
+class Keeper:
+    """Keeps each request until ``reconnect_seconds`` after its client has left, or, where it is stored, its answer
+    within the bounds of ``settings``. Belongs to the event loop; files are written by a thread of its own, in order.
+    """
+
+    def __init__(self, journal: str, settings: ServerSettings, release: Callable[[Exchange], None]) -> None:
+        """``release``: has the engine abort what is left of an exchange. ConfigError where ``journal`` is no folder to
+        write in."""
+        try:
+            self._files = KeptFiles(journal)
+        except OSError as error:
+            raise ConfigError(f"journal: {error.filename}: {error.strerror}") from None
+        self._settings, self._release = settings, release
+        self._most_bytes = parse_bytes("stored_bytes", settings.stored_bytes)
+        self._held: dict[str, _Held] = {}
+        self._stored = _Stored()
+        self._writing = ThreadPoolExecutor(1, "requests")
+        self._closing = False
+
+    @property
+    def num_read(self) -> int:
+        """Requests that clients wait for."""
+        return sum(held.request.exchange.num_readings > 0 for held in self._held.values())
+
+    @property
+    def num_stored(self) -> int:
+        """Answers on disk."""
+        return len(self._stored.num_bytes)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that they take."""
+        return self._stored.total
+
+    def unfinished(self) -> list[KeptRequest]:
+        """Those that the server before had under way, by age; the answers that it has stored are known from now on."""
+        found = []
+        for answer_id, age, num_bytes in self._files.ages():
+            kept = self._files.read(answer_id)
+            if kept is None or (kept.ended and age > 3600 * self._settings.stored_hours):
+                self._files.delete(answer_id)
+            elif kept.ended:
+                self._stored.add(answer_id, num_bytes)
+            else:
+                found.append(kept)
+        return sorted(found, key=lambda kept: kept.created)
+
+    def held(self, answer_id: str) -> ApiRequest | None:
+        """The one in memory by this name."""
+        held = self._held.get(answer_id)
+        return held.request if held else None
+
+    async def stored(self, answer_id: str) -> KeptRequest | None:
+        """The one on disk that has ended."""
+        if answer_id not in self._stored.num_bytes:
+            return None
+        return await self._write(self._files.read, answer_id)
+
+    def hold(self, request: ApiRequest) -> None:
+        """Keep ``request``, which is not yet in the engine."""
+        self._held[request.answer_id] = _Held(request)
+        request.exchange.on_end = self._ended
+
+    async def write(self, request: ApiRequest) -> None:
+        """Have it on disk, before anything of it is handed out."""
+        await self._write(self._files.write, request.kept())
+
+    def left(self, request: ApiRequest) -> None:
+        """A client is gone, or none was there."""
+        held = self._held.get(request.answer_id)
+        if held is None or self._closing or request.exchange.num_readings:
+            return
+        if (request.in_background and not held.has_ended) or (held.has_ended and not held.is_written):
+            return
+        if held.timer:
+            held.timer.cancel()
+        loop = asyncio.get_running_loop()
+        held.timer = loop.call_later(self._settings.reconnect_seconds, self._give_up, held)
+
+    def cancel(self, request: ApiRequest) -> None:
+        """Its client wants nothing more of it; nothing where it has ended."""
+        request.exchange.fail(ApiError(409, "the response was cancelled", CANCELLED))
+
+    def delete(self, answer_id: str) -> None:
+        """Forget it, and what it has on disk."""
+        held = self._held.pop(answer_id, None)
+        if held:
+            held.is_deleted = True
+            if held.timer:
+                held.timer.cancel()
+            held.request.exchange.fail(DisconnectedError("the response was deleted"))
+            self._release(held.request.exchange)
+        self._stored.discard(answer_id)
+        self._write(self._files.delete, answer_id)
+
+    def close(self) -> None:
+        """The server ends: what has not ended is left for the next one."""
+        self._closing = True
+        for held in self._held.values():
+            if held.has_ended and not held.request.is_stored:
+                self._writing.submit(_logging, self._files.delete, held.request.answer_id)
+        self._writing.shutdown()
+
+    def _ended(self, exchange: Exchange) -> None:
+        """All outputs of ``exchange`` have come, or it has failed; where this server ends, the next one goes on."""
+        held = self._held.get(exchange.exchange_id)
+        if held is None or isinstance(exchange.error, EngineDeadError | ShutdownError):
+            return
+        held.has_ended = True
+        self._release(exchange)
+        if held.request.is_stored:
+            kept = held.request.kept()
+            if exchange.error is None:
+                kept.outputs = kept_outputs(exchange.outputs)
+            else:
+                kept.failure = failure_of(exchange.error)
+            self._write(self._files.write, kept).add_done_callback(lambda done: self._is_stored(held, done.result()))
+            return
+        held.is_written = True
+        self.left(held.request)
+
+    def _is_stored(self, held: _Held, num_bytes: int | None) -> None:
+        """It is on disk, or the disk has failed (None)."""
+        if held.is_deleted:
+            return
+        held.is_written = True
+        if num_bytes is not None:
+            self._stored.add(held.request.answer_id, num_bytes)
+        most, most_bytes = self._settings.stored_responses, self._most_bytes
+        while self.num_stored > most or self.stored_bytes > most_bytes:
+            self.delete(next(iter(self._stored.num_bytes)))
+        self.left(held.request)
+
+    def _give_up(self, held: _Held) -> None:
+        """Its client has not come back."""
+        request = held.request
+        if request.exchange.num_readings or self._closing:
+            return
+        if held.has_ended and request.is_stored:
+            del self._held[request.answer_id]
+        else:
+            self.delete(request.answer_id)
+
+    def _write(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Call it in the thread of files; None where the disk fails, which is logged."""
+        return asyncio.get_running_loop().run_in_executor(self._writing, _logging, function, *args)
+
+
+def _logging(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except OSError as error:
+        logger.error("journal: %s: %s: the request goes on without it", error.filename, error.strerror)
+        return None
+
+
+def failure_of(error: Exception) -> Failure:
+    """What ``error`` is answered with."""
+    if isinstance(error, ApiError):
+        return Failure(error.status, str(error), error.kind)
+    if isinstance(error, RequestError | ConfigError):
+        return Failure(400, str(error), ApiError(400, "").kind)
+    return Failure(
+        503, str(error) if isinstance(error, FastDecodeError) else "the server made a mistake", "server_error"
+    )

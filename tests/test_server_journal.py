@@ -1,0 +1,207 @@
+"""Servers that keep requests go on after a kill: clients that come back get each token once, responses are stored."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from helpers.servers import CHAT_TEMPLATE, MODEL, RunningServer, serving, wait_until_idle
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_SECONDS = 60
+FORM = {"regex": "[a-z ]{90,120}"}
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 90}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/v1/completions", {"prompt": "def f(x):", "max_tokens": 90, "temperature": 0}),
+    "several": ("/v1/completions", {"prompt": ["def f(", "class A"], "max_tokens": 60, "n": 2, "logprobs": 1}),
+    "chat": ("/v1/chat/completions", {**CHAT, "n": 2, "stream_options": {"include_usage": True}}),
+    "stopped": ("/v1/chat/completions", {**CHAT, "stop": ["zzzz", "e e"], "temperature": 1.2}),
+    "formed": ("/v1/chat/completions", {**CHAT, "structured_outputs": FORM}),
+    "response": ("/v1/responses", {"input": "hi", "max_output_tokens": 90}),
+}
+"""Unseeded but one: what is drawn twice is told apart."""
+
+
+class Client:
+    """Reads one stream, over as many connections as it takes; ``events``: the data of each, in order."""
+
+    def __init__(self, path: str, body: dict[str, Any], name: str) -> None:
+        self._path, self._body = path, {"stream": True, **body}
+        self._headers = {"content-type": "application/json", "x-request-id": name}
+        self.events: list[Any] = []
+        self.last_id = ""
+        self.ended = False
+
+    def read(self, url: str) -> None:
+        """Up to the end, or to where the connection breaks."""
+        headers = {**self._headers, **({"last-event-id": self.last_id} if self.last_id else {})}
+        data = json.dumps(self._body).encode()
+        asked = urllib.request.Request(url + self._path, data, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as response:
+                assert response.headers["x-request-id"] == self._headers["x-request-id"]
+                for line in response:
+                    self._take(line.decode().rstrip("\n"))
+        except (OSError, http.client.HTTPException):
+            return
+        self.ended = self.ended or (bool(self.events) and self.events[-1].get("type", "").startswith("response.incom"))
+
+    def _take(self, line: str) -> None:
+        if line.startswith("id: "):
+            self._next_id = line[4:]
+        elif line == "data: [DONE]":
+            self.ended = True
+        elif line.startswith("data: "):
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            self.events.append(event)
+            self.last_id = self._next_id
+
+
+def merged(events: list[Any]) -> Any:
+    """All that a stream says, however it was cut: texts and log-probabilities by choice, ends, counts."""
+    if events[0].get("type"):
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
+        return [{**each, "response": None} for each in events[2:]], _timeless(events[-1]["response"])
+    found: dict[int, list[Any]] = {}
+    usage = [each["usage"] for each in events if each.get("usage")]
+    for choice in (choice for each in events for choice in each["choices"]):
+        text, logprobs, ends = found.setdefault(choice["index"], ["", [], []])
+        told = choice.get("text", choice.get("delta", {}).get("content") or "")
+        found[choice["index"]][0] = text + told
+        logprobs += (choice["logprobs"] or {}).get("tokens", [])
+        ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert all(len(ends) == 1 for _, _, ends in found.values())
+    return found, usage
+
+
+def _timeless(response: dict[str, Any]) -> dict[str, Any]:
+    return {**response, "created_at": 0}
+
+
+def start(folder: Path, *flags: str) -> Any:
+    (folder / "template").write_text(CHAT_TEMPLATE)
+    return serving(
+        folder, "--chat-template", str(folder / "template"), "--served-model-name", MODEL,
+        "--journal", str(folder / "journal"), *flags,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_kills", [1, pytest.param(5, marks=pytest.mark.thorough)])
+def test_a_killed_server_s_clients_get_each_token_once(tmp_path: Path, num_kills: int) -> None:
+    """``kill -9`` within streams of all kinds: clients that come back with the last event's id, and one that waits for
+    a whole answer, have all that those hear who ask when it is over."""
+    clients = {name: Client(*asked, name) for name, asked in ASKED.items()}
+    waiting = "/v1/completions", {"prompt": "x = ", "max_tokens": 150, "temperature": 1}, {"x-request-id": "waits"}
+    rng = random.Random(num_kills)
+    for kill in range(num_kills + 1):
+        with start(tmp_path) as server, ThreadPoolExecutor(len(clients) + 1) as threads:
+            before = sum(len(client.events) for client in clients.values())
+            reading = [threads.submit(client.read, server.url) for client in clients.values()]
+            whole = threads.submit(asked_once, server, *waiting)
+            if kill < num_kills:
+                while sum(len(client.events) for client in clients.values()) < before + rng.randrange(20, 80):
+                    assert server.process.poll() is None and not all(each.done() for each in reading)
+                    time.sleep(0.001)
+                server.process.kill()
+                assert whole.result() is None
+                continue
+            [each.result() for each in reading]
+            again = {name: heard(server, *asked, name) for name, asked in ASKED.items()}
+            assert server.request(waiting[0], {**waiting[1], "n": 2}, waiting[2])[0] == 409
+    assert whole.result()["id"] == "cmpl-waits" and whole.result()["usage"]["completion_tokens"] == 150
+    for name, client in clients.items():
+        assert client.ended and merged(client.events) == merged(again[name]), name
+
+
+def asked_once(server: RunningServer, *asked: Any) -> Any:
+    """The answer; None where the connection breaks."""
+    try:
+        return server.request(*asked)[1]
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def heard(server: RunningServer, path: str, body: dict[str, Any], name: str) -> list[Any]:
+    """All events of the stream of that name, from its beginning."""
+    status, text = server.request(path, {"stream": True, **body}, {"x-request-id": name})
+    assert status == 200, text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def test_responses_are_stored_over_servers(tmp_path: Path) -> None:
+    """One that was asked for, one in the background when the server is killed, what follows them, and their ends."""
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 1, "max_output_tokens": 24}
+    with start(tmp_path) as server, api_of(server) as api:
+        stored = api.responses.create(input="hi", store=True, instructions="be brief", metadata={"a": "b"}, **asked)
+        lost = api.responses.create(input="hi", **asked)
+        assert stored.model_extra and stored.model_extra["store"] is True
+        behind = api.responses.create(input="hi", background=True, **{**asked, "max_output_tokens": 150})
+        assert behind.status == "queued" and behind.background and not behind.output
+        with api.responses.retrieve(behind.id, stream=True) as stream:
+            seen = [next(stream).to_dict() for _ in range(9)]
+        server.process.kill()
+    with start(tmp_path) as server, api_of(server) as api:
+        assert api.responses.retrieve(stored.id) == stored
+        events = [each.to_dict() for each in api.responses.retrieve(stored.id, stream=True)]
+        rest = [each.to_dict() for each in api.responses.retrieve(stored.id, stream=True, starting_after=7)]
+        assert rest == events[8:] and merged(events)[1] == _timeless(stored.to_dict())
+        assert "there is no stored response" in refused(server, "GET", f"/v1/responses/{lost.id}", 404)
+        seen += [each.to_dict() for each in api.responses.retrieve(behind.id, stream=True, starting_after=8)]
+        whole = api.responses.retrieve(behind.id)
+        assert merged(seen)[1] == _timeless(whole.to_dict()) and whole.usage and whole.usage.output_tokens == 150
+        more = api.responses.create(input="go on", previous_response_id=stored.id, **{**asked, "temperature": 0})
+        said = [("user", "hi"), ("assistant", stored.output_text), ("user", "go on")]
+        chat = {"messages": [{"role": role, "content": text} for role, text in said], "max_tokens": 24}
+        _, same = server.request("/v1/chat/completions", {**chat, "temperature": 0})
+        assert more.output_text == same["choices"][0]["message"]["content"] and more.previous_response_id == stored.id
+        runs = api.responses.create(input="hi", background=True, **{**asked, "max_output_tokens": 200})
+        assert "has not ended" in refused(
+            server, "POST", "/v1/responses", 400, {"input": "x", "previous_response_id": runs.id}
+        )
+        assert api.responses.cancel(runs.id).status == "cancelled" == api.responses.cancel(runs.id).status
+        assert api.responses.cancel(behind.id) == whole
+        assert "does not run in the background" in refused(server, "POST", f"/v1/responses/{stored.id}/cancel", 400, {})
+        api.responses.delete(stored.id)
+        assert "there is no stored" in refused(
+            server, "POST", "/v1/responses", 400, {"input": "x", "previous_response_id": stored.id}
+        )
+        wait_until_idle(server)
+    with start(tmp_path, "--stored-responses", "2") as server, api_of(server) as api:
+        assert api.responses.retrieve(runs.id).status == "cancelled" and api.responses.retrieve(behind.id) == whole
+        api.responses.create(input="hi", store=True, **asked)
+        while server.request(f"/v1/responses/{behind.id}")[0] == 200:
+            time.sleep(0.01)
+        for path, body, message in (
+            ("/v1/chat/completions", None, "a GET goes on with a stream: send Last-Event-ID"),
+            ("/v1/responses", {"input": "x", "background": True, "store": False}, "background needs store: true"),
+        ):
+            assert message in refused(server, "POST" if body else "GET", path, 400, body)
+        for place in ("12", "1,2", "x", "resp_a:1"):
+            last = {"last-event-id": f"chatcmpl-gone:{place}"}
+            assert server.request("/v1/chat/completions", CHAT, last)[0] == 404
+        assert "X-Request-ID must be" in str(
+            server.request("/v1/completions", {"prompt": "x"}, {"x-request-id": "a/b"})
+        )
+        assert api.responses.retrieve(runs.id).status == "cancelled"
+
+
+def api_of(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def refused(server: RunningServer, method: str, path: str, status: int, body: Any = None) -> str:
+    """The message of a refusal."""
+    found, answer = server.request(path, body if method == "POST" else None)
+    assert found == status, answer
+    return str(answer["error"]["message"])
