@@ -169,7 +169,7 @@ def _make_journal(
     the session of one before, which may only be stopped, its journal is taken from it."""
     if config.journal is None:
         return Journal()
-    fingerprint = f"{model.identity} {model.layout.kv_dtype} {config.seed}"
+    fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
     takes_over = any(worker.held for worker in r_workers)
     journal = FileJournal(config.journal, fingerprint, run.name, takes_over)
     cleanup.callback(journal.close)

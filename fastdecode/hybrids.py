@@ -19,7 +19,15 @@ ASKED = {
 def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
     """ConfigError for settings that do not go together with states, if ``layout`` has some."""
     if not layout.has_states:
+        for name in ("mamba_ssm_cache_dtype", "state_on"):
+            if getattr(config, name) != "auto":
+                raise ConfigError(f"{name}: no layer of this model is recurrent, so it keeps no states; leave it out")
         return
+    if config.state_on == "s":
+        raise ConfigError(
+            "state_on: states lie on R-workers, where they are forked, moved and kept with the blocks of their "
+            "sequences; 's' is not built, so give r, auto or nothing"
+        )
     defaults = EngineConfig(model=config.model, device=config.device)
     for name, reason in ASKED.items():
         if getattr(config, name) != getattr(defaults, name):

@@ -103,7 +103,7 @@ def prefill_answers(data: bytes) -> None:
     """What prefill workers and S-workers say of themselves."""
     with suppress(FrameError):
         prefill.decode_prefill_hello(
-            _json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "avx2", (2,))))
+            _json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "float32", "avx2", (2,))))
         )
     with suppress(FrameError):
         prefill.decode_prefill_welcome(_json(data, prefill.encode(PREFILL_WELCOME)))

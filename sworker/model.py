@@ -56,7 +56,7 @@ class SModel:
         self._weights = weights_digest(whole)
         layers = probe_layers(whole, hf_config) if rank and config.prefill_workers else None
         self.model = place_model(config, hf_config, whole, rank)
-        self.layout = _replace_and_probe(self.model, hf_config, config.kv_cache_dtype)
+        self.layout = _replace_and_probe(self.model, hf_config, config)
         self.whole_layout = replace(self.layout, layers=layers or self.layout.layers)
         self.model_type = str(hf_config.model_type)
         if not repeats_rows(self.model, hf_config):
@@ -76,7 +76,8 @@ class SModel:
     @property
     def identity(self) -> str:
         """Return the whole model's name, equal in processes with the same layers, dtype, vocabulary and weights."""
-        text = f"{self.whole_layout.layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
+        layers = self.whole_layout.with_state_dtype("float32").layers
+        text = f"{layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -143,17 +144,17 @@ class SModel:
         return Grammars(self.tokenizer.backend, self.vocab_size, self.eos_token_ids)
 
 
-def _replace_and_probe(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:
+def _replace_and_probe(model: torch.nn.Module, hf_config: Any, config: EngineConfig) -> KVLayout:
     """Replace what has a faster form, and prove by the probe that the model's code runs with it."""
     replaced = PackedLinears(model), FusedRows(model)
     try:
-        return probe_layout(model, hf_config, kv_dtype)
+        layout = probe_layout(model, hf_config, config.kv_cache_dtype)
     except UnsupportedModelError as error:
         for each in replaced:
             each.undo()
-        layout = probe_layout(model, hf_config, kv_dtype)  # of a model that is refused anyway this raises again
+        layout = probe_layout(model, hf_config, config.kv_cache_dtype)  # of a model that is refused this raises again
         logger.info("runs as it is, with nothing replaced: %s", error)
-        return layout
+    return layout.with_state_dtype(config.state_dtype)
 
 
 def _max_model_len(config: EngineConfig, longest: int) -> int:

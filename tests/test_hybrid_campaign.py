@@ -48,11 +48,11 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def small_memory(folder: Path) -> dict[str, Any]:
-    """Of which three sequences' states, and the tokens of two, fit one R-worker."""
+    """Of which the states of three sequences, and too few of their tokens, fit one R-worker."""
     with make_llm(folder) as llm:
         limits = llm.engine.scheduler.limits
     block_bytes = (16 << 20) // limits.num_blocks[0]
-    return {"kv_cache_memory": str((3 * limits.state_blocks + 2 * 9 + 2) * block_bytes)}
+    return {"kv_cache_memory": str((3 * limits.state_blocks + 13) * block_bytes)}
 
 
 def texts(llm: LLM, kills: bool) -> list[list[int]]:

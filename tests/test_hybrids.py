@@ -113,6 +113,19 @@ def test_r_workers_that_go_take_no_token_with_them(ending: str, saved: Any) -> N
         assert run_until_gone(llm, ending) == expected
 
 
+def test_states_of_16_bits_take_half_the_room_and_losses_keep_tokens(saved: Any) -> None:
+    """Their tokens may differ from those of float32, but not by chunks, copies, prefill workers, or a loss."""
+    folder, _ = saved("qwen3_next")
+    with make_llm(folder, mamba_ssm_cache_dtype="bfloat16") as llm:
+        layout = llm.engine.s_model.layout
+        of_layer = layout.state_bytes(0) / layout.with_state_dtype("float32").state_bytes(0)
+        assert 0.5 < of_layer < 0.7, "windows stay float32"
+        expected = generated(llm)
+    cut = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "num_mini_batches": 2, "prefill_workers": "spawn:1"}
+    with make_llm(folder, r_workers="spawn:3", kv_replicas=2, mamba_ssm_cache_dtype="bfloat16", **cut) as llm:
+        assert run_until_gone(llm, "kill") == expected
+
+
 @pytest.mark.parametrize(
     ("model_type", "mini_batches"), [("qwen3_next", 2), pytest.param("lfm2", 1, marks=pytest.mark.thorough)]
 )
@@ -217,11 +230,12 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
         ("kv_shard_tokens", 512),
         ("prefill_scratch", "1MiB"),
         ("prefill_parallel", "tsp"),
+        ("state_on", "s"),
         ("speculative_config", {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}),
     ],
 )
 def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{setting}: this model keeps a state per sequence"):
+    with pytest.raises(ConfigError, match=f"{setting}: (this model keeps a state|states lie on R-workers)"):
         make_llm(saved("lfm2")[0], r_workers="inproc:2", **{setting: value})
 
 

@@ -17,7 +17,7 @@ from fastdecode.api.settings import split_address
 from fastdecode.cluster.wire.json_bodies import Text, decode_json, encode_json
 from fastdecode.cluster.wire.messages import MAX_CORES, MAX_LAYERS, MAX_ROWS, Heads
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import ISAS, KV_BITS, PREFILL_METHODS
+from fastdecode.core.types import ISAS, KV_BITS, PREFILL_METHODS, WIRE_DTYPE
 
 MAX_PARTS = 1 << 12
 """Prefill workers that share one prompt."""
@@ -64,15 +64,16 @@ class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The S-worker that asks for a session; ``model`` identifies the model that both must have.
 
-    ``kv_dtype``: what its R-workers' caches store. ``isa``: in whose arithmetic they attend, "auto" where they differ.
-    ``kv_heads``: of each layer, how many of the model's KV heads one KV port takes; those of an R-worker have them all
-    in order, each head as often as there are ports for it.
+    ``kv_dtype``: what its R-workers' caches store. ``state_dtype``: of its states' matrices. ``isa``: in whose
+    arithmetic they attend, "auto" where they differ. ``kv_heads``: of each layer, how many of the model's KV heads one
+    KV port takes; those of an R-worker have them all in order, each head as often as there are ports for it.
     """
 
     name: Text
     model: Text
     max_model_len: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     kv_dtype: Annotated[str, Meta(pattern=f"^({'|'.join(KV_BITS)})$")]
+    state_dtype: Annotated[str, Meta(pattern=f"^({'|'.join(WIRE_DTYPE)})$")]
     isa: Annotated[str, Meta(pattern=f"^({'|'.join(('auto', *ISAS))})$")]
     kv_heads: Annotated[tuple[Heads, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
 

@@ -81,7 +81,11 @@ class PrefillPool:
 
     def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout, kv_heads: Sequence[int]) -> int:
         self._logits = (vocab_size * ITEM_BYTES[layout.model_dtype], WIRE_DTYPE[layout.model_dtype])
-        hello = encode(PrefillHello(process_name(), model, max_model_len, layout.kv_dtype, layout.isa, tuple(kv_heads)))
+        hello = encode(
+            PrefillHello(
+                process_name(), model, max_model_len, layout.kv_dtype, layout.state_dtype, layout.isa, tuple(kv_heads)
+            )
+        )
         clients = [client for client in self.clients if client]
         try:
             for client in clients:

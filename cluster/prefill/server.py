@@ -157,7 +157,8 @@ class PrefillServer:
             message = f"it has another model, or a --max-model-len below {hello.max_model_len}"
             port.refuse(identity, "refused", message)
             return
-        layout = replace(self.model.layout, kv_dtype=hello.kv_dtype, isa=hello.isa)
+        own = self.model.layout.with_state_dtype(hello.state_dtype)
+        layout = replace(own, kv_dtype=hello.kv_dtype, isa=hello.isa)
         heads = PortHeads(layout, hello.kv_heads)
         self._drop_peer()
         self._peer, self._serving = identity, hello.name

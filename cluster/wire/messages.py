@@ -96,6 +96,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skip: bytes
     factors: bytes
     kept_rows: Annotated[int, Meta(ge=0, le=1 << 12)]
+    dtype: Annotated[str, _one_of(WIRE_DTYPE)]
 
 
 class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

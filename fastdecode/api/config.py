@@ -82,6 +82,13 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(2048, "token budget of a whole step", BATCHING, metavar="TOKENS", least=1)
     block_size: int = setting(32, "tokens per KV block", BATCHING, choices=BLOCK_SIZES)
     kv_cache_dtype: str = setting("auto", "", BATCHING, choices=KV_CACHE_DTYPES, unset="auto: the model's")
+    mamba_ssm_cache_dtype: str = setting(
+        "auto", "of the states of recurrent layers", BATCHING, choices=DTYPES, unset="auto: float32"
+    )
+    state_on: str = setting(
+        "auto", "the worker that keeps the states of recurrent layers", BATCHING, choices=("auto", "r", "s"),
+        unset="auto: r, which so far is all that is built",
+    )  # fmt: skip
     kv_cache_memory: int | str | None = setting(
         None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared",
         also=("kv_cache_memory_bytes",),
@@ -255,6 +262,11 @@ class EngineConfig:
     def lora(self) -> tuple[str, str] | None:
         """Name and folder of the adapter of ``lora_modules``; ConfigError for more than one."""
         return parse_lora_modules(self.lora_modules)
+
+    @property
+    def state_dtype(self) -> str:
+        """The dtype of states, which ``mamba_ssm_cache_dtype`` asks for."""
+        return "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
 
     @property
     def placing(self) -> AskedPlacing:

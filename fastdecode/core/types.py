@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -88,7 +88,8 @@ class StateLayout:
     that a row of the payload has, float32 numbers as their bits. ``filters``, ``bias``, ``skip`` and ``factors`` are
     float32 as bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads,
     value_dim] ("selective").
-    ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it.
+    ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it. ``dtype``: of the matrices, which are
+    rounded to it after each token; windows of convolutions are float32.
     """
 
     kind: Literal["delta", "scan", "window", "selective", "lru"]
@@ -104,6 +105,7 @@ class StateLayout:
     skip: bytes = field(repr=False, default=b"")
     factors: bytes = field(repr=False, default=b"")
     kept_rows: int = 0
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -226,16 +228,27 @@ class KVLayout:
         spec, state = self.layers[layer], self.layers[layer].state
         if state is None:
             return 0
-        wide = max(-(-each.value_head_dim // 16) * 16 for each in self.layers if each.state)
-        taps = 2 * state.groups * -(-state.key_dim // wide) + spec.num_heads * -(-spec.value_head_dim // wide)
-        return 4 * wide * ((state.taps - 1) * taps + spec.num_heads * state.key_dim)
+        wide = self._state_row_bytes
+        taps = 2 * state.groups * -(-4 * state.key_dim // wide) + spec.num_heads * -(-4 * spec.value_head_dim // wide)
+        return wide * ((state.taps - 1) * taps + spec.num_heads * state.key_dim)
+
+    @property
+    def state_dtype(self) -> str:
+        """The dtype of states' matrices."""
+        return next((layer.state.dtype for layer in self.layers if layer.state), "float32")
+
+    def with_state_dtype(self, dtype: str) -> KVLayout:
+        """The same with states' matrices in ``dtype``, a key of ``WIRE_DTYPE``."""
+        return self._with_states(dtype=dtype)
 
     def keeping(self, num_rows: int) -> KVLayout:
         """The same, where states can go back behind rows of a step with 2 to ``num_rows`` of a sequence, second copies
         behind a single one too."""
+        return self._with_states(kept_rows=num_rows)
+
+    def _with_states(self, **fields: Any) -> KVLayout:
         layers = (
-            replace(layer, state=replace(layer.state, kept_rows=num_rows)) if layer.state else layer
-            for layer in self.layers
+            replace(layer, state=replace(layer.state, **fields)) if layer.state else layer for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
 
@@ -248,8 +261,16 @@ class KVLayout:
     def room_bytes_per_token(self) -> int:
         """Bytes that a block has for each of its tokens: where no layer attends, those of a row of states (see
         rworker/state_places.hpp)."""
-        rows = [4 * (-(-layer.value_head_dim // 16) * 16) for layer in self.layers if layer.state]
-        return self.kv_bytes_per_token or max(rows)
+        return self.kv_bytes_per_token or self._state_row_bytes
+
+    @property
+    def _state_row_bytes(self) -> int:
+        """Bytes of a row of states: whole lines of 64."""
+        return max(
+            -(-layer.value_head_dim * WIRE_DTYPE[layer.state.dtype].itemsize // 64) * 64
+            for layer in self.layers
+            if layer.state
+        )
 
 
 def _row_bytes(dim: int, kv_dtype: str) -> int:

@@ -76,6 +76,7 @@ LayerSpec parse_state(const Record& layer, const Record& state) {
         .skip = state.float_bytes("skip"),
         .factors = state.float_bytes("factors"),
         .kept_rows = state.integer("kept_rows"),
+        .dtype = rworker::parse_model_dtype(state.get<std::string>("dtype")),
     });
     return spec;
 }
@@ -88,7 +89,7 @@ LayerSpec parse_layer(const py::handle& item, const std::string& name) {
     if (!layer.object("state").is_none())
         return parse_state(layer, {layer.object("state"), name + ".state", "StateLayout",
                                    {"kind", "groups", "key_dim", "taps", "decays", "silu", "norm", "filters", "bias",
-                                    "skip", "factors", "kept_rows"}});
+                                    "skip", "factors", "kept_rows", "dtype"}});
     return {
         .num_heads = layer.integer("num_heads"),
         .num_kv_heads = layer.integer("num_kv_heads"),

@@ -73,7 +73,7 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     spec_ = of.state.get();
     payload_ = payload;
     convolved_.assign(convolved_.size(), {});
-    const std::int64_t head_bytes = 4 * spec_->value_dim * (spec_->key_dim + spec_->taps - 1);
+    const std::int64_t head_bytes = spec_->value_dim * (spec_->key_dim * item_bytes(spec_->dtype) + 4 * (spec_->taps - 1));
     std::int64_t cost = 0;
     for (const Rows& rows : rows_)
         cost += 2 * head_bytes * (1 + (rows.count + rows.num_kept) / kRowsPerReading) * spec_->heads;
@@ -195,6 +195,7 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     args.scale = spec.scale;
     args.skip = spec.skip.empty() ? 0.0f : spec.skip[head];
     args.row_floats = int(places.row_floats());
+    args.state_dtype = spec.dtype;
     if (rows.attends)
         args.out = const_cast<void*>(advanced(payload_.out, (rows.first * spec.heads + head) * dim, dtype_));
     args.out_stride = spec.heads * dim;

@@ -10,8 +10,8 @@ namespace {
 constexpr int kKeyDim = 24, kValueDim = 136, kRowFloats = 144, kTaps = 4, kRows = 5;
 constexpr int kChannels = 2 * kKeyDim + kValueDim, kRowElements = kChannels + kValueDim;
 
-/// One head over a few rows: its output, its matrix and the window of its values.
-std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence) {
+/// One head over a few rows: its output, and of float32 its matrix and the window of its values.
+std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, DType state_dtype) {
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
     std::vector<float> rows(kRows * kRowElements), filters(kTaps * kChannels + 16), bias(kChannels + 16),
@@ -54,12 +54,13 @@ std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence) 
     args.skip = recurrence == Recurrence::scan ? 0.7f : 0.0f;
     args.matrix = pointers.data() + 3 * (kTaps - 1);
     args.row_floats = kRowFloats;
+    args.state_dtype = state_dtype;
     args.out = out.data();
     args.out_stride = kValueDim;
     args.scratch = scratch.data();
     kernels.advance(args);
     kernels.keep({DType::float32, rows.data(), kRowElements, kRows, 0, args.value, kTaps, kRowFloats});
-    out.insert(out.end(), state.begin(), state.end());
+    if (state_dtype == DType::float32) out.insert(out.end(), state.begin(), state.end());
     return out;
 }
 
@@ -68,12 +69,14 @@ std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence) 
 std::string find_difference(const StateKernels& tested, const StateKernels& oracle) {
     constexpr Recurrence kinds[] = {Recurrence::delta, Recurrence::scan, Recurrence::selective, Recurrence::lru};
     const char* const names[] = {"the gated delta rule", "Mamba-2's scan", "Mamba-1's scan", "a gated linear recurrence"};
-    for (int kind = 0; kind < 4; ++kind) {
-        const std::vector<float> got = computed(tested, kinds[kind]), want = computed(oracle, kinds[kind]);
-        for (std::size_t i = 0; i < want.size(); ++i)
-            if (!(std::fabs(got[i] - want[i]) <= 1e-4f * (1.0f + std::fabs(want[i]))))
-                return std::string("the state of ") + names[kind];
-    }
+    for (int kind = 0; kind < 4; ++kind)
+        for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+            const std::vector<float> got = computed(tested, kinds[kind], dtype), want = computed(oracle, kinds[kind], dtype);
+            const float near = dtype == DType::float32 ? 1e-4f : 2e-2f;  // of 16 bits, where another rounding tips the last
+            for (std::size_t i = 0; i < want.size(); ++i)
+                if (!(std::fabs(got[i] - want[i]) <= near * (1.0f + std::fabs(want[i]))))
+                    return std::string("the state of ") + names[kind];
+        }
     return "";
 }
 

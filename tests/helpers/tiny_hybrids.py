@@ -11,6 +11,10 @@ from fastdecode.sworker.loader import auto_class
 from helpers import model_zoo
 from helpers.tiny_configs import tiny_config
 
+OTHER_DECODES = ("nemotron_h", "zamba2")
+"""Models whose decodes in transformers do not bound time steps, as their prompts do: each token is computed with all
+before it."""
+
 
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
@@ -34,6 +38,7 @@ def _generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     for each in model.modules():
         if hasattr(each, "conv1d_state"):  # RecurrentGemma's block goes on from it where a prompt is one token
             each.conv1d_state = None
-    text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens)[0]
+    caches = model.config.model_type not in OTHER_DECODES
+    text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens, use_cache=caches)[0]
     tokens: list[int] = text[len(prompt) :].tolist()
     return tokens

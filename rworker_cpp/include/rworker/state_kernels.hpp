@@ -34,9 +34,10 @@ struct StateArgs {
     const float* factors;  // of the head's first channel, [key_dim] rows `factor_stride` apart, readable up to a whole 16
     int64_t factor_stride;
     float scale, skip;
-    float* const* matrix;       // [key_dim] rows
+    float* const* matrix;       // [key_dim] rows, of elements of state_dtype
     float* const* next_matrix;  // the one of the call that follows, asked for meanwhile; or null
-    int row_floats;        // of a row of the state
+    int row_floats;        // that a row of the state has room for
+    DType state_dtype;     // of matrices
     void* out;
     int64_t out_stride;
     float* scratch;

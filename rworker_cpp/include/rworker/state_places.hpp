@@ -1,6 +1,6 @@
 // Where the states of sequences lie: in blocks like those of tokens, row by row.
 //
-// A state is a list of rows of `row_floats` floats: of each layer first the last taps - 1 inputs of its convolution (of
+// A state is a list of rows of `row_floats` floats, or twice as many elements of 16 bits: of each layer first the last taps - 1 inputs of its convolution (of
 // each group's query, of each group's key, of each head's values; tap by tap, each as whole rows), then the rows of each
 // head's matrix. A block of tokens has a piece in every layer that attends; each piece holds as many rows as fit.
 // Where none attends, a block is as many rows as it has tokens, which leave nothing in it.
@@ -29,8 +29,11 @@ class StatePlaces {
     std::int64_t kept_offset(std::int64_t layer_index) const { return most_kept_ * kept_offsets_[layer_index]; }
     std::int64_t num_rows() const { return num_rows_; }
     std::int64_t row_floats() const { return row_floats_; }
-    /// Fewest floats of a row that has those of a layer.
-    static std::int64_t row_floats(const StateSpec& state) { return (state.value_dim + 15) / 16 * 16; }
+    /// Fewest floats of a row that has the elements of a layer: whole lines of 64 bytes.
+    static std::int64_t row_floats(const StateSpec& state) {
+        const std::int64_t elements = 64 / item_bytes(state.dtype);
+        return (state.value_dim + elements - 1) / elements * 16;
+    }
     std::int64_t num_bytes() const { return num_rows_ * row_floats_ * 4; }
 
     /// First row of a layer, and how many follow that are its own.

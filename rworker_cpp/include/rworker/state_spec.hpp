@@ -13,11 +13,14 @@
 // and where each channel c of the values decays by itself:
 //   selective  S_nc <- exp(step_c factor_nc) S_nc + k_n step_c v_c;  o = S'q      Mamba-1
 //   lru        S_c <- decay_c S_c + v_c;  o = S                                   key_dim is 1, without q and k
-// Tokens are taken one after the other, so that no bit of a state depends on how a text was cut.
+// Tokens are taken one after the other, so that no bit of a state depends on how a text was cut. Arithmetic is that of
+// float32; matrices of 16 bits are rounded after each token, whose outputs are of the matrix before that.
 #pragma once
 
 #include <cstdint>
 #include <vector>
+
+#include "rworker/kernels.hpp"
 
 namespace rworker {
 
@@ -35,6 +38,7 @@ struct StateSpec {
     std::vector<float> skip;     // [heads], or empty
     std::vector<float> factors;  // selective: [key_dim][heads * value_dim], none above 0
     std::int64_t kept_rows = 0;  // rows of a step, at most, that a later truncate may take back: drafts
+    DType dtype = DType::float32;  // of matrices; windows are float32
 
     std::int64_t channels() const { return heads * value_dim + 2 * groups * key_dim; }
     bool by_channel() const { return kind == StateKind::selective || kind == StateKind::lru; }

@@ -93,7 +93,7 @@ struct Ahead {
 
 /// sum += S'x over columns [first, first + N vectors). Rows go in pairs, each with sums of its own, or one would wait
 /// for the other.
-template <class L, int N>
+template <class L, DType D, int N>
 [[gnu::always_inline]] inline void add_products(const StateArgs& args, int first, const float* x, typename L::vec (&sum)[N],
                                                 int lines, Ahead& ahead) {
     using vec = typename L::vec;
@@ -102,43 +102,45 @@ template <class L, int N>
     for (int n = 0; n < N; ++n) odd[n] = L::set1(0.0f);
     int i = 0;
     for (; i + 2 <= dim; i += 2) {
-        const float *const row = args.matrix[i] + first, *const other = args.matrix[i + 1] + first;
+        const void *const row = args.matrix[i], *const other = args.matrix[i + 1];
         ahead.ask(2 * lines);
         const vec here = L::set1(x[i]), there = L::set1(x[i + 1]);
         RWORKER_UNROLL
         for (int n = 0; n < N; ++n) {
-            sum[n] = L::fma(here, L::load(row + n * L::width), sum[n]);
-            odd[n] = L::fma(there, L::load(other + n * L::width), odd[n]);
+            sum[n] = L::fma(here, widen<L, D>(row, first + n * L::width), sum[n]);
+            odd[n] = L::fma(there, widen<L, D>(other, first + n * L::width), odd[n]);
         }
     }
     if (i < dim)
-        for (int n = 0; n < N; ++n) sum[n] = L::fma(L::set1(x[i]), L::load(args.matrix[i] + first + n * L::width), sum[n]);
+        for (int n = 0; n < N; ++n)
+            sum[n] = L::fma(L::set1(x[i]), widen<L, D>(args.matrix[i], first + n * L::width), sum[n]);
     for (int n = 0; n < N; ++n) sum[n] = L::add(sum[n], odd[n]);
 }
 
 /// What one token does to columns [first, first + N vectors) of a matrix; `o` and `v` have round_up16(value_dim).
 /// delta reads the rows twice, the second time from a near cache.
-template <class L, int N, bool Delta>
+template <class L, DType D, int N, bool Delta>
 [[gnu::always_inline]] inline void update(const StateArgs& args, int first, const float* q, const float* k, const float* a,
                                           const float* ak, float rate, const float* v, float* o, Ahead& ahead) {
     using vec = typename L::vec;
-    constexpr int kLines = N * L::width > 16 ? N * L::width / 16 : 1, kFirst = Delta ? kLines / 2 : 0;
+    constexpr int kBytes = N * L::width * int(item_bytes(D)), kLines = kBytes > 64 ? kBytes / 64 : 1;
+    constexpr int kFirst = Delta ? kLines / 2 : 0;
     vec d[N], sum[N];
     for (int n = 0; n < N; ++n) d[n] = L::load(v + first + n * L::width), sum[n] = L::set1(0.0f);
     if constexpr (Delta) {
-        add_products<L, N>(args, first, ak, sum, kFirst, ahead);
+        add_products<L, D, N>(args, first, ak, sum, kFirst, ahead);
         for (int n = 0; n < N; ++n) d[n] = L::sub(d[n], sum[n]), sum[n] = L::set1(0.0f);
     }
     for (int n = 0; n < N; ++n) d[n] = L::mul(d[n], L::set1(rate));
     const int dim = args.key.dim;
     for (int i = 0; i < dim; ++i) {
-        float* const row = args.matrix[i] + first;
+        void* const row = args.matrix[i];
         ahead.ask(kLines - kFirst);
         const vec key = L::set1(k[i]), decay = L::set1(a[i]), query = L::set1(q[i]);
         RWORKER_UNROLL
         for (int n = 0; n < N; ++n) {
-            const vec s = L::fma(key, d[n], L::mul(decay, L::load(row + n * L::width)));
-            L::store(row + n * L::width, s);
+            const vec s = L::fma(key, d[n], L::mul(decay, widen<L, D>(row, first + n * L::width)));
+            narrow<L, D>(s, row, first + n * L::width);
             sum[n] = L::fma(query, s, sum[n]);
         }
     }
@@ -170,21 +172,24 @@ void begin_matrix(const StateArgs& args, int key_dim) {
 }
 
 /// `lru`: one row, whose decays the numbers are.
-template <class L>
-void advance_lru(const StateArgs& args, const Convolved<L>& value, float* decays) {
+template <class L, DType D>
+void advance_lru(const StateArgs& args, const Convolved<L>& value, float* o, float* decays) {
     begin_matrix<L>(args, 1);
-    float* const state = args.matrix[0];
+    void* const state = args.matrix[0];
     for (int64_t row = 0; row < args.num_rows; ++row) {
         value.take(row);
         widen_row<L>(DType::float32, numbers_of(args, row) + args.first_decay, args.value.dim, 1.0f, decays);
-        for (int c = 0; c < value.dim16; c += L::width)
-            L::store(state + c, L::fma(L::load(decays + c), L::load(state + c), L::load(value.out + c)));
-        write_outputs<L>(args, row, state);
+        for (int c = 0; c < value.dim16; c += L::width) {
+            const typename L::vec s = L::fma(L::load(decays + c), widen<L, D>(state, c), L::load(value.out + c));
+            narrow<L, D>(s, state, c);
+            L::store(o + c, s);
+        }
+        write_outputs<L>(args, row, o);
     }
 }
 
 /// `selective`: of each channel its key_dim elements, one below the other.
-template <class L>
+template <class L, DType D>
 void advance_selective(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch) {
     using vec = typename L::vec;
     const Convolved<L> query(args, args.query, scratch), key(args, args.key, scratch);
@@ -201,8 +206,8 @@ void advance_selective(const StateArgs& args, const Convolved<L>& value, float* 
             for (int n = 0; n < key_dim; ++n) {
                 if (c % 16 == 0) ahead.ask(1);
                 const vec decay = exp_nonpositive_one<L>(L::mul(step, L::load(args.factors + n * args.factor_stride + c)));
-                const vec s = L::fma(L::set1(key.out[n]), taken, L::mul(decay, L::load(args.matrix[n] + c)));
-                L::store(args.matrix[n] + c, s);
+                const vec s = L::fma(L::set1(key.out[n]), taken, L::mul(decay, widen<L, D>(args.matrix[n], c)));
+                narrow<L, D>(s, args.matrix[n], c);
                 sum = L::fma(L::set1(query.out[n]), s, sum);
             }
             L::store(o + c, sum);
@@ -212,7 +217,7 @@ void advance_selective(const StateArgs& args, const Convolved<L>& value, float* 
 }
 
 /// `delta` and `scan`. Where the group's query and key are those of the call before, they still lie in the scratch.
-template <class L, bool Delta>
+template <class L, DType D, bool Delta>
 void advance_matrix(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch) {
     const Convolved<L> query(args, args.query, scratch, args.shares), key(args, args.key, scratch, args.shares);
     float *const a = scratch, *const ak = a + key.dim16;
@@ -234,7 +239,7 @@ void advance_matrix(const StateArgs& args, const Convolved<L>& value, float* o, 
         int first = 0;
         const auto go_on = [&]<int N>() {
             for (; first + N * L::width <= value.dim16; first += N * L::width)
-                update<L, N, Delta>(args, first, query.out, key.out, a, ak, rate, value.out, o, ahead);
+                update<L, D, N, Delta>(args, first, query.out, key.out, a, ak, rate, value.out, o, ahead);
         };
         go_on.template operator()<kMost>();
         if constexpr (kMost > 4) go_on.template operator()<4>();
@@ -247,16 +252,22 @@ void advance_matrix(const StateArgs& args, const Convolved<L>& value, float* o, 
     }
 }
 
+template <class L, DType D>
+void advance_state(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch) {
+    if (args.recurrence == Recurrence::delta) return advance_matrix<L, D, true>(args, value, o, scratch);
+    if (args.recurrence == Recurrence::scan) return advance_matrix<L, D, false>(args, value, o, scratch);
+    if (args.recurrence == Recurrence::selective) return advance_selective<L, D>(args, value, o, scratch);
+    advance_lru<L, D>(args, value, o, scratch);
+}
+
 template <class L>
 void advance(const StateArgs& args) {
     float* scratch = args.scratch;
     const Convolved<L> value(args, args.value, scratch);
     float* const o = scratch;
     scratch += value.dim16;
-    if (args.recurrence == Recurrence::delta) return advance_matrix<L, true>(args, value, o, scratch);
-    if (args.recurrence == Recurrence::scan) return advance_matrix<L, false>(args, value, o, scratch);
-    if (args.recurrence == Recurrence::selective) return advance_selective<L>(args, value, o, scratch);
-    if (args.recurrence == Recurrence::lru) return advance_lru<L>(args, value, scratch);
+    if (args.recurrence != Recurrence::none)
+        return with_dtype(args.state_dtype, [&]<DType D>() { advance_state<L, D>(args, value, o, scratch); });
     for (int64_t row = 0; row < args.num_rows; ++row) {
         value.take(row);
         write_outputs<L>(args, row, value.out);
