@@ -177,13 +177,16 @@ def _make_journal(
 
 
 def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal) -> None:
-    """Retain what R-workers hold of sequences that ``journal`` knows, and have them forget the rest."""
-    known = journal.cached_tokens() if any(worker.held for worker in r_workers) else {}
-    for index, worker in enumerate(r_workers):
-        if worker.held:
-            num_tokens = scheduler.store.prefixes.adopt(index, worker.held, known)
-            r_workers[index] = replace(worker, held=())
-            logger.warning("R-worker %s has kept %d tokens of the session, which goes on", worker.name, num_tokens)
+    """Keep what R-workers hold of sequences that ``journal`` knows, and have them forget the rest."""
+    held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
+    if not held:
+        return
+    ends = (1 + each.cache_id for several in held.values() for each in several)
+    journal.next_sequence_id = max(journal.next_sequence_id, *ends)
+    for index, num_tokens in scheduler.store.prefixes.adopt(held, journal.cached_tokens()).items():
+        r_workers[index] = replace(r_workers[index], held=())
+        name = r_workers[index].name
+        logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)
 
 
 def _make_prompts(

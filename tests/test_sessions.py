@@ -27,7 +27,10 @@ from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import CONTROL, SPAN, Verb, WorkerPlan
+from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
+from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.prefix import PrefixCache
 from fastdecode.scheduler.store.workers import Workers
 
@@ -107,9 +110,11 @@ def test_what_is_held_is_read_as_it_was_said() -> None:
 
 
 def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
-    """Sequences that share blocks, a refused draft beyond what is known, and one that is unknown."""
+    """Sequences that share blocks, a refused draft beyond what is known, and one that is unknown; one goes on in place,
+    without a word to its R-worker."""
     worker = make()
     rng = np.random.default_rng(0)
+    text = list(range(60))
 
     def step(controls: list[tuple[int, int, int, int]], spans: list[tuple[int, int, int, int]]) -> None:
         begin_step(worker, WorkerPlan(np.array(controls, CONTROL), (np.array(spans, SPAN),)))
@@ -126,11 +131,21 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
     step([(Verb.FORK, 1, 0, 32), (Verb.FORK, -1, 0, 32)], [(1, 32, 20, 0)])
     workers = Workers([worker.num_blocks], [1.0], 16)
     cache = PrefixCache(workers, enabled=True)
-    known = {0: list(range(38)), 1: list(range(32)) + [5] * 18}
-    assert cache.adopt(0, held_by(worker), known) == 32 + 48
-    assert workers[0].free + workers[0].cached == worker.num_blocks and workers[0].cached == 3
+    known = {0: text[:38], 1: text[:32] + [5] * 18}
+    assert cache.adopt({0: held_by(worker)}, known) == {0: 38 + 50}
+    assert workers[0].free + workers[0].cached == worker.num_blocks and workers[0].cached == 5
     step(list(workers.take_controls()[0]), [])
-    assert worker.blocks_free == workers[0].free and worker.sequence_ids() == [-2, -1]
+    assert worker.blocks_free == workers[0].free and worker.sequence_ids() == [0, 1]
+    assert [worker.sequence_length(each) for each in (0, 1)] == [38, 50] and cache.new_id() == -2
+    sequence, segment = Sequence(0, text[:30], 20, output_token_ids=text[30:39], num_prefill=39), Segment(0, 0, 3, [0])
+    assert [hit[::2] for hit in cache.hits(sequence).values()] == [(2, 38)]
+    cache.share_with(segment, segment.copies[0], cache.hits(sequence)[0])
+    workers[0].take(1)
+    cache.begun(sequence)
+    assert segment.num_tokens == 38 and not workers.has_controls and worker.blocks_free == workers[0].free
+    assert cache.hits(sequence) == {} and list(workers[0].prefixes) == [1] and workers[0].cached == 2
+    workers[0].give_back(1, segment.copies[0].shared)
+    workers[0].release(0)
     cache.reset()
     step(list(workers.take_controls()[0]), [])
     assert worker.blocks_free == worker.num_blocks == workers[0].free
@@ -203,6 +218,13 @@ class Job:
         steps = [record for record in records if isinstance(record, Stepped)]
         return sum(len(tokens) for step in steps for _, tokens in step.tokens)
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens that were cached, by the journal, of samples that have begun and not ended."""
+        pasts = pasts_of(read((self.journal / "journal").read_bytes())[0]).values()
+        going = [(past, each) for past in pasts for each in past.samples if each.token_ids and not each.ended]
+        return sum(len(past.asked.prompt_token_ids) + len(each.token_ids) - 1 for past, each in going)
+
     def answers(self) -> dict[str, Any]:
         lines = [json.loads(text) for text in self.out.read_text().splitlines()]
         assert len(lines) == len(rows())
@@ -234,11 +256,12 @@ def test_a_killed_s_worker_goes_on_with_what_was_kept(addresses: str, undisturbe
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
         process.communicate()
+    known = job.num_cached
     process = job.start_session()
     _, err = process.communicate()
     assert process.returncode == 0, err
     kept = [int(count) for count in re.findall(r"has kept ([0-9]+) tokens of the session, which goes on", err)]
-    assert sum(kept) >= 6 * 64, err
+    assert sum(kept) >= known > 0, err
     assert job.answers() == undisturbed
 
 

@@ -50,13 +50,15 @@ class Past:
         return self.asked.sequence_id + len(self.samples)
 
     def cached_tokens(self) -> dict[int, list[int]]:
-        """By sequence the tokens that may be cached: of prompt and output all but the last, which no step has read.
+        """By sequence the tokens that may be cached: of prompt and output all but the last, whose row samples the next.
 
         What R-workers have beyond these are draft tokens that were refused, or rows of a step that is not written here.
         """
         prompt = self.asked.prompt_token_ids
         return {
-            self.asked.sequence_id + index: prompt + sample.token_ids[:-1] for index, sample in enumerate(self.samples)
+            self.asked.sequence_id + index: (prompt + sample.token_ids)[:-1]
+            for index, sample in enumerate(self.samples)
+            if not sample.ended
         }
 
     def is_of(self, prompt_token_ids: list[int], params: SamplingParams) -> bool:

@@ -19,7 +19,7 @@ from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Segment
-from fastdecode.scheduler.store.prefix import Hit
+from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 

@@ -15,7 +15,7 @@ from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Copy, Segment
-from fastdecode.scheduler.store.prefix import Hit
+from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.store import Store
 
 ALIKE = 0.05
@@ -39,14 +39,16 @@ class HomePlacement:
 
     def costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """Return what ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on
-        those that drain if it could run elsewhere. One that woke its prefix for it costs least: what that took is
-        spent."""
+        those that drain if it could run elsewhere, and, where it goes on after another engine's end, on those that have
+        nothing of it. One that woke its prefix for it costs least: what that took is spent."""
         hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
         row_kv_tokens = self._row_kv_tokens(forecast)
         costs = placement_costs(forecast, newcomer, self._speeds, self.capacities, hit_tokens, row_kv_tokens)
         if sequence.woken_on in hits:
             costs[sequence.woken_on] = costs.min() - 1.0
+        if self._store.prefixes.goes_on(sequence):
+            costs[[worker for worker in range(len(costs)) if worker not in hits]] = np.inf
         if (draining := self._workers.draining) and self._room.fits_elsewhere(sequence):
             costs[draining] = np.inf
         return costs
@@ -175,11 +177,11 @@ class SegmentPlacement:
         )
         room, capacities = self._workers.available - self._workers.num_sequences, self._room.alone(sequence)
         pieces = self._prefixes.pieces(sequence, hit) if hit else []
-        for blocks, end, (count, prefix) in zip(needed, most, pieces, strict=False):
+        for blocks, end, (count, prefix, _) in zip(needed, most, pieces, strict=False):
             taken = sum(block.num_sequences == 0 for block in prefix.blocks[:count])
             room[prefix.worker] -= blocks - count + taken
             capacities[prefix.worker] -= end
-        places = [prefix.worker for _, prefix in pieces]
+        places = [each.prefix.worker for each in pieces]
         if (room < 0)[places].any() or (capacities < 0).any():
             return None
         forecast = self._future.forecast()

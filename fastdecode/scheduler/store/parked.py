@@ -143,7 +143,7 @@ class ParkedPrefixes:
         state = self._workers[worker]
         is_short = state.free * LEAST_FREE < state.num_blocks
         for prefix in state.prefixes.values():
-            if prefix.is_parked or self._prefixes.is_within_another(prefix):
+            if prefix.is_parked or not prefix.blocks or self._prefixes.is_within_another(prefix):
                 continue
             if prefix.used_seconds > unused_since and not is_short:
                 return None

@@ -2,124 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as PySequence
 
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.adoption import Adoption
 from fastdecode.scheduler.store.place import Block, Copy, Segment
+from fastdecode.scheduler.store.prefix_index import Hit, PrefixIndex, extend_hashes
 from fastdecode.scheduler.store.workers import Prefix, Workers
-
-
-class Hit(NamedTuple):
-    """A cached beginning: the number of its full blocks, the prefix that has the last of them, and its tokens."""
-
-    num_blocks: int
-    prefix: Prefix
-    num_tokens: int
-
-
-class PrefixIndex:
-    """Retained prefixes, found by the hash of all tokens up to a block's end. ``now_seconds``: of any clock, as it was
-    told last.
-
-    A prefix holds blocks of one segment, so what several segments hold is found as a prefix of each.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self.now_seconds = 0.0
-        self._workers = workers
-        self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
-
-    def longest(self, sequence: Sequence, block_hashes: list[bytes]) -> dict[int, Hit]:
-        """For each R-worker that holds a beginning of ``sequence`` within blocks of these hashes the longest."""
-        found: dict[int, Hit] = {}
-        for depth, block_hash in enumerate(block_hashes, 1):
-            holders = self._by_hash.get(block_hash)
-            if not holders:
-                break
-            for prefix in holders.values():
-                if prefix.worker not in found or found[prefix.worker].num_blocks < depth:
-                    found[prefix.worker] = Hit(depth, prefix, depth * self._workers.block_size)
-        return found
-
-    def holder(self, block_hash: bytes) -> Prefix | None:
-        """A prefix that has the block, and with it all blocks of its segment before that one."""
-        return next(iter(self._by_hash.get(block_hash, {}).values()), None)
-
-    def on(self, worker: int, block_hash: bytes) -> Prefix | None:
-        """A prefix of ``worker`` that has the block."""
-        return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
-
-    def twin(self, prefix: Prefix, num_blocks: int) -> Prefix | None:
-        """The other copy of what ``prefix`` retains, if it still has the first ``num_blocks`` blocks."""
-        holders = self._by_hash[prefix.block_hashes[num_blocks - 1]].values()
-        return next((each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker), None)
-
-    def is_within_another(self, prefix: Prefix) -> bool:
-        """Whether a longer prefix of the same R-worker has all of ``prefix``."""
-        holders = self._by_hash[prefix.block_hashes[-1]].values()
-        return any(each.worker == prefix.worker and len(each.blocks) > len(prefix.blocks) for each in holders)
-
-    def touch(self, prefix: Prefix) -> None:
-        """``prefix`` was used just now."""
-        prefix.used_seconds = self.now_seconds
-        self._workers[prefix.worker].prefixes.move_to_end(prefix.prefix_id)
-
-    def add(self, prefix: Prefix) -> None:
-        """Retain ``prefix``, whose blocks a running sequence holds."""
-        for block in (*prefix.blocks, *prefix.own):
-            block.num_prefixes += 1
-        prefix.used_seconds = self.now_seconds
-        self._workers[prefix.worker].prefixes[prefix.prefix_id] = prefix
-        for block_hash in self._found_by(prefix, 0):
-            self._by_hash.setdefault(block_hash, {})[prefix.worker, prefix.prefix_id] = prefix
-
-    def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free at least ``count`` more blocks if the cache holds so many, from the ends of the oldest prefixes."""
-        worker = self._workers[index]
-        target = worker.free + min(count, worker.cached)
-        for prefix in list(worker.prefixes.values()):
-            keep = len(prefix.blocks)
-            freed = 0
-            while keep and worker.free + freed < target and not prefix.blocks[keep - 1].num_sequences:
-                keep -= 1
-                freed += prefix.blocks[keep].num_prefixes == 1
-            if keep < len(prefix.blocks):
-                self.shorten(prefix, keep)
-            if worker.free >= target:
-                return
-
-    def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
-        """Hashes of all its blocks but the first ``keep``, by which it is found."""
-        return prefix.block_hashes[keep:]
-
-    def clear(self, index: int) -> None:
-        """Forget all prefixes of an R-worker."""
-        for prefix in list(self._workers[index].prefixes.values()):
-            self.shorten(prefix, 0)
-
-    def shorten(self, prefix: Prefix, keep: int) -> None:
-        """Keep only the first ``keep`` blocks of a prefix."""
-        worker = self._workers[prefix.worker]
-        worker.forget(reversed(prefix.blocks[keep:]))
-        worker.forget(prefix.own)
-        for block_hash in self._found_by(prefix, keep):
-            holders = self._by_hash[block_hash]
-            del holders[prefix.worker, prefix.prefix_id]
-            if not holders:
-                del self._by_hash[block_hash]
-        del prefix.blocks[keep:], prefix.block_hashes[keep:]
-        if keep:
-            worker.truncate(prefix.prefix_id, keep * self._workers.block_size)
-        else:
-            del worker.prefixes[prefix.prefix_id]
-            worker.release(prefix.prefix_id)
 
 
 class PrefixCache:
@@ -141,6 +34,7 @@ class PrefixCache:
         self.num_hit_tokens = 0
         self._workers = workers
         self._index = index(workers)
+        self._adoption = Adoption(workers, self._index)
         self._ids = itertools.count(-1, -1)
         self._computing: dict[bytes, Sequence] = {}
 
@@ -160,11 +54,14 @@ class PrefixCache:
             extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
 
     def hits(self, sequence: Sequence) -> dict[int, Hit]:
-        """For each R-worker with a beginning worth taking: the number of its blocks, and the prefix that has them.
+        """For each R-worker with a beginning worth taking: the number of its blocks, and the prefix that has them. Of
+        one that goes on after another engine's end what is kept of itself.
 
         Worth taking is one at least as long as what remains, whose attention then runs on the R-worker. At least one
         token is always computed, since its logits are sampled.
         """
+        if own := self._adoption.hits(sequence):
+            return own
         found = self._index.longest(sequence, self._usable(sequence))
         return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}
 
@@ -217,33 +114,52 @@ class PrefixCache:
     def pass_by(self, sequence: Sequence) -> None:
         """More of the prompt of ``sequence`` is cached."""
 
-    def pieces(self, sequence: Sequence, hit: Hit) -> list[tuple[int, Prefix]]:
-        """Return what ``hit`` has of each range of ``sequence``: the number of its blocks, and a prefix that has
-        them."""
-        depth, last, _ = hit
+    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+        """Return what ``hit`` has of each range of ``sequence``."""
         whole = self.segment_tokens // self._workers.block_size
-        found = [self._index.holder(sequence.block_hashes[end - 1]) for end in range(whole, depth, whole)]
-        return [*((whole, prefix) for prefix in found if prefix), (depth - whole * len(found), last)]
+        ends = range(whole, hit.num_blocks, whole)
+        found = [self._index.holder(sequence.block_hashes[end - 1]) for end in ends]
+        last = Hit(hit.num_blocks - whole * len(ends), hit.prefix, hit.num_tokens - self.segment_tokens * len(ends))
+        return [*(Hit(whole, prefix, self.segment_tokens) for prefix in found if prefix), last]
 
     def begin(self, sequence: Sequence, hit: Hit | None) -> None:
         """``sequence`` starts, from ``hit`` if it has one, and computes the rest for those that follow it."""
+        if hit is None:
+            self._adoption.close(sequence)
         if sequence.output_token_ids == []:
             self.num_queries += self.enabled
             self.num_hit_tokens += hit.num_tokens if hit else 0
         for block_hash in sequence.block_hashes[hit.num_blocks if hit else 0 :]:
             self._computing.setdefault(block_hash, sequence)
 
-    def share_with(self, segment: Segment, copy: Copy, count: int, prefix: Prefix) -> None:
-        """``copy`` of ``segment`` begins with ``count`` blocks of ``prefix``, on the same R-worker."""
-        worker = self._workers[prefix.worker]
-        self._index.touch(prefix)
-        segment.num_tokens = count * self._workers.block_size + len(prefix.rest)
-        copy.shared = prefix.blocks[:count]
+    def begun(self, sequence: Sequence) -> None:
+        """``sequence`` has begun: what is left of an engine before this one, and was not taken, is forgotten."""
+        self._adoption.close(sequence)
+
+    def goes_on(self, sequence: Sequence) -> bool:
+        """Whether R-workers have kept ``sequence`` itself over another engine's end."""
+        return bool(self._adoption.hits(sequence))
+
+    def resumes(self, sequence: Sequence, hit: Hit) -> bool:
+        """Whether ``sequence`` goes on in the blocks of ``hit``, also in those that are no other's."""
+        return self._adoption.has(hit.prefix) and hit.prefix.prefix_id == sequence.sequence_id
+
+    def share_with(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        """``copy`` of ``segment`` begins with what ``hit`` has on the same R-worker."""
+        if hit.prefix.prefix_id == segment.cache_id:
+            self._adoption.resume(segment, copy, hit)
+            return
+        worker = self._workers[hit.prefix.worker]
+        self._index.touch(hit.prefix)
+        segment.num_tokens = hit.num_tokens
+        copy.shared = hit.prefix.blocks[: hit.num_blocks]
         worker.hold(copy.shared)
-        worker.fork(segment.cache_id, prefix.prefix_id, segment.num_tokens)
+        worker.fork(segment.cache_id, hit.prefix.prefix_id, segment.num_tokens)
 
     def twin(self, hit: Hit) -> Hit | None:
         """Return the same beginning on another R-worker, bit for bit, if there is one."""
+        if self._adoption.has(hit.prefix):
+            return self._adoption.twin(hit)
         twin = self._index.twin(hit.prefix, hit.num_blocks)
         return hit._replace(prefix=twin) if twin else None
 
@@ -292,25 +208,12 @@ class PrefixCache:
             self._index.shorten(before, 0)
         copy.prefix_id = prefix.prefix_id
 
-    def adopt(self, index: int, held: Iterable[HeldSequence], known: Mapping[int, list[int]]) -> int:
-        """R-worker ``index`` holds these sequences of an S-worker before this one, with their ``known`` tokens, by id:
-        retain the full blocks of those, and have it forget the rest. Returns the tokens that are retained."""
-        worker, size = self._workers[index], self._workers.block_size
-        blocks: defaultdict[int, Block] = defaultdict(lambda: Block(num_sequences=0))
-        depths = {each: min(each.num_tokens, len(known.get(each.cache_id, ()))) // size for each in held}
-        for each in sorted(held, key=lambda each: depths[each] > 0):  # first those to forget, whose ids may come again
-            if self.enabled and (depth := depths[each]):
-                hashes: list[bytes] = []
-                extend_hashes(hashes, known[each.cache_id][: depth * size], size)
-                chain = [blocks[block] for block in each.blocks[:depth]]
-                num_new = sum(block.num_prefixes == 0 for block in chain)
-                worker.free -= num_new
-                worker.cached += num_new
-                prefix_id = self.new_id()
-                self._index.add(Prefix(prefix_id, index, hashes, chain, each.cache_id))
-                worker.fork(prefix_id, each.cache_id, depth * size)
-            worker.release(each.cache_id)
-        return sum(depths.values()) * size if self.enabled else 0
+    def adopt(self, held: Mapping[int, PySequence[HeldSequence]], known: Mapping[int, list[int]]) -> dict[int, int]:
+        """See :meth:`Adoption.adopt`: what R-workers hold of an engine before this one, whose ids come before those of
+        this one; of sequences of several segments nothing is kept."""
+        self._ids = itertools.count(min((each.cache_id for one in held.values() for each in one), default=0) - 1, -1)
+        whole = {each: tokens for each, tokens in known.items() if len(tokens) <= self.segment_tokens}
+        return self._adoption.adopt(held, whole if self.enabled else {})
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
         """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens: it is wrong."""
@@ -348,11 +251,3 @@ class PrefixCache:
     def _leaves(self, leader: Sequence, num_blocks: int) -> bool:
         """Whether others can begin with the first ``num_blocks`` blocks that ``leader`` computes."""
         return True
-
-
-def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:
-    """Append the hashes of the full blocks of ``token_ids`` that ``block_hashes`` lacks; each covers all before it."""
-    for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        before = block_hashes[-1] if block_hashes else b""
-        block = array("q", token_ids[start : start + block_size]).tobytes()
-        block_hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())

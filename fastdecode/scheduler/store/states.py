@@ -10,13 +10,15 @@ A kept state counts as the blocks it takes, and goes before those of its beginni
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from collections.abc import Sequence as PySequence
 
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Block, Copy, Segment
-from fastdecode.scheduler.store.prefix import Hit, PrefixCache, PrefixIndex, extend_hashes
+from fastdecode.scheduler.store.prefix import PrefixCache
+from fastdecode.scheduler.store.prefix_index import Hit, PrefixIndex, extend_hashes
 from fastdecode.scheduler.store.workers import Prefix, Workers
 
 STATES_SHARE = 4
@@ -96,9 +98,9 @@ class StateCache(PrefixCache):
         while len(before) > MOST_SEEN:
             del before[next(iter(before))]
 
-    def adopt(self, index: int, held: Iterable[HeldSequence], known: Mapping[int, list[int]]) -> int:
-        """Nothing is retained of an S-worker before this one: what it had written of a state is not known."""
-        return super().adopt(index, held, {})
+    def adopt(self, held: Mapping[int, PySequence[HeldSequence]], known: Mapping[int, list[int]]) -> dict[int, int]:
+        """Nothing is kept of an engine before this one: what it had written of a state is not known."""
+        return super().adopt(held, {})
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
         """A state that is gone on from is copied; where there is no room for two all is computed again."""
@@ -156,14 +158,15 @@ class StateCache(PrefixCache):
             copy.shared += prefix.own
         return True
 
-    def share_with(self, segment: Segment, copy: Copy, count: int, prefix: Prefix) -> None:
-        """``copy`` of ``segment`` begins with all of ``prefix``, for a copy of whose state there is room first."""
+    def share_with(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        """``copy`` of ``segment`` begins with all of a prefix, for a copy of whose state there is room first."""
+        prefix = hit.prefix
         worker = self._workers[prefix.worker]
         worker.hold(prefix.blocks)
-        missing = segment.num_blocks - count - worker.free
+        missing = segment.num_blocks - hit.num_blocks - worker.free
         if missing > 0:
             self._index.evict(prefix.worker, missing, spared=prefix)
-        super().share_with(segment, copy, count, prefix)
+        super().share_with(segment, copy, hit)
         worker.drop(prefix.blocks)
 
     def _keep(

@@ -14,7 +14,8 @@ from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.holdings import Holdings, TransfersUnderWay
 from fastdecode.scheduler.store.parked import ParkedPrefixes
 from fastdecode.scheduler.store.place import Copy, Segment
-from fastdecode.scheduler.store.prefix import Hit, PrefixCache
+from fastdecode.scheduler.store.prefix import PrefixCache
+from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.states import StateCache
 from fastdecode.scheduler.store.table import SequenceTable
@@ -70,7 +71,7 @@ class Store:
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefixes.begin(sequence, hit)
         for segment, piece in zip(segments, self.prefixes.pieces(sequence, hit) if hit else (), strict=False):
-            self.prefixes.share_with(segment, segment.copies[0], *piece)
+            self.prefixes.share_with(segment, segment.copies[0], piece)
         for segment in segments:
             for copy in segment.copies:
                 self._holdings.take(segment, copy)
@@ -79,6 +80,7 @@ class Store:
         self._count_tail(sequence, 1)
         if second >= 0:
             self._begin_second(sequence, second, hit)
+        self.prefixes.begun(sequence)
         self.go_on(sequence)
         self.residents.enter(sequence, may_use_scratch=hit is None)
 
@@ -233,7 +235,7 @@ class Store:
             twin = self.prefixes.twin(hit)
             if twin is None:
                 raise ValueError("a second copy can start from a twin only")
-            self.prefixes.share_with(segment, copy, twin.num_blocks, twin.prefix)
+            self.prefixes.share_with(segment, copy, twin)
         self._holdings.take(segment, copy)
         segment.copies.append(copy)
         self.workers[worker].num_sequences += 1
