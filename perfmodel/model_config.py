@@ -59,7 +59,7 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
 """Beginnings of keys that recurrent models have, and hybrids of them."""
 
-_RECURRENT_KINDS = ("rwkv", "xlstm", "recurrent_gemma", "zamba2", "minimax")
+_RECURRENT_KINDS = ("rwkv", "xlstm", "zamba2")
 """Recurrent models whose layers the equations do not know, whatever their configurations say."""
 
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
@@ -152,6 +152,11 @@ def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mappi
     changed["layer_types"] = [each for each in config.get("layer_types") or () if each not in RECURRENT]
     if not hybrid.experts:
         changed |= dict.fromkeys((*_EXPERTS, "num_experts_per_tok", "n_shared_experts"))
+    if config.get("model_type") == "recurrent_gemma":
+        changed |= {
+            "sliding_window": config["attention_window_size"],
+            "intermediate_size": config["intermediate_size"] // 2,
+        }
     if config.get("model_type") == "granitemoehybrid" and not config.get("num_local_experts"):
         changed |= {"intermediate_size": config["shared_intermediate_size"], "shared_intermediate_size": 0}
     return {**config, **changed}
@@ -223,6 +228,9 @@ def _dense_layers(config: Mapping[str, Any]) -> int:
     kinds = config.get("mlp_layer_types")
     if "moe_layers" in config:  # Llama 4
         return config["num_hidden_layers"] - len(config["moe_layers"])
+    if "expert_layer_period" in config:  # Jamba
+        layers = range(config["num_hidden_layers"])
+        return sum(i % config["expert_layer_period"] != config["expert_layer_offset"] for i in layers)
     given = config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0
     return list(kinds).count("dense") if kinds else given
 

@@ -71,6 +71,10 @@ class ModelShape:
         """Return this model with another number of KV heads."""
         return replace(self, num_kv_heads=num_kv_heads)
 
+    def with_state_dtype(self, dtype: str) -> ModelShape:
+        """Return this model with states in ``dtype``, a key of ``ITEM_BYTES``."""
+        return replace(self, state=replace(self.state, item_bytes=ITEM_BYTES[dtype])) if self.state else self
+
     @property
     def attention_layers(self) -> int:
         """Layers that attend; the others are recurrent."""

@@ -10,7 +10,7 @@ from typing import Any
 from fastdecode.core.errors import PlanError, UnsupportedModelError
 
 STATE_ITEM_BYTES = 4
-"""Bytes of an element of a state: float32."""
+"""Bytes of an element of a state: float32. Matrices may have 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class StateShape:
     ``groups`` of heads share queries and keys; ``taps`` tokens of the convolution before the recurrence; a head has
     ``decays``: 1, or one per key dim. A convolution alone has ``groups`` and ``key_dim`` 0. ``gates``: further
     projections as wide as the values; ``rates``: numbers of a head that are projected; ``gate_rank``: of those that are
-    products of two narrow ones, of the decays and of the output, 0 where there are none. Names and formulas are those
-    of rworker/state_spec.hpp.
+    products of two narrow ones, of the decays and of the output, 0 where there are none. ``by_channel``: each channel
+    of the values decays by itself (Mamba-1, the RG-LRU), and what is convolved, the values alone, comes back before the
+    recurrence. ``item_bytes``: of an element of the matrices. Names and formulas are those of rworker/state_spec.hpp.
     """
 
     num_layers: int
@@ -34,29 +35,42 @@ class StateShape:
     gates: int = 1
     rates: int = 2
     gate_rank: int = 0
+    by_channel: bool = False
+    item_bytes: int = STATE_ITEM_BYTES
+
+    @property
+    def wide(self) -> int:
+        """Elements of a token's values."""
+        return self.heads * self.value_dim
 
     @property
     def channels(self) -> int:
         """Elements of a token's values, keys and queries."""
-        return self.heads * self.value_dim + 2 * self.groups * self.key_dim
+        return self.wide + 2 * self.groups * self.key_dim
 
     @property
     def bytes_per_sequence(self) -> int:
         """Bytes that the states of one sequence take over all layers: the last inputs of convolutions, and matrices."""
-        elements = (self.taps - 1) * self.channels + self.heads * self.key_dim * self.value_dim
-        return self.num_layers * elements * STATE_ITEM_BYTES
+        windows = (self.taps - 1) * (self.wide if self.by_channel else self.channels)
+        return self.num_layers * (windows * STATE_ITEM_BYTES + self.key_dim * self.wide * self.item_bytes)
 
     def row_bytes(self, item_bytes: int) -> int:
         """Bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""
+        if self.by_channel:
+            return (self.wide + self.channels) * item_bytes + 4 * self.wide
         return self.channels * item_bytes + (self.heads * (self.decays + 1) * 4 if self.key_dim else 0)
 
     def output_bytes(self, item_bytes: int) -> int:
-        """Bytes of a token's o in one layer."""
-        return self.heads * self.value_dim * item_bytes
+        """Bytes of a token's o in one layer, and of what is convolved by itself."""
+        return (2 if self.by_channel else 1) * self.wide * item_bytes
 
     def parameters(self, hidden_size: int) -> int:
         """One layer's projections have so many, filters and norms left out."""
-        wide = self.heads * self.value_dim
+        wide = self.wide
+        if (
+            self.by_channel
+        ):  # keys, queries and steps are projected from the values; each number of a state has a factor
+            return (2 + self.gates) * hidden_size * wide + (2 * self.gate_rank + 3 * self.groups * self.key_dim) * wide
         low_rank = 2 * self.gate_rank * (hidden_size + wide)
         return (
             hidden_size * (self.channels + self.gates * wide + self.heads * self.rates) + low_rank + wide * hidden_size
@@ -74,6 +88,9 @@ class StateShape:
 
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's ``hybrid_override_pattern``."""
+
+_BLOCKS = {"recurrent": "mamba", "attention": "full_attention"}
+"""RecurrentGemma's names of layers."""
 
 RECURRENT = ("linear_attention", "mamba", "conv")
 """Types of layers that are recurrent."""
@@ -127,6 +144,14 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
         return list(kinds)
     if config.get("model_type") == "falcon_h1":
         return ["linear_attention"] * config["num_hidden_layers"]
+    if config.get("model_type") == "jamba":
+        period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+        return [
+            "full_attention" if layer % period == offset else "mamba" for layer in range(config["num_hidden_layers"])
+        ]
+    if config.get("model_type") == "recurrent_gemma":  # it repeats a pattern
+        pattern = config.get("block_types") or ("recurrent", "recurrent", "attention")
+        return [_BLOCKS.get(pattern[layer % len(pattern)], "") for layer in range(config["num_hidden_layers"])]
     if config.get("model_type") == "bamba":
         attending = config.get("attn_layer_indices") or ()
         layers = range(config["num_hidden_layers"])
@@ -139,6 +164,18 @@ def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> S
 
     KeyError for a missing size, UnsupportedModelError for a recurrence that the equations do not know.
     """
+    if config.get("model_type") == "minimax":  # lightning attention: without a convolution, rates of 1
+        heads, dim = config["num_attention_heads"], config.get("head_dim") or 0
+        dim = dim or config["hidden_size"] // heads
+        return StateShape(num_layers, heads, dim, heads, dim, taps=1, rates=0)
+    if config.get("model_type") == "jamba":
+        wide, rank = config["mamba_expand"] * config["hidden_size"], config["mamba_dt_rank"]
+        rank = -(-config["hidden_size"] // 16) if rank == "auto" else rank
+        taps = config["mamba_d_conv"]
+        return StateShape(num_layers, 1, wide, 1, config["mamba_d_state"], taps, gate_rank=rank, by_channel=True)
+    if config.get("model_type") == "recurrent_gemma":  # gates in blocks, one of each head
+        wide, rank = config["lru_width"], config["lru_width"] // config["num_attention_heads"]
+        return StateShape(num_layers, 1, wide, 0, 1, config["conv1d_width"], gate_rank=rank, by_channel=True)
     if "linear_num_value_heads" in config:  # gated delta rule
         return StateShape(
             num_layers, config["linear_num_value_heads"], config["linear_value_head_dim"],

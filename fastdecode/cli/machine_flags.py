@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.api.config import KV_CACHE_DTYPES
+from fastdecode.api.config import DTYPES, KV_CACHE_DTYPES
 from fastdecode.cli.flags import auto_int
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
 
@@ -47,6 +47,9 @@ def add_number_flags(group: Any) -> None:
 def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
     """Add how S-worker and R-workers work together. ``automatic``: the number of mini-batches may be "auto"."""
     group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
+    group.add_argument(
+        "--mamba-ssm-cache-dtype", default="auto", choices=DTYPES, help="of states of recurrent layers (auto: float32)"
+    )
     group.add_argument(
         "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",
         help="that take turns (2)" + ("; auto: 2 or 3, whichever takes less time" if automatic else ""),

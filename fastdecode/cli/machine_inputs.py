@@ -71,6 +71,12 @@ def named_shape(name: str) -> ModelShape:
     return model_shape(EngineConfig(model=name))
 
 
+def asked_shape(args: argparse.Namespace) -> ModelShape:
+    """The shape of ``--model``, its states in the dtype that is asked for."""
+    dtype = args.mamba_ssm_cache_dtype
+    return named_shape(args.model).with_state_dtype("float32" if dtype == "auto" else dtype)
+
+
 def _from_names(args: argparse.Namespace) -> PlanInputs:
     for name in ("model", "gpu", "cpu"):
         if getattr(args, name) is None:
@@ -78,7 +84,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
-    shape, host = named_shape(args.model), shared_host(args, find_cpu_host(args.cpu))
+    shape, host = asked_shape(args), shared_host(args, find_cpu_host(args.cpu))
     one, group = find_gpu(args.gpu), rank_group(args, find_gpu(args.gpu))
     gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
     kv_dtype = _kv_dtype(args, shape)
@@ -145,7 +151,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
         raise ConfigError(f"{missing[0]} is needed beside bare numbers: T(B) is the time of one mini-batch size")
     if args.gpu or args.cpu:
         raise ConfigError("gpu and cpu have no place beside bare numbers, which say how fast they are")
-    shape = named_shape(args.model) if args.model else None
+    shape = asked_shape(args) if args.model else None
     if shape is None and (args.link or args.kv_cache_memory or args.kv_cache_dtype != "auto"):
         raise ConfigError("link, kv_cache_memory and kv_cache_dtype need --model beside bare numbers, for its sizes")
     if shape and shape.num_layers != args.num_layers:
@@ -297,7 +303,7 @@ def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelS
     """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
     if args.model is None:
         return profile.shape
-    shape = named_shape(args.model)
+    shape = asked_shape(args)
     check_alike(profile, shape)
     return shape
 

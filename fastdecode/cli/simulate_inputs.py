@@ -14,7 +14,7 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import PLACING, SCHEDULE
 from fastdecode.cli.machine_flags import BARE_FLAGS
-from fastdecode.cli.machine_inputs import PlanInputs, gpu_kv_bytes, named_shape, rank_group, read_inputs
+from fastdecode.cli.machine_inputs import PlanInputs, asked_shape, gpu_kv_bytes, rank_group, read_inputs
 from fastdecode.cli.simulate_events import read_timeline
 from fastdecode.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.cli.variants.speculative_decoding import read_drafting
@@ -161,7 +161,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
-    shape, group = named_shape(args.model), rank_group(args, find_gpu(args.gpu))
+    shape, group = asked_shape(args), rank_group(args, find_gpu(args.gpu))
     gpu = find_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     words = _plan_words(args, workload)

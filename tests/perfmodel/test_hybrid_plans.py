@@ -22,8 +22,9 @@ from fastdecode.perfmodel.stages import GpuSPart, host_r_part
 from fastdecode.sworker.loader import auto_class
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")
-LEFT_OUT = ("conv1d", "conv.conv", "conv_", ".gate.weight", "shared_expert_gate", "router", "short_conv")
-"""Filters, and the routers of experts."""
+HYBRIDS += ("jamba", "minimax", "recurrent_gemma")
+LEFT_OUT = ("conv1d", "conv.conv", "conv_", ".gate.weight", "shared_expert_gate", "router", "short_conv", "gate_bias")
+"""Filters, biases in blocks, and the routers of experts."""
 
 NEXT = BUILT_IN["qwen3-next-80b-a3b"]
 
@@ -42,13 +43,20 @@ def test_parameters_and_states_are_those_of_the_model(model_type: str) -> None:
     assert shape.parameters == pytest.approx(matrices, rel=1e-3)
     assert shape.state and shape.attention_layers
     with torch.no_grad():
-        cache = model(torch.tensor([[5, 6, 7, 8, 9]]), use_cache=True).past_key_values
-    assert shape.state_bytes_per_sequence == state_bytes(cache, shape.state.taps)
+        cache = getattr(model(torch.tensor([[5, 6, 7, 8, 9]]), use_cache=True), "past_key_values", None)
+    assert shape.state_bytes_per_sequence == state_bytes(model, cache, shape.state.taps)
+    halved = shape.with_state_dtype("bfloat16").state_bytes_per_sequence
+    matrices = 4 * shape.state.num_layers * shape.state.key_dim * shape.state.wide
+    assert shape.state_bytes_per_sequence - halved == matrices / 2
 
 
-def state_bytes(cache: Any, taps: int) -> int:
-    total = 0
-    for layer in cache.layers:
+def state_bytes(model: Any, cache: Any, taps: int) -> int:
+    """Of a cache, but those that MiniMax keeps beside it and RecurrentGemma in its modules."""
+    kept = [each for each in getattr(cache, "linear_cache", []) if len(each)]
+    kept += [each.recurrent_states for each in model.modules() if hasattr(each, "recurrent_states")]
+    convolved = [each.conv1d_state for each in model.modules() if hasattr(each, "conv1d_state")]
+    total = sum(each.numel() * 4 for each in [*kept, *convolved])
+    for layer in cache.layers if cache else ():
         convolved, matrices = (getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states"))
         total += sum(each.numel() // each.shape[-1] * (taps - 1) * 4 for each in convolved.values() if each is not None)
         total += sum(each.numel() * 4 for each in matrices.values() if each is not None)

@@ -180,7 +180,7 @@ def test_the_demo_model_is_read() -> None:
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "a recurrent state .llama."),
         ({"model_type": "mamba2", "state_size": 128}, UnsupportedModelError, "a recurrent state .mamba2. is not"),
-        ({"model_type": "recurrent_gemma"}, UnsupportedModelError, "a recurrent state .recurrent_gemma."),
+        ({"model_type": "zamba2"}, UnsupportedModelError, "a recurrent state .zamba2."),
         ({"model_type": "bert"}, UnsupportedModelError, "bert generates no text"),
         ({"architectures": ["BertForMaskedLM"]}, UnsupportedModelError, "BertForMaskedLM generates no text"),
         ({"is_encoder_decoder": True}, UnsupportedModelError, "encoder.decoder"),
