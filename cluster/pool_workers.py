@@ -50,7 +50,7 @@ class PoolWorker:
         """Start one layer of one mini-batch with rows here; o is filled by the time ``wait`` returns.
 
         Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only. Partial results: float32
-        [rows, num_heads, 2 + value_head_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
+        [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
         """
         raise NotImplementedError
 
@@ -124,6 +124,9 @@ class InprocWorker(PoolWorker):
 
     def open(self, layout: KVLayout) -> None:
         self._worker = make_rworker(layout, self._block_size, self._size)
+        for index, layer in enumerate(layout.layers):
+            for first, rows in layer.absorption.parts() if layer.absorption else ():
+                self._worker.set_weights(index, first, rows)
         if layout.kv_port:
             self._kv_port = open_kv_port(self._worker, layout, self._security)
         if self._park and not layout.has_states:

@@ -26,6 +26,7 @@ from fastdecode.cluster.wire.messages import (
     CHUNK_BYTES,
     CLOCK,
     EXPORT,
+    FIRST_HEAD,
     IMPORT,
     NUM_BYTES,
     Hello,
@@ -111,6 +112,7 @@ class RemoteWorker(PoolWorker):
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
             raise self._lose("it opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
+        self._send_weights()
         self._offset_seconds = clock_offset(self._ping)
         return replace(worker_info(self.name, self._layout, self._block_size, welcome), held=self._held(welcome))
 
@@ -127,6 +129,14 @@ class RemoteWorker(PoolWorker):
             self.close()
             time.sleep(RETRY_SECONDS)
             self.open(self._layout)
+
+    def _send_weights(self) -> None:
+        """K and V of latent layers, to an R-worker that multiplies them; one piece is under way at a time."""
+        for index, layer in enumerate(self._layout.layers):
+            for first, rows in layer.absorption.parts() if layer.absorption else ():
+                with self._losses as link:
+                    link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=index)
+                self._answer(Kind.READY)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """What the R-worker has of the session that goes on; from now on this side has its epoch."""

@@ -174,6 +174,13 @@ class RWorker:
     def blocks_used(self) -> int:
         """Blocks that some sequence holds, shared ones once."""
 
+    def set_weights(self, layer: int, first_head: int, rows: npt.NDArray[np.float32 | np.uint16]) -> None:
+        """K above V of some heads of a layer that has an ``absorption``, from ``first_head`` on: [heads, nope_dim +
+        value_dim, value_head_dim] in the model's dtype. ValueError for another layer or shape, or in a step.
+
+        ``begin_step`` raises ValueError until all heads of all such layers have come; they may come again.
+        """
+
     def begin_step(self, controls: npt.NDArray[np.int64], mini_batches: list[npt.NDArray[np.int64]]) -> None:
         """Apply the controls, take blocks for all rows and plan the work.
 

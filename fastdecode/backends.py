@@ -129,7 +129,7 @@ def make_prompt_backend(
 
     cores = config.s_core_list or usable_cores()
     num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs  # the last one of each is partly empty
-    num_bytes = num_blocks * block_bytes(layout, config.block_size)
+    num_bytes = num_blocks * block_bytes(layout, config.block_size) + layout.weight_bytes
     backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
     isa = common_isa(r_workers)
     backend.open(replace(layout, isa=isa if has_isa(isa) else "auto", kv_port=""))

@@ -21,6 +21,7 @@ from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.messages import Hello
+from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import (
@@ -42,6 +43,9 @@ LAYOUTS = (
         ),
         "bfloat16",
         "bfloat16",
+    ),
+    KVLayout(
+        (LayerLayout(4, 1, 24, 16, 0.3, values_in_keys=True, absorption=Absorption(8, 12)),), "bfloat16", "bfloat16"
     ),
 )
 BLOCK_SIZE = 16
@@ -77,7 +81,7 @@ class KeptWorker:
         with suppress(ValueError):
             self._worker.abandon_step()
         for sequence_id in IDS:
-            with suppress(KeyError):
+            with suppress(KeyError, ValueError):  # ValueError: weights of latents did not come
                 self._worker.begin_step(np.array([[Verb.RELEASE, sequence_id, 0, 0]], np.int64), [])
                 self._worker.end_step()
         left = self._worker.statistics()

@@ -58,7 +58,16 @@ class SessionRun:
 
     def _makers(self) -> list[Callable[[], list[bytes]]]:
         common = [self._plan, self._plan, self._payload, self._payload, self._end, self._abandon, self._export]
-        rare = [self._import, self._data, self._ping, self._parking, self._park, self._wake, self._inventory]
+        rare = [
+            self._import,
+            self._data,
+            self._ping,
+            self._parking,
+            self._park,
+            self._wake,
+            self._inventory,
+            self._weights,
+        ]
         return [*common, *rare, self._any, self._bent]
 
     def _plan(self) -> list[bytes]:
@@ -104,6 +113,13 @@ class SessionRun:
 
     def _inventory(self) -> list[bytes]:
         return self._frame(Kind.INVENTORY)
+
+    def _weights(self) -> list[bytes]:
+        """Of heads of the one layer that has them, mostly."""
+        first, count = self._near(0, 4), self._near(1, 4)
+        rows = bytes(max(0, count) * (8 + 12) * 16 * 2 if self._provider.ConsumeIntInRange(0, 15) else 7)
+        layer = self._provider.ConsumeIntInRange(0, 1)
+        return self._frame(Kind.WEIGHTS, messages.FIRST_HEAD.pack(first), rows, layer=layer)
 
     def _ping(self) -> list[bytes]:
         return self._frame(Kind.PING)
@@ -152,7 +168,7 @@ class SessionRun:
             self._provider.ConsumeBytes(self._provider.ConsumeIntInRange(0, 60))
             for _ in range(self._provider.ConsumeIntInRange(0, 3))
         ]
-        return self._frame(self._provider.ConsumeIntInRange(0, 40), *parts)
+        return self._frame(self._provider.ConsumeIntInRange(0, 41), *parts)
 
     def _bent(self) -> list[bytes]:
         """A frame that is right but for one field of its header, or its length."""

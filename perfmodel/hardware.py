@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.types import ITEM_BYTES
 
 FLOPS_EFFICIENCY = 0.62
 """The part of nominal 16-bit tensor FLOP/s that large products reach: the FastDecode paper's A10."""
@@ -195,3 +196,9 @@ def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
     inside = min(group, GROUP_SIZES[-1])
     rate = math.exp(np.interp(math.log(inside), np.log(GROUP_SIZES), np.log(rates)))
     return cores * rate * 1e9 * inside / group
+
+
+def products_per_second(cores: int) -> float:
+    """Multiply-adds of float32 that the R-worker's kernels do with ``cores`` cores: at the largest group measured."""
+    group = GROUP_SIZES[-1]
+    return kernel_bytes_per_second("float32", group, cores) * group / ITEM_BYTES["float32"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import UnsupportedModelError
 from fastdecode.core.types import LayerLayout
 
@@ -15,7 +16,8 @@ class LatentShape:
     """Dims of one head's query and key (``nope``, and ``rope``, which is rotated) and of its ``value``.
 
     ``kv_rank`` and ``q_rank``: of the latents that keys and values, and queries, are made of; ``q_rank`` 0: queries are
-    made of the hidden state.
+    made of the hidden state. ``at_r_workers``: these multiply K and V with queries and outputs
+    (``--latent-absorption r``), which then travel as the model's own heads have them.
     """
 
     kv_rank: int
@@ -23,6 +25,7 @@ class LatentShape:
     nope: int
     rope: int
     value: int
+    at_r_workers: bool = False
 
     @property
     def row_dim(self) -> int:
@@ -38,7 +41,12 @@ class LatentShape:
     def layer_layout(self, num_heads: int) -> LayerLayout:
         """One layer as an R-worker sees it: one KV head."""
         scale = (self.nope + self.rope) ** -0.5
-        return LayerLayout(num_heads, 1, self.row_dim, self.kv_rank, scale, values_in_keys=True)
+        absorption = Absorption(self.nope, self.value) if self.at_r_workers else None
+        return LayerLayout(num_heads, 1, self.row_dim, self.kv_rank, scale, values_in_keys=True, absorption=absorption)
+
+    def absorbing_products(self, num_heads: int) -> int:
+        """Multiply-adds of one row's absorption in one layer: its queries by K, its outputs by V."""
+        return num_heads * self.kv_rank * (self.nope + self.value)
 
 
 def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | None:

@@ -161,6 +161,10 @@ class ModelShape:
         """Bytes that one token takes in the cache over all layers, the keys of an index included."""
         return self.kv_layout(kv_dtype).kv_bytes_per_token + self._index_bytes
 
+    def absorbing(self, at_r_workers: bool) -> ModelShape:
+        """Return this model with K and V of its latents multiplied there, or by the S-worker; another as it is."""
+        return replace(self, latent=replace(self.latent, at_r_workers=at_r_workers)) if self.latent else self
+
     def read_share(self, kv_dtype: str, row_share: float) -> float:
         """Return the part of the cache's bytes that a step reads, of whose rows the mean layer reads ``row_share``.
 
@@ -176,7 +180,7 @@ class ModelShape:
         Of the mean layer, with the queries and the key of an index, and with what recurrent layers send and get.
         """
         layer = self.layer_layout
-        queries = self.attention_layers * layer.num_heads * (layer.key_head_dim + layer.value_head_dim)
+        queries = self.attention_layers * layer.num_heads * (layer.query_dim + layer.output_dim)
         if self.index:
             queries += self.index.num_layers * self.index.num_heads * self.index.head_dim
         outputs = self.state.num_layers * self.state.output_bytes(self.item_bytes) if self.state else 0

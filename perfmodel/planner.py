@@ -107,6 +107,7 @@ class Planner:
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes_read_per_token=self.kv_bytes_read_per_token,
             r_workers_bound_by=self.r_part.bound_by or None,
+            r_workers_arithmetic_over_reads=self.r_part.arithmetic_over_reads or None,
             state_bytes_per_sequence=self.state_bytes_per_sequence,
             r_worker_bandwidth_gb_per_s=self._r_worker_bandwidth(),
             candidates=tuple(

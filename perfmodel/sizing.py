@@ -153,7 +153,9 @@ class Plan(Candidate):
     which keeps the load below ``kv_load_limit`` cached tokens over all R-workers. ``kv_bytes_per_token`` (held),
     ``kv_bytes_read_per_token`` (in a step, for each token of a context), ``state_bytes_per_sequence`` (of recurrent
     layers, read and written in each step) and ``r_worker_bandwidth_gb_per_s`` are of one R-worker;
-    ``r_workers_bound_by``: "reads" or "arithmetic". ``kv_replicas``: R-workers that each sequence is cached on.
+    ``r_workers_bound_by``: "reads" or "arithmetic"; ``r_workers_arithmetic_over_reads``: seconds of multiply-adds over
+    those of reading, of rows or an index's keys, whichever take longer. ``kv_replicas``: R-workers that each sequence
+    is cached on.
     """
 
     mini_batch_size: int
@@ -172,4 +174,5 @@ class Plan(Candidate):
     kv_replicas: int = 1
     kv_bytes_read_per_token: float | None = None
     r_workers_bound_by: str | None = None
+    r_workers_arithmetic_over_reads: float | None = None
     state_bytes_per_sequence: int = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import LayerLayout, is_quantized
-from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second
+from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second, products_per_second
 from fastdecode.perfmodel.model_shape import ModelShape
 
 MOVED_BYTES_PER_SECOND = 0.5e9
@@ -115,13 +115,15 @@ PROMPT_ROWS_PER_STATE = 8
 class RPart:
     """One R-worker: ``seconds_per_token`` per cached token and layer, ``row_seconds`` per row that a layer's call
     appends and attends, ``call_seconds`` once per call. ``prompt_row_seconds``: per row of a prompt, where R-workers
-    compute these too. ``bound_by``: "reads" or "arithmetic", "" where not known."""
+    compute these too. ``bound_by``: "reads" or "arithmetic", "" where not known. ``arithmetic_over_reads``: seconds of
+    multiply-adds over those of reading, of all of a cached token; 0 where not known."""
 
     seconds_per_token: float
     call_seconds: float = 0.0
     row_seconds: float = 0.0
     bound_by: str = ""
     prompt_row_seconds: float = 0.0
+    arithmetic_over_reads: float = 0.0
 
     def __post_init__(self) -> None:
         fixed = (self.call_seconds, self.row_seconds, self.prompt_row_seconds)
@@ -140,7 +142,7 @@ class RPart:
         """Return this R-part ``factor`` times as slow."""
         return RPart(
             factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds, self.bound_by,
-            factor * self.prompt_row_seconds,
+            factor * self.prompt_row_seconds, self.arithmetic_over_reads,
         )  # fmt: skip
 
 
@@ -153,7 +155,7 @@ def host_r_part(
     Each of the two takes the slower of reading and of computing. Bytes per token include scales, so R falls with the KV
     dtype and with n_kv/n_q. Recurrent layers read and write a sequence's states for each row; of a prompt once for
     several. Such a model's prompts attend on R-workers too: the mean row to ``prompt_context`` tokens, whose reading
-    many rows share.
+    many rows share. Where latents are absorbed here, K and V are read once for a call, and multiplied with each row.
     """
     attending = row_share * shape.attention_layers / shape.num_layers
     parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]
@@ -163,20 +165,36 @@ def host_r_part(
     slowest = max(parts, key=lambda part: part.seconds_per_token)
     state_bytes = 2.0 * shape.state_bytes_per_sequence / shape.num_layers
     row_seconds = state_bytes / host.read_bytes_per_second.achieved
+    call_seconds, absorbing_seconds = _absorption_seconds(shape, host)
     product = attending * _product_seconds(shape.layer_layout, kv_dtype, host, shape.dtype)
     return replace(
         slowest,
         seconds_per_token=sum(part.seconds_per_token for part in parts),
-        row_seconds=row_seconds,
+        call_seconds=call_seconds,
+        row_seconds=row_seconds + absorbing_seconds,
         prompt_row_seconds=row_seconds / PROMPT_ROWS_PER_STATE + (prompt_context * product if shape.state else 0.0),
     )
+
+
+def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]:
+    """Seconds of the mean layer's call and of each of its rows for K and V of latents, where R-workers multiply them.
+
+    A call reads heads * rank * (nope + value) weights, each of its rows takes as many multiply-adds (DeepSeek-V2,
+    section 2.1.2: W_UK absorbed into the query, W_UV into the output).
+    """
+    if shape.latent is None or not shape.latent.at_r_workers:
+        return 0.0, 0.0
+    products = shape.latent.absorbing_products(shape.num_heads) * shape.attention_layers / shape.num_layers
+    reading = products * shape.item_bytes / host.read_bytes_per_second.achieved
+    return reading, products / products_per_second(host.cores)
 
 
 def _token_r_part(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
     """Return the seconds of all of a cached token in one layer; latents' codes are computed with as ``model_dtype``."""
     reading = layer.kv_bytes_per_token(kv_dtype) / host.read_bytes_per_second.achieved
     computing = _product_seconds(layer, kv_dtype, host, model_dtype)
-    return RPart(max(reading, computing), bound_by="reads" if reading >= computing else "arithmetic")
+    bound_by = "reads" if reading >= computing else "arithmetic"
+    return RPart(max(reading, computing), bound_by=bound_by, arithmetic_over_reads=computing / reading)
 
 
 def _product_seconds(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> float:

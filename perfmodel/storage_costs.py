@@ -55,7 +55,7 @@ class StorageCosts:
         if shape is None:
             return StorageCosts(append_seconds=storing)
         layer = shape.layer_layout
-        query, partial = layer.key_head_dim * shape.item_bytes, (2 + layer.value_head_dim) * PARTIAL_BYTES
+        query, partial = layer.query_dim * shape.item_bytes, (2 + layer.output_dim) * PARTIAL_BYTES
         heads = shape.num_heads
         return StorageCosts(
             heads * query, heads * partial, heads * MERGED_SECONDS, MERGE_CALL_SECONDS, slowness,

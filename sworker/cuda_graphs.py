@@ -73,7 +73,7 @@ class GraphRecorder:
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Static rows at one attention call: q [rows, num_heads, key_head_dim], k, v, and o [rows, num_heads, …]."""
+    """Static rows at one attention call: q [rows, num_heads, query_dim], k, v, and o [rows, num_heads, …]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -202,7 +202,9 @@ class _Capture:
             module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **more: Any
         ) -> torch.Tensor:
             q, k, v = (self._kept(name, rows_of(heads)) for name, heads in (("q", query), ("k", key), ("v", value)))
-            o = self._rows("o", count, (query.shape[1], more.get("values_in_keys") or value.shape[3]), query.dtype)
+            given = more.get("absorption")
+            dim = given.value_dim if given else more.get("values_in_keys") or value.shape[3]
+            o = self._rows("o", count, (query.shape[1], dim), query.dtype)
             attention.append(AttentionRows(q, k, v, o))
             attend(attention[-1])
             return o[None]

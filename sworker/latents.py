@@ -2,8 +2,8 @@
 
 Such a layer keeps c, ``kv_lora_rank`` values, and a rotary key r that all heads share; a head's key is (K·c, r), its
 value V·c. Its scores are then (Kᵀ·q, q_r)·(c, r), and its output V·(weighted sum of c). So R-workers keep one row
-(c, r) for each token and layer and attend as one KV head, whose values are the row's first part; K and V are multiplied
-with queries and outputs here ("absorbed").
+(c, r) for each token and layer and attend as one KV head, whose values are the row's first part. K and V are multiplied
+with queries and outputs here ("absorbed"), or by R-workers, to which less travels then (``--latent-absorption r``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from fastdecode.core.absorption import Absorption
 from fastdecode.sworker.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.staging import to_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,13 @@ class LatentRows:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    absorbs_here = True
+    """Whether this process multiplies K and V with queries and outputs; else R-workers do."""
+
+    @property
+    def absorption(self) -> Absorption:
+        """What R-workers need to multiply them."""
+        return Absorption(self.qk_nope_head_dim, self.v_head_dim, lambda: to_numpy(self._heads().cpu()))
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [1, 1, T, rank] and rotary keys [1, 1, T, rope] → rows [1, 1, T, rank + rope], and no values."""
@@ -71,6 +80,14 @@ def use_latent_rows(model: torch.nn.Module) -> None:
         module.__class__ = classes[own]
         module.kv_b_proj.__class__ = Absorbed
     logger.info("%d layers keep latent rows", len(modules))
+
+
+def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
+    """Have every module of latent rows hand over its queries as they are; say whether ``model`` has such modules."""
+    modules = [module for module in model.modules() if isinstance(module, LatentRows)]
+    for module in modules:
+        module.absorbs_here = False
+    return bool(modules)
 
 
 @torch.no_grad()

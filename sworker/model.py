@@ -20,6 +20,7 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.first_layers import first_layers
 from fastdecode.sworker.fused import FusedRows
 from fastdecode.sworker.grammar import Grammars
+from fastdecode.sworker.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.loader import (
     load_hf_config,
     load_model,
@@ -54,10 +55,12 @@ class SModel:
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
         whole = load_model(config, hf_config)
         self._weights = weights_digest(whole)
+        if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
+            raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
         layers = probe_layers(whole, hf_config) if rank and config.prefill_workers else None
         self.model = place_model(config, hf_config, whole, rank)
         self.layout = _replace_and_probe(self.model, hf_config, config)
-        self.whole_layout = replace(self.layout, layers=layers or self.layout.layers)
+        self.whole_layout = replace(self.layout, layers=layers or self.layout.layers).absorbed
         self.model_type = str(hf_config.model_type)
         if not repeats_rows(self.model, hf_config):
             logger.warning(

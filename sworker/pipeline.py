@@ -48,8 +48,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …].
 
-    What answers is told by ``values_in_keys``, where it is not 0, that values are so many first dims of the keys. It is
-    called for an index before the first layer that sees what this one picks, which says so by ``is_picked``.
+    What answers is told by ``values_in_keys``, where it is not 0, that values are so many first dims of the keys, and
+    by ``absorption`` that R-workers multiply K and V: then query and o are those of the model's own heads. It is called
+    for an index before the first layer that sees what this one picks, which says so by ``is_picked``.
     """
     current = getcurrent()
     if not isinstance(current, ModelGreenlet):
@@ -60,6 +61,9 @@ def attend(
     if not isinstance(module, LatentRows):
         return current.attend(module, query, key, value, attention_mask, **kwargs), None
     kwargs["values_in_keys"] = module.kv_lora_rank
+    if not module.absorbs_here:
+        kwargs["absorption"] = module.absorption
+        return current.attend(module, query, key, value, attention_mask, **kwargs), None
     o = current.attend(module, module.absorb(query), key, value, attention_mask, **kwargs)
     return module.expand_output(o), None
 
@@ -103,7 +107,7 @@ class MiniBatchForward:
 
     def _attend(
         self,
-        module: torch.nn.Module | None,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -115,7 +119,12 @@ class MiniBatchForward:
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
         here = self.packed.prompt_rows
+        expands = bool(here) and self._prompts.over_latents and kwargs.get("absorption") is not None
+        if expands:
+            q = rows_of(module.absorb(query))
         prompts = self._prompts.attend(self.layer, self.mini_batch, q, k, v, here) if here else []
+        if expands:
+            prompts = [module.expand_output(o[None])[0] for o in prompts]
         self.layer += 1
         remote: torch.Tensor = self.own_greenlet.parent.switch()
         return self._assemble(remote.view(q.dtype), prompts, len(q))

@@ -16,6 +16,8 @@ from fastdecode.sworker.staging import PromptRows
 class PromptScratch:
     """``PromptAttention`` by torch, where the model is: keys and values of prompts in progress as its tensors."""
 
+    over_latents = True
+
     def __init__(self, layout: KVLayout) -> None:
         self._layers = layout.layers
         self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}

@@ -161,6 +161,9 @@ class PromptAttention(Protocol):
     Bounded by the scheduler, which counts the tokens (``--prefill-scratch``).
     """
 
+    over_latents: bool
+    """Whether queries of latent layers must come absorbed, wherever R-workers absorb theirs, and o are over latents."""
+
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
         """A step with these mini-batches begins."""
 
@@ -188,6 +191,8 @@ class PromptAttention(Protocol):
 
 class PromptCache:
     """``PromptAttention`` by an R-worker of the S-worker's own process and cores."""
+
+    over_latents = False
 
     def __init__(self, backend: AttentionBackend) -> None:
         """``backend``: one R-worker, open for the model's layout."""

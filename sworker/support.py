@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.core.types import MAX_HEAD_DIM, KVLayout, LayerLayout
 from fastdecode.sworker.index import INDEX_ARGUMENTS
@@ -197,6 +198,7 @@ class _Recorder:
         picks: int = 0,
         pick_block: int = 0,
         pick_local: int = 0,
+        absorption: Absorption | None = None,
         recurrence: Recurrence | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -228,8 +230,9 @@ class _Recorder:
             picks=picks,
             pick_block=pick_block,
             pick_local=pick_local,
+            absorption=absorption,
         )
-        return self.answer(module, query, key, value, values_in_keys=values_in_keys)
+        return self.answer(module, query, key, value, values_in_keys=values_in_keys, absorption=absorption)
 
     def in_order(self) -> tuple[LayerLayout, ...]:
         """The layers as they are called, indexes before those that see what they pick."""
@@ -250,6 +253,7 @@ class _Recorder:
         value: torch.Tensor,
         *_: Any,
         values_in_keys: int = 0,
+        absorption: Absorption | None = None,
         recurrence: Recurrence | None = None,
         **__: Any,
     ) -> torch.Tensor:
@@ -259,6 +263,8 @@ class _Recorder:
             shape = recurrence.heads, recurrence.value_dim
             return key[0, :, :, : shape[0] * shape[1]].unflatten(-1, shape).contiguous()
         value = key[..., :values_in_keys] if values_in_keys else value
+        if absorption:
+            return module.expand_output(value.expand(-1, query.shape[1], -1, -1).transpose(1, 2)).contiguous()
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 
     def _sight(self, mask: torch.Tensor) -> Sight:

@@ -19,6 +19,7 @@ from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, 
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
 from fastdecode.cluster.worker_info import NUM_PINGS
+from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError, WorkerLostError
 from fastdecode.core.types import CONTROL, SPAN, KVLayout, LayerLayout, WorkerPlan, WorkerReport
 
@@ -133,6 +134,17 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
     assert messages.decode_hello(messages.encode_hello(messages.Hello("host:1", whole, 32))).layout == whole
 
 
+def test_hello_carries_sizes_of_absorption_without_weights() -> None:
+    layer = LayerLayout(4, 1, 24, 16, 0.5, values_in_keys=True, absorption=Absorption(8, 12, lambda: np.zeros(1)))
+    latent = KVLayout((layer,), "float32", "float32")
+    (found,) = messages.decode_hello(messages.encode_hello(messages.Hello("host:1", latent, 32))).layout.layers
+    assert found.row_shapes == layer.row_shapes == ((4, 16), (1, 24), (1, 0), (4, 12))
+    assert messages.fingerprint(latent, 32) != messages.fingerprint(latent.absorbed, 32)
+    assert found.absorption is not None
+    with pytest.raises(ValueError, match="weights come apart"):
+        list(found.absorption.parts())
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -149,6 +161,7 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
         (["cache", "layers", 0, "alibi_slopes"], [1e39]),
         (["cache", "layers", 0, "alibi_slopes"], [0.0] * 5000),
         (["cache", "layers", 0, "unknown"], 1),
+        (["cache", "layers", 0, "absorption"], {"nope_dim": 0, "value_dim": 8}),
         (["cache", "layers", 0], 3),
         (["cache", "layers"], []),
         (["cache", "layers"], [1] * 5000),

@@ -23,6 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, d
 RANGES, COPIES = {"kv_shard_tokens": 512}, {"kv_replicas": 2}
 CHUNKS = {"prefill_scratch": 1, "max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 64}
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+THERE = {"latent_absorption": "r"}
 WAYS: dict[str, dict[str, Any]] = {
     "in chunks": CHUNKS,
     "on the S-worker": {"prefill_scratch": "16MiB", "r_threads": 2},
@@ -35,6 +36,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafts": DRAFTS,
     "drafts, ranges, copies": DRAFTS | RANGES | COPIES,
     "ranks": {"tensor_parallel_size": 2},
+    "absorbed by R-workers": THERE | CHUNKS,
+    "absorbed by R-workers, on the S-worker": THERE | {"prefill_scratch": "16MiB", "r_threads": 2},
+    "absorbed by R-workers, kill -9, ranges, copies": THERE | RANGES | COPIES,
+    "absorbed by R-workers, drafts": THERE | DRAFTS,
+    "absorbed by R-workers, prefill workers": THERE | RANGES,
+    "absorbed by R-workers, ranks": THERE | {"tensor_parallel_size": 2},
 }
 NUMBERS = [(workers, mini_batches) for workers in (1, 2, 3) for mini_batches in (1, 2, 3)]
 PLANNED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "longcat_flash", "youtu")
@@ -54,13 +61,13 @@ def pairs() -> Iterator[Any]:
     names, ways = list(latent_zoo.CONFIGS), list(WAYS)
     for i, name in enumerate(names):
         for j, way in enumerate(ways):
-            if way == "ranks" and name not in PLANNED:
+            if "ranks" in way and name not in PLANNED:
                 continue
             is_drawn = (i + j) % len(names) == 3 and j % 2 == 0
             marks = [pytest.mark.slow] if is_drawn else [pytest.mark.thorough]
             yield pytest.param(name, way, marks=() if is_drawn and way == "ranges" else marks, id=f"{name}-{way}")
     for name in SPARSE:
-        for way in ways:
+        for way in (way for way in ways if "absorbed" not in way or name != "minimax_m3"):  # which has no latents
             yield pytest.param(name, way, marks=pytest.mark.thorough, id=f"{name}-{way}")
 
 
@@ -90,13 +97,15 @@ def run(name: str, way: str, root: Path, num_workers: int, num_mini_batches: int
     if name in SPARSE:
         settings["block_size"] = 16
     kind = "spawn" if "kill" in way else "inproc"
-    if way == "ranks":
+    if "ranks" in way:
         num_workers *= 2
     with LLM(str(folder(name, root)), **settings, r_workers=f"{kind}:{num_workers}") as llm:
         layers = llm.engine.s_model.layout.layers
         if name not in SPARSE:
             assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(1, 40, 0)}
-            assert {each.num_heads for each in layers} == {2 if way == "ranks" and name in CUT else 4}
+            assert {each.num_heads for each in layers} == {2 if "ranks" in way and name in CUT else 4}
+        if "absorbed" in way:
+            assert {each.output_dim for each in layers if not each.picks} == {12}
         if "drafts" in way:
             guessed = dict(zip(map(tuple, zoo(name).prompts()), proven(name, root), strict=True))
             always_draft(llm.engine, Clairvoyant(guessed, error=0.3))
@@ -114,9 +123,11 @@ def kills(llm: LLM, has_copies: bool) -> dict[int, Callable[[], object]]:
     return befalls
 
 
-def run_with_prefill_workers(name: str, root: Path, num_workers: int, num_mini_batches: int) -> list[list[int]]:
+def run_with_prefill_workers(
+    name: str, way: str, root: Path, num_workers: int, num_mini_batches: int
+) -> list[list[int]]:
     place = folder(name, root)
-    settings = latent_zoo.SETTINGS | WAYS["prefill workers"] | {"num_mini_batches": num_mini_batches}
+    settings = latent_zoo.SETTINGS | WAYS[way] | {"num_mini_batches": num_mini_batches}
     with (
         prefill_workers.threads(place, 2, max_model_len=1024) as addresses,
         LLM(str(place), **settings, r_workers=f"inproc:{num_workers}", prefill_workers=addresses) as llm,
@@ -131,7 +142,7 @@ def run_with_prefill_workers(name: str, root: Path, num_workers: int, num_mini_b
 @pytest.mark.parametrize(("name", "way"), list(pairs()))
 def test_every_architecture_in_every_way(name: str, way: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "latent_models"
-    attempt = partial(run_with_prefill_workers, name) if way == "prefill workers" else partial(run, name, way)
+    attempt = partial(run_with_prefill_workers if "prefill workers" in way else run, name, way)
     for pair in numbers(way, len(name) + len(way), SEES_ALL and name not in SPARSE):
         assert attempt(root, *pair) == proven(name, root), pair
 

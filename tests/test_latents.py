@@ -16,6 +16,7 @@ from helpers.latent_zoo import SETTINGS, prompts
 from helpers.prefill_workers import Watched
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import ConfigError
 from fastdecode.sworker.latents import LatentRows, use_latent_rows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
@@ -62,6 +63,28 @@ def test_tokens_stay_among_others_at_prefill_workers_in_two_places_and_after_kil
         assert [each[0] for each in there.run(texts, lambda _: params, {4: kill})] == wanted
         assert there.computed
         assert_nothing_held(llm.engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranges", [{}, BOTH], ids=["whole", "ranges"])
+def test_tokens_stay_among_others_and_after_kill_9_where_r_workers_absorb(folder: Path, ranges: dict[str, int]) -> None:
+    """In bfloat16, those of one R-worker and each text by itself."""
+    texts, params = prompts((700, 30, 505, 620)), replace(GREEDY, max_tokens=12)
+    settings = SETTINGS | {"dtype": "bfloat16", "latent_absorption": "r", "max_num_batched_tokens": 300}
+    settings |= {"max_num_seqs": 16, "kv_shard_tokens": ranges.get("kv_shard_tokens")}
+    with LLM(str(folder), **settings) as llm:
+        wanted = [generated(llm, [text], params)[0] for text in texts]
+        assert generated(llm, texts, params) == wanted
+    with LLM(str(folder), **settings | ranges, r_workers="spawn:3") as llm:
+        kill = partial(os.kill, r_workers.spawned_pids(llm)[1], signal.SIGKILL)
+        assert [each[0] for each in Watched(llm).run(texts, lambda _: params, {4: kill})] == wanted
+        assert_nothing_held(llm.engine)
+
+
+def test_r_workers_absorb_latents_alone(tmp_path: Path) -> None:
+    model_zoo.build_model("llama-gqa").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="latent_absorption: r needs latent attention"):
+        LLM(str(tmp_path), **SETTINGS | {"max_model_len": 256, "latent_absorption": "r"})
 
 
 @pytest.mark.parametrize(("kv_dtype", "row_bytes", "least"), [("int8", 32 + 4 + 16, 0.9), ("int4", 16 + 4 + 16, 0.5)])

@@ -35,10 +35,11 @@ from helpers.sessions import (
 from fastdecode.cli.main import main
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.wire.frames import VERSION, Kind
-from fastdecode.cluster.wire.messages import Hello, encode_hello
+from fastdecode.cluster.wire.messages import FIRST_HEAD, Hello, encode_hello
 from fastdecode.cluster.wire.payload import encode_plan
+from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError
-from fastdecode.core.types import SPAN, KVLayout, StepPlan, WorkerPlan
+from fastdecode.core.types import SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
 
 pytestmark = pytest.mark.slow
 
@@ -374,6 +375,43 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
             backend.collect(0)
         assert backend.end_step().workers[0].bytes_read > 0
         assert works_again(backend)
+        backend.close()
+
+
+class FirstHeads(Absorption):
+    """Of which not all weights are sent."""
+
+    def parts(self) -> Iterator[tuple[int, np.ndarray]]:
+        yield 0, self.weights()[:2]
+
+
+def test_no_plan_comes_before_the_weights_of_latents_which_are_checked() -> None:
+    rows = np.ones((4, 8 + 12, 16), np.float32)
+    layer = LayerLayout(4, 1, 24, 16, 0.3, values_in_keys=True, absorption=FirstHeads(8, 12, lambda: rows))
+    with r_workers.listening() as (_, address):
+        backend = TcpBackend([address], 16, None, None)
+        backend.open(KVLayout((layer,), "float32", "float32"))
+        conversation = backend.workers[0].link  # type: ignore[attr-defined]
+
+        def answer(*parts: Any, layer: int = 0) -> str:
+            conversation.send(Kind.WEIGHTS, *parts, layer=layer)
+            frame = conversation.receive(PATIENCE_SECONDS)
+            return bytes(conversation.body(frame)).decode() if frame.kind is Kind.REFUSED else frame.kind.name
+
+        plan = alone(contract.plan([([(1, 0, 4, 1)], [])]))
+        with pytest.raises(BackendError, match="K and V of layer 0 did not come yet"):
+            backend.begin_step(plan)
+        head = FIRST_HEAD.pack(2)
+        assert "multiplies none here" in answer(head, rows[2:], layer=1)
+        assert "are no heads" in answer(head[:7], rows[2:])
+        assert "are no heads" in answer(head, bytes(9))
+        assert "are no heads" in answer(head, np.ones((5, 20, 16), np.float32))
+        assert "are no heads" in answer(head, rows[2:], bytes(1))
+        assert "heads 2 to 5" in answer(head, rows)
+        assert answer(head, rows[2:]) == "READY"
+        backend.begin_step(plan)
+        assert "a step is open" in answer(head, rows[2:])
+        backend.abandon_step()
         backend.close()
 
 

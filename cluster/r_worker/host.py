@@ -133,11 +133,14 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
         known = ", ".join(_rworker.supported_isas())
         raise ConfigError(f"uniform_arithmetic: this R-worker's processor has {known}, and not {layout.isa}")
     num_bytes = block_bytes(layout, block_size)
-    num_blocks = size.kv_cache_bytes // num_bytes
+    num_blocks = (size.kv_cache_bytes - layout.weight_bytes) // num_bytes
     if num_blocks < 1:
+        beside = (
+            f" beside {layout.weight_bytes:,} bytes of weights (--latent-absorption r)" if layout.weight_bytes else ""
+        )
         raise CapacityError(
             f"a KV cache of {size.kv_cache_bytes:,} bytes per R-worker holds not even one block of "
-            f"{block_size} tokens, which takes {num_bytes:,} bytes; give more --kv-cache-memory"
+            f"{block_size} tokens, which takes {num_bytes:,} bytes{beside}; give more --kv-cache-memory"
         )
     with _out_of_resources(size):
         worker = _rworker.RWorker(
@@ -176,6 +179,7 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
 
     Where this process does not attend in the arithmetic that ``layout`` names, it does in its own.
     """
+    layout = layout.absorbed
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
     block_size = math.gcd(LAYER_CACHE_BLOCK, *(layer.pick_block for layer in layout.layers))
@@ -213,7 +217,7 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def _layer_tuple(layer: LayerLayout) -> LayerLayout | tuple:
-    if layer.state:
+    if layer.state or layer.absorption:
         return layer
     index = (layer.picks, layer.pick_block, layer.pick_local, layer.picked_by)
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import struct
 import time
@@ -26,6 +27,7 @@ from fastdecode.cluster.wire.messages import (
     CHUNK_BYTES,
     CLOCK,
     EXPORT,
+    FIRST_HEAD,
     IMPORT,
     MAX_HELLO_BYTES,
     NUM_BYTES,
@@ -37,8 +39,9 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
+from fastdecode.core.absorption import FRAME_BYTES
 from fastdecode.core.errors import CapacityError, FrameError
-from fastdecode.core.types import KVLayout
+from fastdecode.core.types import WIRE_DTYPE, KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
@@ -110,6 +113,7 @@ class Session:
         self._refused: set[str] = set()
         self._handlers: dict[Kind, Callable[[Frame], None]] = {
             Kind.HELLO: self._open,
+            Kind.WEIGHTS: self._weights,
             Kind.PING: self._ping,
             Kind.PLAN: self._plan,
             Kind.PAYLOAD: self._payload,
@@ -220,6 +224,24 @@ class Session:
             goes_on=self._lease.goes_on,
         )
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
+
+    def _weights(self, frame: Frame) -> None:
+        """K and V of some heads of a latent layer; what is announced is checked before memory is taken."""
+        layer = self._layout.layers[frame.layer] if frame.layer < len(self._layout.layers) else None
+        if layer is None or layer.absorption is None:
+            raise FrameError(f"WEIGHTS of layer {frame.layer}, which multiplies none here")
+        dtype = WIRE_DTYPE[self._layout.model_dtype]
+        shape = layer.absorption.nope_dim + layer.absorption.value_dim, layer.value_head_dim
+        num_heads, rest = divmod(frame.lengths[1], math.prod(shape) * dtype.itemsize)
+        if frame.lengths[0] != FIRST_HEAD.size or rest or not 0 < num_heads <= layer.num_heads or frame.lengths[2]:
+            raise FrameError(f"a WEIGHTS frame with parts of {frame.lengths} bytes, which are no heads of its layer")
+        if frame.lengths[1] > FRAME_BYTES:
+            raise FrameError(f"a WEIGHTS frame of {frame.lengths[1]:,} bytes; {FRAME_BYTES:,} at most")
+        first, rows = bytearray(FIRST_HEAD.size), np.empty((num_heads, *shape), dtype)
+        self._link.read_into(first)
+        self._link.read_into(rows)
+        self._open_worker.set_weights(frame.layer, FIRST_HEAD.unpack(first)[0], rows)
+        self._link.send(Kind.READY)
 
     def _ping(self, frame: Frame) -> None:
         self._link.send(Kind.PONG, CLOCK.pack(time.perf_counter()))

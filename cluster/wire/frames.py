@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 21
+VERSION = 22
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     PING = 3  # S
     PONG = 4  # R: its clock (float64 seconds)
     PLAN = 5  # S: controls and spans of a step
-    READY = 6  # R: the plan is in force, or the import may be sent
+    READY = 6  # R: the plan is in force, the import may be sent, or a piece of weights is there
     PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
     OUTPUT = 8  # R: its o, or o and partial results, likewise
     END = 9  # S
@@ -74,6 +74,7 @@ class Kind(IntEnum):
     PARKED = 37  # R: how far a PARK or a WAKE is
     INVENTORY = 38  # S: asks what the R-worker holds
     HELD = 39  # R: ids, lengths and blocks of its sequences (int64)
+    WEIGHTS = 40  # S, after WELCOME: first head (int64); K and V of some heads of a layer; in the model's dtype
 
 
 _KINDS = frozenset(Kind)

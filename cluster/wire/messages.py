@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,6 +16,7 @@ from fastdecode.api.config import BLOCK_SIZES
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT, Text, decode_json, encode_json, printable
 from fastdecode.cluster.wire.leases import AskedLease
+from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.types import (
     ISAS,
@@ -64,6 +65,9 @@ KV_ROWS = struct.Struct("<qqq")
 KV_STORED = struct.Struct("<qqqq")
 """The body of STORED: job id, layer, first token, rows."""
 
+FIRST_HEAD = struct.Struct("<q")
+"""The first part of WEIGHTS: the head whose rows come first in the second part; the layer is in the header."""
+
 CLOCK = struct.Struct("<d")
 """The body of PONG: seconds."""
 
@@ -99,6 +103,13 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Annotated[str, _one_of(WIRE_DTYPE)]
 
 
+class _Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``Absorption`` within the limits of the wire, without weights: these follow the WELCOME."""
+
+    nope_dim: HeadDim
+    value_dim: HeadDim
+
+
 class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``LayerLayout`` within the limits of the wire."""
 
@@ -117,6 +128,7 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pick_block: Annotated[int, Meta(ge=0, le=SPLIT_TOKENS)]
     pick_local: Annotated[int, Meta(ge=0, le=1 << 30)]
     picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)]
+    absorption: _Absorption | None
     state: _State | None
 
 
@@ -270,12 +282,16 @@ def _layer(layer: LayerLayout) -> _Layer:
     numbers = {name: float(getattr(layer, name)) for name in ("scale", "soft_cap")}
     tuples = {name: tuple(map(float, getattr(layer, name))) for name in ("sinks", "alibi_slopes")}
     state = _State(**asdict(layer.state)) if layer.state else None
-    return _Layer(**(asdict(layer) | numbers | tuples | {"state": state}))
+    given = layer.absorption
+    absorption = _Absorption(given.nope_dim, given.value_dim) if given else None
+    plain = asdict(replace(layer, state=None, absorption=None))
+    return _Layer(**(plain | numbers | tuples | {"state": state, "absorption": absorption}))
 
 
 def _layer_layout(layer: _Layer) -> LayerLayout:
     state = StateLayout(**msgspec.structs.asdict(layer.state)) if layer.state else None
-    return LayerLayout(**(msgspec.structs.asdict(layer) | {"state": state}))
+    absorption = Absorption(layer.absorption.nope_dim, layer.absorption.value_dim) if layer.absorption else None
+    return LayerLayout(**(msgspec.structs.asdict(layer) | {"state": state, "absorption": absorption}))
 
 
 def _fingerprint(cache: _Cache) -> str:

@@ -89,6 +89,11 @@ class EngineConfig:
         "auto", "the worker that keeps the states of recurrent layers", BATCHING, choices=("auto", "r", "s"),
         unset="auto: r, which so far is all that is built",
     )  # fmt: skip
+    latent_absorption: str = setting(
+        "auto", "who multiplies K and V of latent attention (MLA) with queries and outputs: the S-worker, or the "
+        "R-workers, which hold them then and to which less travels", BATCHING, choices=("s", "r", "auto"),
+        unset="auto: s",
+    )  # fmt: skip
     kv_cache_memory: int | str | None = setting(
         None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared",
         also=("kv_cache_memory_bytes",),

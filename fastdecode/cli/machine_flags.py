@@ -31,6 +31,10 @@ def add_machine_flags(group: Any) -> None:
     group.add_argument(
         "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
     )
+    group.add_argument(
+        "--latent-absorption", default="auto", choices=("s", "r", "auto"),
+        help="who multiplies K and V of latents (auto: plan takes what gives more tokens per second; elsewhere s)",
+    )  # fmt: skip
     group.add_argument("--r-workers-per-host", type=int, metavar="N", help="(the host's NUMA nodes)")
 
 

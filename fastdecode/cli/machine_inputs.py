@@ -10,7 +10,7 @@ from pathlib import Path
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import parse_bytes
 from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
@@ -55,6 +55,10 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
     if bare and args.profile:
         raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
+    if args.latent_absorption == "r" and (bare or args.profile):
+        raise ConfigError(
+            "latent_absorption: r needs --gpu and --cpu: no profile and no number has the time of its products"
+        )
     if args.tensor_parallel_size != 1 and bare:
         raise ConfigError("tensor_parallel_size has no place beside bare numbers, which say how fast the S-worker is")
     if bare:
@@ -72,9 +76,12 @@ def named_shape(name: str) -> ModelShape:
 
 
 def asked_shape(args: argparse.Namespace) -> ModelShape:
-    """The shape of ``--model``, its states in the dtype that is asked for."""
+    """The shape of ``--model``, its states in the dtype that is asked for, its latents absorbed where it is."""
     dtype = args.mamba_ssm_cache_dtype
-    return named_shape(args.model).with_state_dtype("float32" if dtype == "auto" else dtype)
+    shape = named_shape(args.model).with_state_dtype("float32" if dtype == "auto" else dtype)
+    if args.latent_absorption == "r" and not shape.latent:
+        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {shape.name} has none")
+    return shape.absorbing(args.latent_absorption == "r")
 
 
 def _from_names(args: argparse.Namespace) -> PlanInputs:
@@ -89,7 +96,9 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
     kv_dtype = _kv_dtype(args, shape)
     link = parse_link(args.link or DEFAULT_LINK)
-    memory = parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes))
+    memory = _beside_weights(
+        parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes)), of_rank
+    )
     rank = GpuSPart(of_rank, one)
     workload = _workload(args)
     share = workload.read_share(shape.windows, shape.chunked)
@@ -108,6 +117,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     assumptions += (
         *_rank_lines(group),
         *_token_lines(of_rank, kv_dtype, planner),
+        *_absorption_lines(of_rank),
         *_window_lines(shape, planner),
         *_state_lines(of_rank, planner.workload),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
@@ -166,6 +176,17 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
     )  # fmt: skip
     assumptions = ("S and R times as given", *(_window_lines(shape, planner) if shape else ()))
     return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", assumptions)
+
+
+def _beside_weights(memory: int, shape: ModelShape) -> int:
+    """What K and V that R-workers multiply leave of an R-worker's memory."""
+    weights = shape.kv_layout(shape.dtype).weight_bytes
+    if memory <= weights:
+        raise PlanError(
+            f"latent_absorption: K and V of {shape.name} take {weights:,} bytes of each R-worker, of {memory:,}: "
+            f"give more --kv-cache-memory, or s"
+        )
+    return memory - weights
 
 
 def _planner(
@@ -334,6 +355,17 @@ def _token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[st
         f"{planner.kv_bytes_read_per_token:,.0f} of them read in a step; {operations:.3g} operations for a byte of its "
         f"rows",
     )
+
+
+def _absorption_lines(shape: ModelShape) -> tuple[str, ...]:
+    """Say who multiplies K and V of latents, and what that costs."""
+    if shape.latent is None:
+        return ()
+    row = f"{shape.num_layers * shape.attending_row_bytes / 1e6:.3g} MB of a token on the link"
+    if not shape.latent.at_r_workers:
+        return (f"the S-worker multiplies K and V of latents (--latent-absorption s): {row}",)
+    weights = shape.kv_layout(shape.dtype).weight_bytes
+    return (f"R-workers multiply K and V of latents, {weights / 1e9:.3g} GB each (--latent-absorption r): {row}",)
 
 
 def _window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ def plan_figures(case: PlanCase, alone: GpuOnly | None, verdict: Verdict) -> dic
         "use_fastdecode": verdict.use_fastdecode,
         "verdict": verdict.sentence,
         "kv_cache_dtype": case.inputs.kv_cache_dtype,
+        "latent_absorption": "r" if case.args.latent_absorption == "r" else "s",
         "workload": asdict(case.planner.workload),
         "assumptions": list(case.inputs.assumptions),
     }
@@ -122,12 +123,22 @@ def _title(case: PlanCase) -> str:
     return f"{inputs.title}: {lengths}{dtype}"
 
 
+def _binding(plan: Plan) -> str:
+    """Say what binds R-workers, and by how much."""
+    if plan.r_workers_arithmetic_over_reads is None:
+        return ""
+    more = plan.r_workers_arithmetic_over_reads
+    if more > 1:
+        return f" (arithmetic binds: {more:.2g} times the seconds of reading)"
+    return f" (reads bind: arithmetic takes {more:.2g} times their seconds)"
+
+
 def _figures(plan: Plan) -> Iterator[Line]:
     taking_turns = f"{plan.num_mini_batches} of them: {plan.in_flight} in flight"
     yield "mini-batch size", f"{plan.mini_batch_size}, {taking_turns}"
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
-    each += {"reads": " (reads bind)", "arithmetic": " (arithmetic binds)"}.get(plan.r_workers_bound_by or "", "")
+    each += _binding(plan)
     why = {"memory": " (more for their memory)", "pool": " (as given)"}.get(plan.r_workers_set_by, "")
     ranks = plan.tensor_parallel_size
     of_each = f" of each of {ranks} ranks, {plan.total_r_workers} in all" if ranks > 1 else ""

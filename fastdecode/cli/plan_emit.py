@@ -96,6 +96,8 @@ def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
         "--kv-load-limit": plan.kv_load_limit,
     }
     given: dict[str, object] = {} if dtype == "auto" else {"--kv-cache-dtype": dtype}
+    if case.args.latent_absorption == "r":
+        given["--latent-absorption"] = "r"
     for variant in VARIANTS:
         if variant.name in found:
             given |= variant.s_flags(case, found[variant.name])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fastdecode.core.absorption import Absorption, weight_bytes
 from fastdecode.core.held import HeldSequence
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ class LayerLayout:
     number, picks ``picks`` blocks of so many tokens, by its largest q · k in each: first the query's own and those
     before it, ``pick_local`` blocks in all. Of a sequence in ranges each answers with the ranks of its best; which of
     these are the best of all it is told before the next layer (``PoolWorker.share``).
+
+    ``absorption``: of a latent layer whose R-workers multiply K and V; None where the S-worker absorbs its queries and
+    expands its outputs. It changes no token's keys and values, so layers are equal with and without it.
     """
 
     num_heads: int
@@ -144,18 +148,26 @@ class LayerLayout:
     pick_block: int = 0
     pick_local: int = 0
     picked_by: int = -1
+    absorption: Absorption | None = field(default=None, compare=False, repr=False)
 
     state: StateLayout | None = None
 
     @property
     def query_dim(self) -> int:
         """Elements of q that travel for a token and head."""
+        if self.absorption:
+            return self.absorption.nope_dim + self.key_head_dim - self.value_head_dim
         return self.key_head_dim + (2 if self.picks and not self.pick_block else 0)
+
+    @property
+    def output_dim(self) -> int:
+        """Elements of o that travel for a token and head."""
+        return self.absorption.value_dim if self.absorption else self.value_head_dim
 
     @property
     def row_shapes(self) -> tuple[tuple[int, int], ...]:
         """Shapes of a row of q, k, v and o; a recurrent layer's rows travel as k."""
-        output = self.num_heads, self.value_head_dim
+        output = self.num_heads, self.output_dim
         if self.state:
             return (1, 0), (1, self.state.row_elements), (1, 0), output
         key = self.num_kv_heads, self.key_head_dim
@@ -167,7 +179,7 @@ class LayerLayout:
         of each head that picks by itself, the best first."""
         if self.picks:
             return (self.num_heads if self.pick_block else 1), self.picks
-        return self.num_heads, 2 + self.value_head_dim
+        return self.num_heads, 2 + self.output_dim
 
     @property
     def stored_value_dim(self) -> int:
@@ -211,6 +223,16 @@ class KVLayout:
     kv_dtype: str
     isa: str = "auto"
     kv_port: Literal["", "loopback", "any"] = ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of K and V that an R-worker keeps beside its cache, over all layers that absorb there."""
+        return sum(weight_bytes(layer, ITEM_BYTES[self.model_dtype]) for layer in self.layers)
+
+    @property
+    def absorbed(self) -> KVLayout:
+        """The same, with queries that come absorbed, as those of prefill workers do."""
+        return replace(self, layers=tuple(replace(layer, absorption=None) for layer in self.layers))
 
     @property
     def chunk_tokens(self) -> int:

@@ -129,6 +129,7 @@ def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model
         max_model_len=model.max_model_len,
         lora_modules=[],
         speculative_config={},
+        latent_absorption="s",
     )
     try:
         draft = SModel(own)

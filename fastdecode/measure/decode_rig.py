@@ -101,7 +101,7 @@ class InstantBackend:
         self._num_mini_batches = len(plan.workers[0].mini_batches)
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        key = (mini_batch, self._layers[layer].value_head_dim)
+        key = (mini_batch, self._layers[layer].output_dim)
         zeros = self._zeros.get(key)
         if zeros is None or zeros.shape[:2] != q.shape[:2]:
             zeros = self._zeros[key] = np.zeros((*q.shape[:2], key[1]), self._dtype)

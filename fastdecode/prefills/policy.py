@@ -68,9 +68,10 @@ def timed_prefill_model(
 
 def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
     """Of the attention of prompts' parts."""
-    attention = (TorchAttention if model.on_gpu else StoredAttention)(model.layout, make_cache)
+    layout = model.layout.absorbed
+    attention = (TorchAttention if model.on_gpu else StoredAttention)(layout, make_cache)
     try:
-        return attention_pair_seconds(attention, model.layout, next(model.model.parameters()).device)
+        return attention_pair_seconds(attention, layout, next(model.model.parameters()).device)
     finally:
         attention.close()
 

@@ -85,12 +85,12 @@ LayerSpec parse_layer(const py::handle& item, const std::string& name) {
     const Record layer(py::reinterpret_borrow<py::object>(item), name, "LayerLayout",
                        {"num_heads", "num_kv_heads", "key_head_dim", "value_head_dim", "scale", "window", "soft_cap",
                         "sinks", "alibi_slopes", "values_in_keys", "chunked", "picks", "pick_block", "pick_local",
-                        "picked_by", "state"});
+                        "picked_by", "absorption", "state"});
     if (!layer.object("state").is_none())
         return parse_state(layer, {layer.object("state"), name + ".state", "StateLayout",
                                    {"kind", "groups", "key_dim", "taps", "decays", "silu", "norm", "filters", "bias",
                                     "skip", "factors", "kept_rows", "dtype"}});
-    return {
+    LayerSpec spec{
         .num_heads = layer.integer("num_heads"),
         .num_kv_heads = layer.integer("num_kv_heads"),
         .key_dim = layer.integer("key_head_dim"),
@@ -107,6 +107,11 @@ LayerSpec parse_layer(const py::handle& item, const std::string& name) {
         .pick_local = layer.integer("pick_local"),
         .picked_by = layer.integer("picked_by"),
     };
+    if (layer.object("absorption").is_none()) return spec;
+    const Record absorption(layer.object("absorption"), name + ".absorption", "Absorption", {"nope_dim", "value_dim"});
+    spec.absorbed_nope = absorption.integer("nope_dim");
+    spec.absorbed_value = absorption.integer("value_dim");
+    return spec;
 }
 
 /// As callers of older builds pass one.

@@ -53,6 +53,7 @@ void bind_properties(py::class_<PyRWorker>& cls) {
 }
 
 void bind_step(py::class_<PyRWorker>& cls) {
+    cls.def("set_weights", &PyRWorker::set_weights, py::arg("layer"), py::arg("first_head"), py::arg("rows").noconvert());
     cls.def("begin_step", &PyRWorker::begin_step, py::arg("controls").noconvert(), py::arg("mini_batches").noconvert());
     cls.def("submit", &PyRWorker::submit, py::arg("mini_batch"), py::arg("layer"), py::arg("q").noconvert(),
             py::arg("k").noconvert(), py::arg("v").noconvert(), py::arg("out").noconvert(),

@@ -87,6 +87,18 @@ void PyRWorker::begin_step(const py::array& controls, const std::vector<py::arra
     open.begin_step(control_rows, spans);
 }
 
+void PyRWorker::set_weights(std::int64_t layer, std::int64_t first_head, const py::array& rows) {
+    rworker::Worker& open = worker();
+    const std::vector<LayerSpec>& layers = open.cache().layers();
+    if (layer < 0 || layer >= std::int64_t(layers.size()) || !layers[layer].absorbs())
+        throw Error("set_weights: layer " + std::to_string(layer) + " multiplies no K and V here");
+    const LayerSpec& spec = layers[layer];
+    const std::int64_t heads = rows.ndim() > 0 ? rows.shape(0) : 0;
+    check_array(rows, {"rows", heads, spec.absorbed_nope + spec.absorbed_value, spec.value_dim});
+    const py::gil_scoped_release unlocked;
+    open.set_weights(layer, first_head, heads, rows.data());
+}
+
 void PyRWorker::check_array(const py::array& array, const Shape& shape) const {
     const bool is_float = worker().model_dtype() == DType::float32;
     const bool right_dtype = is_float
@@ -114,11 +126,11 @@ rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_
         check_array(k, {"k", rows.stored, 1, spec.state->row_elements(rworker::item_bytes(open.model_dtype()))});
         check_array(v, {"v", rows.stored, 1, 0});
     } else {
-        check_array(q, {"q", rows.queries, spec.num_heads, spec.query_dim()});
+        check_array(q, {"q", rows.queries, spec.num_heads, spec.sent_query_dim()});
         check_array(k, {"k", rows.stored, spec.num_kv_heads, spec.key_dim});
         check_array(v, {"v", rows.stored, spec.num_kv_heads, spec.stored_value_dim()});
     }
-    check_array(out, {"out", rows.out, spec.num_heads, spec.value_dim});
+    check_array(out, {"out", rows.out, spec.num_heads, spec.sent_value_dim()});
     if (!out.writeable()) throw Error("out is read-only; it must be writeable");
     if (!partials && rows.partials == 0) return {q.data(), k.data(), v.data(), out.mutable_data()};
     if (!partials) throw Error("partials is None, and this mini-batch has " + std::to_string(rows.partials) + " rows of it");

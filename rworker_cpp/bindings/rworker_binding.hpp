@@ -25,6 +25,7 @@ class PyRWorker {
 
     static std::int64_t block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size);
 
+    void set_weights(std::int64_t layer, std::int64_t first_head, const py::array& rows);
     void begin_step(const py::array& controls, const std::vector<py::array>& mini_batches);
     void submit(std::int64_t mini_batch, std::int64_t layer, py::array q, py::array k, py::array v, py::array out,
                 std::optional<py::array> partials);

@@ -1,5 +1,6 @@
 #include "rworker/layer_checks.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <string>
@@ -19,6 +20,12 @@ void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
                 name + "head dims must be 1 to " + std::to_string(most) + ", not " + std::to_string(dim));
     require(!layer.values_in_keys || layer.value_dim <= layer.key_dim,
             name + "values_in_keys needs keys of at least value_dim elements");
+    require(layer.absorbed_nope == 0 ? layer.absorbed_value == 0
+                                     : layer.values_in_keys && layer.num_kv_heads == 1 && layer.picks == 0 &&
+                                           std::min(layer.absorbed_nope, layer.absorbed_value) >= 1 &&
+                                           std::max(layer.absorbed_nope, layer.absorbed_value) <= kMaxHeadDim,
+            name + "absorption needs latents, one KV head whose values are in its keys, and 1 to " +
+                std::to_string(kMaxHeadDim) + " dims");
     require(layer.window >= (layer.chunked ? 1 : 0), name + "window must not be negative, nor 0 where it is a chunk");
     require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
     require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,

@@ -45,13 +45,29 @@ Worker::Worker(WorkerConfig config)
     }
     for (std::vector<float>& floats : scratch_) floats.resize(scratch);
     picked_rows_.assign(config.num_threads, PickedRows(cache_));
+    for (const LayerSpec& layer : config.layers)
+        weights_.push_back(layer.absorbs() ? std::make_unique<HeadWeights>(layer, model_dtype_) : nullptr);
     for (std::vector<std::uint8_t>& bytes : split_values_) bytes.resize(most_split_bytes(cache_, model_dtype_));
 }
 
 Worker::~Worker() = default;
 
+void Worker::set_weights(std::int64_t layer, std::int64_t first_head, std::int64_t num_heads, const void* rows) {
+    require(!in_step_, "set_weights: a step is open; end_step or abandon_step comes first");
+    require(layer >= 0 && layer < std::int64_t(weights_.size()) && weights_[layer],
+            "set_weights: layer " + std::to_string(layer) + " multiplies no K and V here");
+    weights_[layer]->set(first_head, num_heads, rows);
+}
+
+void Worker::check_weights() const {
+    for (std::size_t layer = 0; layer < weights_.size(); ++layer)
+        require(!weights_[layer] || weights_[layer]->is_complete(),
+                "begin_step: K and V of layer " + std::to_string(layer) + " did not come yet; set_weights comes first");
+}
+
 void Worker::begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches) {
     require(!in_step_, "begin_step: the last step is still open; end_step or abandon_step comes first");
+    check_weights();
     check_order(mini_batches);
     cache_.begin_step(controls, all_spans(mini_batches));
     edits_.plan();
@@ -85,6 +101,11 @@ void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
             own = std::max(own, mini_batch.lists.back()->num_own_partials * floats);
         }
         mini_batch.submitted.resize(cache_.layers().size());
+        if (absorptions_.size() < mini_batches_.size())
+            absorptions_.push_back(
+                std::make_unique<Absorption>(kernels_, model_dtype_, pool_.num_threads()));
+        const RowCount& rows = mini_batch.rows;
+        absorptions_[mini_batches_.size() - 1]->reserve(cache_.layers(), rows.queries, rows.out, rows.partials);
         if (!cache_.states().num_blocks()) continue;
         if (state_jobs_.size() < mini_batches_.size())
             state_jobs_.push_back(
@@ -142,23 +163,30 @@ void Worker::share(std::int64_t mini_batch, std::int64_t layer, std::span<const 
     job.share(counts);
 }
 
-LayerJob& Worker::prepare(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
+void Worker::prepare(std::int64_t mini_batch, std::int64_t layer, Payload payload) {
     MiniBatch& target = mini_batches_[mini_batch];
     if (shape_of_layer_[layer] < 0) {
-        target.job = state_jobs_[mini_batch].get();
+        target.jobs = {state_jobs_[mini_batch].get()};
         state_jobs_[mini_batch]->prepare(layer, payload);
-    } else {
-        target.job = jobs_[mini_batch].get();
-        jobs_[mini_batch]->prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
+        return;
     }
-    return *target.job;
+    target.jobs = {jobs_[mini_batch].get()};
+    if (weights_[layer]) {
+        Absorption& absorption = *absorptions_[mini_batch];
+        target.jobs = {&absorption.before, jobs_[mini_batch].get(), &absorption.after};
+        payload = absorption.prepare(cache_.layers()[layer], *weights_[layer], layer, payload);
+    }
+    jobs_[mini_batch]->prepare(*target.lists[shape_of_layer_[layer]], layer, payload);
 }
 
 void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload) {
     check_submit(mini_batch, layer);
     MiniBatch& target = mini_batches_[mini_batch];
-    LayerJob& job = prepare(mini_batch, layer, payload);
-    if (target.rows.any()) job.brief() && idle() ? pool_.run_here(job) : pool_.submit(job);
+    prepare(mini_batch, layer, payload);
+    const auto is_brief = [](const LayerJob* job) { return job->brief(); };
+    const bool here = std::all_of(target.jobs.begin(), target.jobs.end(), is_brief) && idle();
+    if (target.rows.any())
+        for (LayerJob* job : target.jobs) here ? pool_.run_here(*job) : pool_.submit(*job);
     target.outstanding = true;
     target.submitted[layer] = 1;
 }
@@ -167,29 +195,30 @@ void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& pay
     check_submit(mini_batch, layer);
     for (const MiniBatch& each : mini_batches_) require(!each.outstanding, "run: a layer is outstanding; wait for it");
     MiniBatch& target = mini_batches_[mini_batch];
-    LayerJob& job = prepare(mini_batch, layer, payload);
+    prepare(mini_batch, layer, payload);
     edits_.wait();
-    if (target.rows.any()) pool_.run_here(job);
+    if (target.rows.any())
+        for (LayerJob* job : target.jobs) pool_.run_here(*job);
     target.submitted[layer] = 1;
     finish(mini_batch);
 }
 
 bool Worker::idle() const {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
-        if (mini_batches_[i].outstanding && !mini_batches_[i].job->finished()) return false;
+        if (mini_batches_[i].outstanding && !mini_batches_[i].jobs.back()->finished()) return false;
     return edits_.finished();
 }
 
 bool Worker::ready(std::int64_t mini_batch) const {
     require(mini_batch_at(mini_batch).outstanding,
             "mini-batch " + std::to_string(mini_batch) + " has nothing submitted");
-    return mini_batches_[mini_batch].job->finished();
+    return mini_batches_[mini_batch].jobs.back()->finished();
 }
 
 void Worker::wait(std::int64_t mini_batch) {
     require(mini_batch_at(mini_batch).outstanding,
             "mini-batch " + std::to_string(mini_batch) + " has nothing submitted");
-    mini_batches_[mini_batch].job->wait();
+    mini_batches_[mini_batch].jobs.back()->wait();
     finish(mini_batch);
 }
 
@@ -197,12 +226,13 @@ void Worker::finish(std::int64_t mini_batch) {
     MiniBatch& done = mini_batches_[mini_batch];
     done.outstanding = false;
     if (!done.rows.any()) return;
-    const LayerJob& job = *done.job;
-    const std::size_t cell = mini_batch * cache_.layers().size() + job.layer();
-    report_.busy_start[cell] = job.start_seconds;
-    report_.busy_end[cell] = job.end_seconds;
-    report_.bytes_read += job.bytes_read();
-    bytes_read_ += job.bytes_read();
+    const std::size_t cell = mini_batch * cache_.layers().size() + done.jobs.front()->layer();
+    report_.busy_start[cell] = done.jobs.front()->start_seconds;
+    report_.busy_end[cell] = done.jobs.back()->end_seconds;
+    for (const LayerJob* job : done.jobs) {
+        report_.bytes_read += job->bytes_read();
+        bytes_read_ += job->bytes_read();
+    }
 }
 
 void Worker::check_all_done() const {
@@ -230,12 +260,12 @@ StepReport Worker::end_step() {
 void Worker::abandon_step() {
     require(in_step_, "abandon_step: no step is open; begin_step comes first");
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
-        if (mini_batches_[i].outstanding) mini_batches_[i].job->wait();
+        if (mini_batches_[i].outstanding) mini_batches_[i].jobs.back()->wait();
     edits_.wait();
     bool written = false;
     for (const MiniBatch& mini_batch : mini_batches_) {
         unwrite(mini_batch);
-        written |= mini_batch.job != nullptr;
+        written |= !mini_batch.jobs.empty();
     }
     cache_.abandon_step(written);
     in_step_ = false;

@@ -48,6 +48,28 @@ def test_bare_numbers_give_the_papers_plan(tmp_path: Path) -> None:
     assert found["use_fastdecode"] is None
 
 
+V3 = ["--model", "deepseek-v3", "--gpu", "h200", "--cpu", "epyc-9654", "--link", "400Gb", "--seq-len", "16384"]
+V3 += ["--tensor-parallel-size", "16", "--mini-batch-size", "64"]
+
+
+def test_who_absorbs_latents_is_decided_by_tokens_per_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of `s` and `r` the better one, in words and in figures; R-workers' K and V come off their memory."""
+    found = {side: plan(tmp_path, *V3, "--latent-absorption", side) for side in ("s", "r", "auto")}
+    rates = {side: each["output_tokens_per_second"] for side, each in found.items()}
+    assert rates["auto"] == max(rates["s"], rates["r"]) and rates["r"] > rates["s"]
+    assert found["auto"]["latent_absorption"] == "r" and found["s"]["latent_absorption"] == "s"
+    assert found["s"]["r_workers_arithmetic_over_reads"] == pytest.approx(0.72, abs=0.01)  # 8 heads to a rank
+    assert "R-workers multiply K and V of latents, 0.128 GB each" in capsys.readouterr().out
+    small = ["--kv-cache-memory", "0.1GB"]
+    assert main(["plan", *V3, "--latent-absorption", "r", *small]) == 1
+    assert "K and V of deepseek-v3 take 127,926,272 bytes" in capsys.readouterr().err
+    for wrong in ([*NAMES], [*NUMBERS]):
+        assert main(["plan", *wrong, "--latent-absorption", "r"]) != 0
+        assert "latent_absorption: r needs" in capsys.readouterr().err
+
+
 GEMMA = {
     "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "intermediate_size": 21504,
     "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
@@ -81,7 +103,7 @@ def test_an_index_reads_less_than_is_held(tmp_path: Path, capsys: pytest.Capture
     free = 0.9 * 8 * 141e9 - 2 * 426.1e9 - 7 * 2 * 6144 * 200064  # of one embedding per rank
     assert found["gpu_only"]["max_batch_size"] == int(free / (122880 + 4096) / (60 * 2048 + 57 * 256))
     out = capsys.readouterr().out
-    assert "297.2 GB/s of KV (reads bind)" in out and "57 of 60 layers read 2048 tokens" in out
+    assert "297.2 GB/s of KV (reads bind: arithmetic takes 0." in out and "57 of 60 layers read 2048 tokens" in out
     bare = [*BARE[:4], "--num-layers", "60", "--mini-batch-size", "8", "--seq-len", "1024"]
     assert main(["plan", *bare, "--model", "minimax-m3"]) == 2
     assert "minimax-m3 scans an index" in capsys.readouterr().err

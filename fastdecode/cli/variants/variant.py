@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from fastdecode.cli.machine_inputs import PlanInputs, read_inputs
+from fastdecode.cli.machine_inputs import PlanInputs, named_shape, read_inputs
+from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.sizing import Plan
 
@@ -28,6 +29,19 @@ class PlanCase:
     @staticmethod
     def of(args: argparse.Namespace) -> PlanCase:
         """Read the flags and plan; ConfigError or ProfileError for bad flags, PlanError where no plan can be."""
+        cases: list[PlanCase] = []
+        errors: list[PlanError] = []
+        for each in _absorptions(args):
+            try:
+                cases.append(PlanCase._as_asked(each))
+            except PlanError as error:
+                errors.append(error)
+        if not cases:
+            raise errors[0]
+        return max(cases, key=lambda case: case.plan.output_tokens_per_second)
+
+    @staticmethod
+    def _as_asked(args: argparse.Namespace) -> PlanCase:
         inputs = read_inputs(args)
         return PlanCase(args, inputs, inputs.planner.plan(_mini_batch_size(args, inputs.planner)))
 
@@ -75,6 +89,14 @@ class Variant(Generic[Figures]):
 def as_json(figures: Any) -> Any:
     """Return the figures of a variant as a JSON object, or as an array of them."""
     return asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else [asdict(f) for f in figures]
+
+
+def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The flags with each of the sides that may multiply K and V of latents, the S-worker first."""
+    by_name = args.model and args.gpu and args.cpu
+    is_open = args.latent_absorption == "auto" and by_name and named_shape(args.model).latent
+    for side in ("s", "r") if is_open else (args.latent_absorption,):
+        yield argparse.Namespace(**vars(args) | {"latent_absorption": side})
 
 
 def _mini_batch_size(args: argparse.Namespace, planner: Planner) -> int:

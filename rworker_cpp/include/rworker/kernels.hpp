@@ -196,6 +196,24 @@ struct CombineArgs {
     float* scratch;  // (num_parts + 1) * partial_floats
 };
 
+constexpr int kProductRows = 12;  // most that are multiplied together
+
+/// out[row][j] = the sum over i of in[row][i] * weights[i][j], in float32, rounded once. Strides in elements.
+struct HeadProductArgs {
+    DType dtype;          // of the weights
+    const void* weights;  // [tile of 16 outputs][in_dim][16], zeros behind the last output
+    DType in_dtype, out_dtype;
+    const void* in;
+    void* out;
+    int64_t in_stride, out_stride, num_rows;
+    int in_dim, out_dim;
+    float* scratch;  // product_scratch_floats
+};
+
+constexpr int64_t product_scratch_floats(int64_t in_dim, int64_t out_dim) {
+    return kProductRows * ((in_dim + 15) / 16 * 16 + (out_dim + 15) / 16 * 16);
+}
+
 /// One instruction set's functions; append and attend are indexed by the dtype of the cache. Behind those of append,
 /// and in read_latents, stand those of latent rows in int8 and int4.
 struct Kernels {
@@ -212,6 +230,7 @@ struct Kernels {
     // count % kStreams == 0; read_ahead is null where nothing is asked for
     float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes, const ReadAhead* read_ahead);
     void (*read_latents[2])(const LatentArgs&);
+    void (*multiply_by_head)(const HeadProductArgs&);
     void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
 };
 

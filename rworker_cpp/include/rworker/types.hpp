@@ -40,6 +40,10 @@ struct LayerSpec {
     std::int64_t picks = 0, pick_block = 0, pick_local = 0;
     std::int64_t picked_by = -1;  // the index layer that picks what this layer's queries see; -1: they see all
 
+    // Where a latent layer's K and V are multiplied here (absorption.hpp): a query comes as `absorbed_nope` elements that K
+    // makes value_dim of, and those behind value_dim; V makes `absorbed_value` of the output. 0: they come absorbed.
+    std::int64_t absorbed_nope = 0, absorbed_value = 0;
+
     // A recurrent layer's, which caches nothing of a token: num_kv_heads is 0, and the other numbers are not used
     std::shared_ptr<const StateSpec> state = {};
 
@@ -47,11 +51,15 @@ struct LayerSpec {
     bool weighs_heads() const { return picks > 0 && pick_block == 0; }
     /// Elements of a query: where heads are weighed, a float32 comes behind it, in the first bytes of two elements.
     std::int64_t query_dim() const { return key_dim + (weighs_heads() ? 2 : 0); }
+    bool absorbs() const { return absorbed_nope > 0; }
+    /// Elements of a query, and of an output, as they travel.
+    std::int64_t sent_query_dim() const { return absorbs() ? absorbed_nope + key_dim - value_dim : query_dim(); }
+    std::int64_t sent_value_dim() const { return absorbs() ? absorbed_value : value_dim; }
     /// Heads of an index layer that pick by themselves.
     std::int64_t pick_heads() const { return pick_block == 0 ? 1 : num_heads; }
     /// A row of partial results: of an index layer, ranks of `picks` scores, as 4 bytes each.
     std::int64_t partial_heads() const { return picks > 0 ? pick_heads() : num_heads; }
-    std::int64_t partial_floats() const { return picks > 0 ? picks : node_floats(value_dim); }
+    std::int64_t partial_floats() const { return picks > 0 ? picks : node_floats(sent_value_dim()); }
     /// Where single tokens are read, each key is kept in one piece: the keys of full tiles lie as those of the last.
     bool keeps_rows() const { return picked_by >= 0 && values_in_keys; }
     std::int64_t group() const { return num_heads / num_kv_heads; }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "rworker/absorption.hpp"
 #include "rworker/edit_job.hpp"
 #include "rworker/kv_cache.hpp"
 #include "rworker/layer_job.hpp"
@@ -69,6 +70,9 @@ class Worker {
     DType model_dtype() const { return model_dtype_; }
     int num_threads() const { return pool_.num_threads(); }
 
+    /// K and V of heads [first_head, first_head + num_heads) of a layer that absorbs: see HeadWeights. Error for another
+    /// layer, other heads, or while a step is open.
+    void set_weights(std::int64_t layer, std::int64_t first_head, std::int64_t num_heads, const void* rows);
     /// Apply the controls and plan the rows of every mini-batch; spans come in the order read, attend, partial, append.
     void begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches);
     /// Rows of a mini-batch of the open step. Throws Error for a bad mini_batch or layer, or no open step.
@@ -116,14 +120,15 @@ class Worker {
         RowCount rows;
         std::vector<std::unique_ptr<WorkList>> lists;  // per shape
         std::vector<char> submitted;                   // per layer
-        LayerJob* job = nullptr;                       // of the layer that was submitted last
+        std::vector<LayerJob*> jobs = {};              // of the layer that was submitted last, one after another
         bool outstanding = false;
     };
 
     friend class AttentionJob;
     void plan(std::span<const std::vector<Span>> mini_batches);
     const MiniBatch& mini_batch_at(std::int64_t index) const;
-    LayerJob& prepare(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
+    void prepare(std::int64_t mini_batch, std::int64_t layer, Payload payload);
+    void check_weights() const;
     void finish(std::int64_t mini_batch);
     bool idle() const;
     void unwrite(const MiniBatch& mini_batch) const;
@@ -147,6 +152,8 @@ class Worker {
     std::vector<PickedRows> picked_rows_;  // per thread
     std::vector<std::unique_ptr<AttentionJob>> jobs_;  // one per mini-batch
     std::vector<std::unique_ptr<StateJob>> state_jobs_;  // likewise, where layers are recurrent
+    std::vector<std::unique_ptr<HeadWeights>> weights_;  // per layer; null where queries come absorbed
+    std::vector<std::unique_ptr<Absorption>> absorptions_;  // one per mini-batch, where layers absorb
     EditJob edits_;
     ThreadPool pool_;                                  // last: its threads end before what they use
 };

@@ -3,6 +3,7 @@
 
 #include "kernels/append.hpp"
 #include "kernels/attend.hpp"
+#include "kernels/head_product.hpp"
 #include "kernels/latents.hpp"
 #include "kernels/score.hpp"
 
@@ -100,7 +101,8 @@ constexpr rworker::Kernels make_kernels(const char* isa) {
             combine<L>,
             read_all<L>,
             read_pages<L>,
-            {read_latents<L, DType::int8>, read_latents<L, DType::int4>}};
+            {read_latents<L, DType::int8>, read_latents<L, DType::int4>},
+            multiply_by_head<L>};
 }
 
 }  // namespace

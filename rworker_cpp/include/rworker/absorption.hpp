@@ -1,0 +1,89 @@
+// Multi-head latent attention whose K and V are multiplied here: a query's first part, times K of its head, becomes as
+// long as a latent; the output over latents, times V, becomes the head's own.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "rworker/layer_job.hpp"
+
+namespace rworker {
+
+/// K and V of all heads of a layer, as kernels read them.
+class HeadWeights {
+  public:
+    HeadWeights(const LayerSpec& layer, DType dtype);
+
+    /// Those of heads [first, first + count): [count][nope + value][rank], in the model's dtype. Error for other heads.
+    void set(std::int64_t first, std::int64_t count, const void* rows);
+    bool is_complete() const { return num_set_ == std::int64_t(is_set_.size()); }
+    const void* keys(std::int64_t head) const { return bytes_.data() + head * head_bytes_; }
+    const void* values(std::int64_t head) const { return bytes_.data() + head * head_bytes_ + keys_bytes_; }
+
+  private:
+    void set_head(std::int64_t head, const std::uint8_t* rows);
+
+    std::int64_t nope_, rank_, value_, item_bytes_, keys_bytes_, head_bytes_, num_set_ = 0;
+    std::vector<bool> is_set_;
+    std::vector<std::uint8_t> bytes_;
+};
+
+/// Rows of all heads, [row][head][stride elements].
+struct HeadRows {
+    const void* in;
+    void* out;
+    DType in_dtype, out_dtype;
+    std::int64_t num_rows, in_stride, out_stride;
+    std::int64_t in_offset = 0, out_offset = 0;  // elements before those that are multiplied
+};
+
+/// Multiplies rows of each head by its K, or its V, and copies what stands behind (K) or before (V) them.
+class HeadProductJob final : public LayerJob {
+  public:
+    HeadProductJob(const Kernels& kernels, int num_threads) : kernels_(kernels), scratch_(num_threads) {}
+
+    /// q [row][head][sent_query_dim] → [row][head][key_dim].
+    void prepare_queries(const LayerSpec& spec, const HeadWeights& weights, DType dtype, std::int64_t layer,
+                         const void* queries, void* absorbed, std::int64_t num_rows);
+    /// o and partial results over latents → those of the heads.
+    void prepare_outputs(const LayerSpec& spec, const HeadWeights& weights, DType dtype, std::int64_t layer,
+                         const Payload& latents, const Payload& payload, std::int64_t num_rows,
+                         std::int64_t num_partials);
+    void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
+
+  private:
+    void start(std::int64_t layer);
+    void multiply(const HeadRows& rows, std::int64_t head, std::int64_t first, int thread);
+    void copy(const HeadRows& rows, std::int64_t head, std::int64_t row) const;
+
+    const Kernels& kernels_;
+    const LayerSpec* spec_ = nullptr;
+    const HeadWeights* weights_ = nullptr;
+    DType dtype_ = DType::float32;
+    bool is_of_queries_ = false;
+    HeadRows parts_[2]{};
+    std::vector<std::vector<float>> scratch_;  // per thread
+};
+
+/// The jobs before and after a latent layer's attention in one mini-batch, and what lies between them.
+class Absorption {
+  public:
+    Absorption(const Kernels& kernels, DType dtype, int num_threads)
+        : before(kernels, num_threads), after(kernels, num_threads), dtype_(dtype) {}
+
+    /// Memory for so many rows of each such layer.
+    void reserve(const std::vector<LayerSpec>& layers, std::int64_t num_queries, std::int64_t num_out,
+                 std::int64_t num_partials);
+    /// What attention is to read and write between the jobs, which are prepared.
+    Payload prepare(const LayerSpec& spec, const HeadWeights& weights, std::int64_t layer, const Payload& payload);
+
+    HeadProductJob before, after;
+
+  private:
+    DType dtype_;
+    std::int64_t num_queries_ = 0, num_out_ = 0, num_partials_ = 0;
+    std::vector<std::uint8_t> queries_, out_;
+    std::vector<float> partials_;
+};
+
+}  // namespace rworker
