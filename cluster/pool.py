@@ -66,9 +66,7 @@ class PoolBackend:
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         self._layout = layout
         try:
-            for worker in self.workers:
-                worker.open(layout)
-            infos = [worker.opened() for worker in self.workers]
+            infos = self._open_all(layout)
         except BaseException:
             self.close()
             raise
@@ -77,6 +75,12 @@ class PoolBackend:
         if self._newcomers:
             self._newcomers.open(layout)
         return infos
+
+    def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
+        """All at once."""
+        for worker in self.workers:
+            worker.open(layout)
+        return [worker.opened() for worker in self.workers]
 
     def begin_step(self, plan: StepPlan) -> None:
         if self.workers and self._is_empty:

@@ -40,6 +40,7 @@ from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_
 from fastdecode.cluster.worker_info import clock_offset, worker_info
 from fastdecode.core.errors import (
     BackendError,
+    BusyError,
     CapacityError,
     ConfigError,
     FrameError,
@@ -68,10 +69,6 @@ TAKE_SECONDS = 5.0
 RETRY_SECONDS = 0.3
 
 
-class BusyError(BackendError):
-    """An R-worker that serves another S-worker."""
-
-
 class RemoteWorker(PoolWorker):
     """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
 
@@ -80,11 +77,16 @@ class RemoteWorker(PoolWorker):
     """
 
     def __init__(
-        self, name: str, connect: Callable[[], Link], block_size: int, lease: AskedLease | None = None
+        self,
+        name: str,
+        connect: Callable[[], Link],
+        block_size: int,
+        lease: AskedLease | None = None,
+        take_seconds: float = TAKE_SECONDS,
     ) -> None:
         """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError.
-        ``lease``: where the session has a name."""
-        self.name = name
+        ``lease``: where the session has a name, for which ``opened`` asks for ``take_seconds``."""
+        self.name, self._take_seconds = name, take_seconds
         self._connect, self._block_size, self._lease = connect, block_size, lease
         self.link: Link | None = None
         self._lost = ""
@@ -105,7 +107,7 @@ class RemoteWorker(PoolWorker):
         self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size, self._lease)))
 
     def opened(self) -> RWorkerInfo:
-        answer = self._welcomed(time.monotonic() + TAKE_SECONDS)
+        answer = self._welcomed(time.monotonic() + self._take_seconds)
         welcome = decode_welcome(self._body(answer, MAX_JSON_BYTES))
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
@@ -114,7 +116,8 @@ class RemoteWorker(PoolWorker):
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         self._send_weights()
         self._offset_seconds = clock_offset(self._ping)
-        return replace(worker_info(self.name, self._layout, self._block_size, welcome), held=self._held(welcome))
+        info = worker_info(self.name, self._layout, self._block_size, welcome)
+        return replace(info, held=self._held(welcome), epoch=welcome.lease_epoch)
 
     def _welcomed(self, deadline: float) -> Frame:
         """The WELCOME. Where a named session's S-worker is still served, which may be silent, ask again for a while."""

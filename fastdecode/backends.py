@@ -37,10 +37,12 @@ def make_backend(
     ray_job: RayJob | None = None,
     model: str = "",
     run: Run | None = None,
+    insists: bool = True,
 ) -> AttentionBackend:
     """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more.
 
-    ``model``: its identity; ``run``: of the journal; by both R-workers know which session goes on. The listener is also
+    ``model``: its identity; ``run``: of the journal; by both R-workers know which session goes on. ``insists``:
+    an S-worker before this one that is silent gives way. The listener is also
     that of prefill workers that join ``prefill_workers``. ``ray_job``: of ``place_on_ray``.
     """
     ray_job = ray_job or place_on_ray(config)
@@ -53,7 +55,7 @@ def make_backend(
         address = config.pool_listen or f"{ray_job.host}:0"
         listener = join_listener(address, config.block_size, ray_job.security, config.silence_seconds)
     else:
-        pool = _make_pool(config, cores, model, run or Run("", ""))
+        pool = _make_pool(config, cores, model, run or Run("", ""), insists)
         if config.pool_listen:
             from fastdecode.cluster.links.tcp import listen_for_joins
 
@@ -205,7 +207,7 @@ def tuning() -> Tuning:
     return measured.tuning()
 
 
-def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run) -> PoolBackend:
+def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, insists: bool) -> PoolBackend:
     spec = config.r_worker_spec
     guard = config.key_file, config.security, config.silence_seconds
     if spec.kind == "tcp":
@@ -213,8 +215,10 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run) -> 
         from fastdecode.cluster.wire.leases import AskedLease
 
         this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
-        lease = AskedLease(config.session, this, before, config.keep_session) if config.session else None
-        return TcpBackend(spec.addresses, config.block_size, *guard, lease)
+        lease = None
+        if config.session:
+            lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists)
+        return TcpBackend(spec.addresses, config.block_size, *guard, lease, in_order=config.stands_by)
 
     if spec.kind == "join":
         from fastdecode.cluster.links.tcp import JoiningBackend

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +26,7 @@ from fastdecode.backends import (
     prepare,
     with_key_of,
 )
+from fastdecode.core.errors import BackendError
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
@@ -33,6 +36,7 @@ from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import check_index, make_parking, make_scheduler, pin_s_worker, prompt_tokens
 from fastdecode.hybrids import check_hybrid
 from fastdecode.journal.journal import FileJournal, Journal, next_run
+from fastdecode.journal.pulse import Listening, Pulse
 from fastdecode.journal.records import Run
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
@@ -43,6 +47,9 @@ from fastdecode.sworker.part_attention import TIMED_ROWS
 from fastdecode.sworker.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
+
+STANDBY_SECONDS = 0.25
+"""Between two looks whether a session is free."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +110,37 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     set_threads(pin_s_worker(config))
     model = SModel(config, ranks.rank if ranks else None)
     check_index(config, model.layout)
-    run = next_run(config.journal)
-    own = backend or make_backend(config, config.r_core_list or r_cores, prefill_backend, ray_job, model.identity, run)
-    pool = _open(config, model, own, ranks, cleanup)
+    cores = config.r_core_list or r_cores
+
+    def open_pool(run: Run, insists: bool, opening: ExitStack) -> _Pool:
+        own = backend or make_backend(config, cores, prefill_backend, ray_job, model.identity, run, insists)
+        return _open(config, model, own, ranks, opening)
+
+    pool, run = _first_pool(config, open_pool, cleanup)
     return _put_together(config, model, pool, prefill_backend, run, cleanup)
+
+
+def _first_pool(
+    config: EngineConfig, open_pool: Callable[[Run, bool, ExitStack], _Pool], cleanup: ExitStack
+) -> tuple[_Pool, Run]:
+    """What ``open_pool`` opens; one that stands by asks until the S-worker before it is gone, and insists once that
+    gives no sign of life."""
+    pulse = Listening(config.journal) if config.stands_by and config.journal else None
+    reason = ""
+    while True:
+        run = next_run(config.journal)
+        with ExitStack() as opening:
+            try:
+                pool = open_pool(run, pulse is None or pulse.is_silent(), opening)
+                cleanup.push(opening.pop_all())
+                return pool, run
+            except BackendError as error:
+                if pulse is None:
+                    raise
+                if str(error) != reason:
+                    reason = str(error)
+                    logger.warning("stands by for session %s: %s", config.session, reason)
+        time.sleep(STANDBY_SECONDS)
 
 
 def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
@@ -170,9 +204,11 @@ def _make_journal(
     if config.journal is None:
         return Journal()
     fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
-    takes_over = any(worker.held for worker in r_workers)
+    takes_over = config.stands_by or any(worker.held for worker in r_workers)
     journal = FileJournal(config.journal, fingerprint, run.name, takes_over)
     cleanup.callback(journal.close)
+    if config.session is not None:
+        cleanup.callback(Pulse(config.journal).close)
     return journal
 
 

@@ -22,6 +22,7 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.cycle import Cycle
+from fastdecode.journal.journal import Journal
 from fastdecode.live import Sampled
 from fastdecode.scheduler import Scheduler
 
@@ -75,6 +76,11 @@ class LLMEngine:
     def scheduler(self) -> Scheduler:
         """What decides which rows the next step has."""
         return self.cycle.scheduler
+
+    @property
+    def journal(self) -> Journal:
+        """What requests and tokens are written to."""
+        return self._requests.journal
 
     @property
     def on_step(self) -> Callable[[StepRecord], None] | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from hypothesis import strategies as st
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.cli.doctor_journal import check_journal
 from fastdecode.core.errors import ConfigError
 from fastdecode.journal.past import pasts_of
+from fastdecode.journal.pulse import Listening, Pulse
 from fastdecode.journal.records import MAGIC, Asked, Began, Chain, Dropped, Record, Stepped, read
 
 RECORDS: list[Record] = [
@@ -102,6 +107,32 @@ ENGINE: dict[str, Any] = {"s_threads": 1, "r_threads": 1, "kv_cache_memory": "16
 def ask(llm: LLM) -> None:
     for number in range(2 * len(PARAMS)):
         llm.engine.add_request(str(number), f"def f{number}(x):", PARAMS[number % len(PARAMS)])
+
+
+def test_the_doctor_looks_at_a_journal(tmp_path: Path) -> None:
+    """One that is missing, empty, whole, and torn; with and without a session's sign of life."""
+
+    def said(folder: Path) -> list[tuple[str, str]]:
+        return [(each.level, each.what) for each in check_journal(str(folder))]
+
+    assert said(tmp_path / "none") == [("broken", f"journal {tmp_path / 'none'}: no folder")]
+    writes = ("ok", f"journal {tmp_path}: can be written, locked and renamed in")
+    assert said(tmp_path) == [("note", f"journal {tmp_path}: empty"), writes]
+    data, _ = written()
+    (tmp_path / "journal").write_bytes(data[:-1])
+    pulse = Pulse(str(tmp_path))
+    listening = Listening(str(tmp_path))
+    while not (tmp_path / "pulse").exists():
+        time.sleep(0.01)
+    pulse.close()
+    assert not listening.is_silent()
+    (_, counts), (level, torn), (_, beat), last = said(tmp_path)
+    assert "1 requests, of which 0 have ended; 0.0 MiB" in counts and last == writes
+    assert level == "note" and re.fullmatch(r"journal: [0-9]+ bytes at its end are no whole records", torn)
+    assert "a session's server has it now" in beat
+    os.utime(tmp_path / "pulse", (1, 1))
+    assert "no session's server has it now" in said(tmp_path)[2][1]
+    assert not listening.is_silent() and sorted(each.name for each in tmp_path.iterdir()) == ["journal", "pulse"]
 
 
 def seen(output: RequestOutput) -> list[Any]:

@@ -184,6 +184,31 @@ def test_overlays_change_what_is_there(base: Manifests) -> None:
             assert {each["name"] for each in changes["spec"]["template"]["spec"]["containers"]} <= names
 
 
+def test_the_standby_overlay_agrees_with_the_base(base: Manifests) -> None:
+    """Two servers that may both stand by, over the R-workers that there are, with one journal."""
+    folder = FOLDER / "standby"
+    (server,), (r_worker,), (claim,) = (
+        read(folder / name) for name in ("s-worker.yaml", "r-worker.yaml", "journal.yaml")
+    )
+    check(claim, VERSIONS[0])
+    pod = server["spec"]
+    (own,) = pod["template"]["spec"]["containers"]
+    asked = build_parser().parse_args(own["args"])
+    listens = build_parser().parse_args(r_worker["spec"]["template"]["spec"]["containers"][0]["args"])
+    stateful = find(base, "StatefulSet", "fastdecode-r-worker")
+    name, service, port = stateful["metadata"]["name"], stateful["spec"]["serviceName"], 5580
+    expected = tuple(f"{name}-{number}.{service}:{port}" for number in range(stateful["spec"]["replicas"]))
+    assert parse_r_workers(asked.r_workers).addresses == expected
+    assert listens.listen == f"tcp://*:{port}" and listens.join is None and listens.key_file == asked.key_file
+    assert pod["replicas"] == 2 and pod["strategy"]["rollingUpdate"]["maxSurge"] == 0
+    assert asked.standby and asked.keep_session and asked.journal == own["volumeMounts"][0]["mountPath"]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert own[probe]["tcpSocket"] == {"port": "http"} and own[probe]["httpGet"] is None, "it says 503 for long"
+    (volume,) = pod["template"]["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="renders the overlays with kubectl")
 @pytest.mark.parametrize("folder", ["base", "gpu"])
 def test_overlays_render(folder: str) -> None:

@@ -91,7 +91,8 @@ def test_the_timeline_is_of_the_first_layers() -> None:
 def test_the_engine_records_only_while_a_page_is_open() -> None:
     """Two pages; the second is closed by its client, the first ends with the server."""
     found = observer()
-    service: Any = SimpleNamespace(observer=found, model_names=("m",), dead=False, draining=False)
+    model = SimpleNamespace(names=("m",))
+    service: Any = SimpleNamespace(observer=found, model=model, dead=False, draining=False)
     live = Live(service)
 
     async def open_and_close() -> None:

@@ -6,7 +6,6 @@ import http.client
 import json
 import random
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import openai
 import pytest
 from helpers.servers import CHAT_TEMPLATE, MODEL, RunningServer, serving, wait_until_idle
+from helpers.streams import Client
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_SECONDS = 60
 FORM = {"regex": "[a-z ]{90,120}"}
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 90}
@@ -30,42 +29,6 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "response": ("/v1/responses", {"input": "hi", "max_output_tokens": 90}),
 }
 """Unseeded but one: what is drawn twice is told apart."""
-
-
-class Client:
-    """Reads one stream, over as many connections as it takes; ``events``: the data of each, in order."""
-
-    def __init__(self, path: str, body: dict[str, Any], name: str) -> None:
-        self._path, self._body = path, {"stream": True, **body}
-        self._headers = {"content-type": "application/json", "x-request-id": name}
-        self.events: list[Any] = []
-        self.last_id = ""
-        self.ended = False
-
-    def read(self, url: str) -> None:
-        """Up to the end, or to where the connection breaks."""
-        headers = {**self._headers, **({"last-event-id": self.last_id} if self.last_id else {})}
-        data = json.dumps(self._body).encode()
-        asked = urllib.request.Request(url + self._path, data, headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as response:
-                assert response.headers["x-request-id"] == self._headers["x-request-id"]
-                for line in response:
-                    self._take(line.decode().rstrip("\n"))
-        except (OSError, http.client.HTTPException):
-            return
-        self.ended = self.ended or (bool(self.events) and self.events[-1].get("type", "").startswith("response.incom"))
-
-    def _take(self, line: str) -> None:
-        if line.startswith("id: "):
-            self._next_id = line[4:]
-        elif line == "data: [DONE]":
-            self.ended = True
-        elif line.startswith("data: "):
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            self.events.append(event)
-            self.last_id = self._next_id
 
 
 def merged(events: list[Any]) -> Any:

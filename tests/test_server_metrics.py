@@ -1,11 +1,11 @@
-"""What the metrics keep: nothing of an R-worker that is gone."""
+"""What the metrics keep: nothing of an R-worker that is gone; and what they tell of a session."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from fastdecode.core.metrics import StepRecord
-from fastdecode.server.observer import EngineState, RWorkerState
+from fastdecode.server.observer import EngineState, RWorkerState, SessionState
 from fastdecode.server.prometheus import Metrics
 
 STEP = StepRecord(
@@ -25,3 +25,16 @@ def test_the_series_of_an_r_worker_go_with_it() -> None:
     text = metrics.text().decode()
     assert "goes" not in text
     assert 'r_seconds_total{model_name="m",r_worker="stays"} 0.75' in text
+
+
+def test_a_session_is_told_of() -> None:
+    metrics = Metrics("m")
+    metrics.stored_responses = lambda: (2, 300)
+    metrics.after_step(EngineState(1.0), [STEP], [], True)
+    assert "session" not in metrics.text().decode()
+    metrics.after_step(EngineState(1.0, session=SessionState("s", 3, 4096, 0.25)), [STEP], [], True)
+    text = metrics.text().decode()
+    for row in ('session_epoch{model_name="m",session="s"} 3.0', 'journal_bytes{model_name="m"} 4096.0',
+                'journal_seconds_total{model_name="m"} 0.25', 'stored_responses{model_name="m"} 2.0',
+                'stored_response_bytes{model_name="m"} 300.0'):  # fmt: skip
+        assert row in text

@@ -19,7 +19,7 @@ from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.lease import LEASE_SECONDS, Lease
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.r_worker.vitals import Vitals
-from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.remote import TAKE_SECONDS, RemoteWorker
 from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, proven, read_security
 from fastdecode.cluster.wire.leases import AskedLease
@@ -28,6 +28,9 @@ from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.types import KVLayout, RWorkerInfo
 
 GREETING_BYTES = 10
+SETTLE_SECONDS = LEASE_SECONDS + 0.5
+"""From the moment in which one R-worker notices that an S-worker is gone to that in which all have."""
+
 GREETING_SECONDS = 2.0
 """Most time to a ZeroMQ socket's greeting, which needs no Python on the other end."""
 
@@ -40,6 +43,7 @@ class TcpBackend(PoolBackend):
     ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
     ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear. ``silence_seconds``: after which
     an R-worker is lost; one that listens again later is taken again. ``lease``: what R-workers are asked to keep.
+    ``in_order``: they are opened one after another, so that of two that want them the first R-worker's choice has all.
     """
 
     def __init__(
@@ -50,12 +54,31 @@ class TcpBackend(PoolBackend):
         security: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
         lease: AskedLease | None = None,
+        in_order: bool = False,
     ) -> None:
         link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
         if lease is not None:
             link = partial(link, patience_seconds=LEASE_SECONDS)
-        super().__init__([RemoteWorker(each, partial(link, each), block_size, lease) for each in addresses])
+        self._in_order = in_order
+        seconds = [TAKE_SECONDS] * len(addresses)
+        if lease is not None and lease.waits:
+            seconds = [0.0] + [SETTLE_SECONDS] * (len(addresses) - 1)
+        super().__init__(
+            [
+                RemoteWorker(each, partial(link, each), block_size, lease, most)
+                for each, most in zip(addresses, seconds, strict=True)
+            ]
+        )
         self._addresses = frozenset(addresses)
+
+    def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
+        if not self._in_order:
+            return super()._open_all(layout)
+        infos = []
+        for worker in self.workers:
+            worker.open(layout)
+            infos.append(worker.opened())
+        return infos
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
         return gone.anew if isinstance(gone, RemoteWorker) and gone.name in self._addresses else None
@@ -226,14 +249,16 @@ class Server:
 
         One that is to come after the first, in a named session, is let in on its next attempt where that one is silent.
         """
+        hello = None
         if self._gate is None:
             wants_service = _kind(peer) is Kind.HELLO
-            self._log_once(peer, "a second S-worker" if wants_service else "a frame of a peer that is not served")
+            hello = _hello(peer) if wants_service else None
+            if not (hello and hello.lease and hello.lease.waits):
+                self._log_once(peer, "a second S-worker" if wants_service else "a frame of a peer that is not served")
         else:
             wants_service = self._gate.admits(peer, peer.identity)
         if not wants_service:
             return
-        hello = None if self._gate else _hello(peer)
         if hello and (reason := self._lease.superseded(hello.lease)):
             _refuse(peer, "superseded", reason)
             return

@@ -72,7 +72,9 @@ class Lease:
     def may_pass_to(self, hello: Hello) -> bool:
         """Whether ``hello`` is of one that is to come after the S-worker that is served."""
         asked = hello.lease
-        return bool(self.epoch) and asked is not None and asked.session == self._name and asked.epoch == 0
+        if asked is None or asked.waits:
+            return False
+        return bool(self.epoch) and asked.session == self._name and asked.epoch == 0
 
     def leave(self, worker: _rworker.RWorker, is_broken: bool) -> None:
         """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while."""

@@ -20,13 +20,15 @@ from fastdecode.core.held import HeldSequence
 class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named session. What is kept for ``keep_seconds`` after its link breaks is for an S-worker that ``follows`` the
     ``fingerprint`` of the one before: it has the same weights, and that one's journal. ``epoch``: the one that the
-    S-worker has here already, 0: none yet."""
+    S-worker has here already, 0: none yet. ``waits``: until the one before is gone; else that gives way when it is
+    silent."""
 
     session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]
     fingerprint: Text
     follows: Text
     keep_seconds: Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
     epoch: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    waits: bool = False
 
 
 def encode_held(held: Iterable[HeldSequence]) -> bytes:

@@ -223,6 +223,8 @@ class EngineConfig:
     )  # fmt: skip
     trace: str | None = setting(None, "write Chrome trace events", WORKERS, metavar="FILE", unset="none")
     seed: int = 0
+    stands_by: bool = False
+    """Whether to wait, once the weights are loaded, until the S-worker of ``session`` is gone."""
 
     def __post_init__(self) -> None:
         check_settings(self)

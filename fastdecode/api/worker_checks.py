@@ -123,6 +123,9 @@ def _check_session(config: EngineConfig) -> None:
             f"session: R-workers at host:port outlive an S-worker, and r_workers is {config.r_workers}"
             + (f" for {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else "")
         )
+    for name in ("session", "journal") if config.stands_by else ():
+        if getattr(config, name) is None:
+            raise ConfigError(f"standby: what is to go on is found by --{name}: give one")
     if not config.keep_session:
         return
     for name, missing in (("session", config.session is None), ("journal", config.journal is None)):

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--r-workers", metavar="HOST:PORT,…", help="listening R-workers to measure")
     parser.add_argument("--key-file", metavar="FILE", help="secret shared with them")
+    parser.add_argument("--journal", metavar="DIR", help="folder of an engine's journal to look at")
     add_flags(parser, EngineConfig, ["security"])
     parser.add_argument("--port", type=int, default=5580, help="that an R-worker would listen on here (5580)")
     add_common_flags(parser)
@@ -62,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _findings(args: argparse.Namespace) -> list[Finding]:
     links = check_links(args.r_workers, args.key_file, args.security) if args.r_workers else []
-    return [*check_machine(), *check_kernels(), *check_mpi(), *check_ray(), check_port(args.port), *links]
+    journal: Iterable[Finding] = ()
+    if args.journal:
+        from fastdecode.cli.doctor_journal import check_journal
+
+        journal = check_journal(args.journal)
+    return [*check_machine(), *check_kernels(), *check_mpi(), *check_ray(), check_port(args.port), *links, *journal]
 
 
 MPI_SECONDS = 60

@@ -39,7 +39,11 @@ def run(args: argparse.Namespace) -> int:
     if given["api_key"] is None:
         given["api_key"] = os.environ.get("FASTDECODE_API_KEY")
     settings = ServerSettings(**given)
-    config = engine_config(args)
+    if settings.standby is not None:
+        if args.session not in (None, settings.standby):
+            raise ConfigError(f"serve: --session {args.session!r} and --standby {settings.standby!r}: give one")
+        args.session = settings.standby
+    config = dataclasses.replace(engine_config(args), stands_by=settings.standby is not None)
     from fastdecode.server.run import serve
 
     return serve(config, settings)

@@ -45,6 +45,10 @@ class ProfileError(FastDecodeError):
     """A hardware profile that cannot be read, or lacks what the plan needs."""
 
 
+class BusyError(BackendError):
+    """An R-worker that serves another S-worker."""
+
+
 class WorkerLostError(BackendError):
     """An R-worker is gone, with everything it held; the others go on."""
 

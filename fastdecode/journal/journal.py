@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import secrets
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,9 +43,13 @@ def next_run(folder: str | None) -> Run:
 
 
 class Journal:
-    """Of an engine that keeps none: nothing is known, and nothing is written."""
+    """Of an engine that keeps none: nothing is known, and nothing is written.
+
+    ``num_bytes``: of the file; ``write_seconds``: in which steps have waited for it.
+    """
 
     next_sequence_id = 0
+    num_bytes, write_seconds = 0, 0.0
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
         """What an engine before this one has made of the same request; known once."""
@@ -173,6 +178,7 @@ class FileJournal(Journal):
         """Append ``records`` in one write. Where that fails the engine goes on, and keeps no journal from here on."""
         if self._fd < 0:
             return
+        start = time.perf_counter()
         try:
             data = self._chain.encode(records)
             if (written := os.write(self._fd, data)) < len(data):
@@ -183,6 +189,7 @@ class FileJournal(Journal):
         except OSError as error:
             self._fd = -1
             logger.error("journal: %s: %s: the engine goes on without it", self._path, error.strerror)
+        self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
 
     def _read(self) -> list[Past]:
         """The requests in the file, by age; of another fingerprint none."""

@@ -53,7 +53,7 @@ def make_app(service: Service) -> FastAPI:
 def _add_document(app: FastAPI, service: Service) -> None:
     def openapi() -> dict[str, Any]:
         """Made once, since it takes a while."""
-        app.openapi_schema = app.openapi_schema or document(app, service.model_names, service.vocab_size)
+        app.openapi_schema = app.openapi_schema or document(app, service.model.names, service.model.vocab_size)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -86,30 +86,30 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation."""
         body, num_bytes = await read_request(service, request, TokenizeRequest)
-        token_ids = await service.off_loop(num_bytes, service.tokenize, body)
-        found = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
+        token_ids = await service.off_loop(num_bytes, service.model.tokenize, body)
+        found = {"count": len(token_ids), "max_model_len": service.model.max_model_len, "tokens": token_ids}
         if body.return_token_strs:
-            found["token_strs"] = await service.off_loop(num_bytes, service.token_texts, token_ids)
+            found["token_strs"] = await service.off_loop(num_bytes, service.model.token_texts, token_ids)
         return json_response(found)
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body, num_bytes = await read_request(service, request, DetokenizeRequest)
-        return json_response({"prompt": await service.off_loop(num_bytes, service.detokenize, body.tokens)})
+        return json_response({"prompt": await service.off_loop(num_bytes, service.model.detokenize, body.tokens)})
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         """What is served."""
-        return json_response({"object": "list", "data": service.model_cards()})
+        return json_response({"object": "list", "data": service.model.cards()})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One of them."""
-        service.check_model(name)
-        return json_response(next(card for card in service.model_cards() if card["id"] == name))
+        service.model.check_name(name)
+        return json_response(next(card for card in service.model.cards() if card["id"] == name))
 
     @app.get("/version")
     async def version() -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Live:
         """The present look as a server-sent event; the same for all pages of one period."""
         now = time.perf_counter()
         if now - self._made_seconds > PERIOD_SECONDS / 2:
-            found = {"model": self._service.model_names[0], **look(self._observer, now)}
+            found = {"model": self._service.model.names[0], **look(self._observer, now)}
             self._event, self._made_seconds = b"data: " + msgspec.json.encode(found) + b"\n\n", now
         return self._event
 
@@ -130,6 +131,7 @@ def look(observer: EngineWatch, now: float) -> dict[str, Any]:
         "s_utilisation": sum(step.record.s_seconds for step in steps) / span,
         "r_workers": [_worker(each, index, steps, span) for index, each in enumerate(state.r_workers)],
         "timeline": timeline(observer.timeline),
+        "session": asdict(state.session) if state.session else None,
     }
 
 

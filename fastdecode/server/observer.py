@@ -53,6 +53,18 @@ class EngineState:
     trouble: str = ""
     woken_tokens: int = 0
     failed_wakes: int = 0
+    session: SessionState | None = None
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """Of an engine with a journal: ``name`` of its session, "" without, and its ``epoch``, which counts the engines
+    that have had it; bytes of the journal, and seconds in which steps have waited for it."""
+
+    name: str
+    epoch: int
+    journal_bytes: int
+    journal_seconds: float
 
 
 class TimedStep(NamedTuple):
@@ -130,7 +142,16 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
         now, known.num_running, known.num_waiting, used / total if total else 0.0,
         counted.preemptions, counted.prefix_hit_tokens, tuple(r_workers), counted.drafts,
         known.pool, replace(engine.membership.changes), engine.trouble, counted.woken_tokens, counted.failed_wakes,
+        session_of(engine),
     )  # fmt: skip
+
+
+def session_of(engine: LLMEngine) -> SessionState | None:
+    """What outlives ``engine``; None where nothing does."""
+    if engine.config.journal is None and engine.config.session is None:
+        return None
+    epoch, journal = max((info.epoch for info in engine.r_workers), default=0), engine.journal
+    return SessionState(engine.config.session or "", epoch, journal.num_bytes, journal.write_seconds)
 
 
 def _with_times(worker: RWorkerState, record: StepRecord, index: int) -> RWorkerState:

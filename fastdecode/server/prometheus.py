@@ -16,7 +16,7 @@ from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.scheduler import DraftCounts
 
 if TYPE_CHECKING:
-    from fastdecode.server.observer import EngineState
+    from fastdecode.server.observer import EngineState, SessionState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "fastdecode:"
@@ -82,6 +82,7 @@ class Metrics:
         self._transfer_seconds: Counter[str] = Counter()
         self._state: EngineState | None = None
         self.num_api_requests: Callable[[], int] = int
+        self.stored_responses: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.num_tasks = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -215,6 +216,23 @@ class Metrics:
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position"
         yield self._labelled(name, text, "position", by_position)
 
+    def _session_families(self, session: SessionState) -> Iterator[Metric]:
+        text = "Servers that have had the session, one after another, this one among them"
+        family = GaugeMetricFamily(PREFIX + "session_epoch", text, labels=["model_name", "session"])
+        family.add_metric([self._model_name, session.name], session.epoch)
+        yield family
+        count, num_bytes = self.stored_responses()
+        for name, text, value in (
+            ("journal_bytes", "Bytes of the journal's file", session.journal_bytes),
+            ("stored_responses", "Responses that are stored", count),
+            ("stored_response_bytes", "Bytes that they take on disk", num_bytes),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        text = "Seconds in which steps have waited for the journal"
+        yield self._counter("journal_seconds", text, session.journal_seconds)
+
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
@@ -240,6 +258,8 @@ class Metrics:
             family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
+        if state.session:
+            yield from self._session_families(state.session)
         text = "Sequences that hold a cache, by the number of R-workers that hold it"
         family = GaugeMetricFamily(PREFIX + "sequences_with_copies", text, labels=["model_name", "copies"])
         for number, count in (("1", state.pool.once), ("2", state.pool.twice)):

@@ -21,6 +21,7 @@ from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.observer import EngineWatch
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.service import Service
+from fastdecode.server.standby import standby_door, url_of
 from fastdecode.server.tracing import RequestTracer
 
 POLL_SECONDS = 0.05
@@ -43,7 +44,8 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
         endpoint = settings.otlp_traces_endpoint
         tracer = RequestTracer(endpoint, name) if endpoint else None
         engine_thread = EngineThread(config, EngineWatch(name))
-        service = Service(config, settings, engine_thread, tracer)
+        with standby_door(listener, settings):
+            service = Service(config, settings, engine_thread, tracer)
         try:
             return _Server(service, config, settings).run_on(listener)
         finally:
@@ -104,12 +106,10 @@ class _Server(uvicorn.Server):
         self._service.restore()
         await super().startup(sockets)
         service, settings = self._service, self._settings
-        host, port = (sockets or [])[0].getsockname()[:2]
-        scheme = "https" if settings.ssl_certfile else "http"
-        where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        where = url_of((sockets or [])[0], settings)
         guard = "with an API key" if settings.api_key else "without an API key"
         count = f"{service.num_r_workers} R-worker{'s' if service.num_r_workers > 1 else ''}"
-        print(f"fastdecode: serves {', '.join(service.model_names)} at {where} ({guard}; {count})", flush=True)
+        print(f"fastdecode: serves {', '.join(service.model.names)} at {where} ({guard}; {count})", flush=True)
         service.read_vocabulary_soon()
 
     def _told_to_end(self, status: int) -> None:

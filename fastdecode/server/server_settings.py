@@ -49,6 +49,10 @@ class ServerSettings:
         None, "of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces: a span per request goes there, "
         "as OTLP over HTTP", SERVER, metavar="URL", unset="none",
     )  # fmt: skip
+    standby: str | None = setting(
+        None, "session whose server this one replaces: it loads its weights, answers 503, and goes on with that "
+        "session and its --journal once no server has had it for 2 s", SERVER, metavar="SESSION", unset="none",
+    )  # fmt: skip
     reconnect_seconds: float = setting(
         30.0, "with --journal, how long a request goes on, or its answer is kept, without its client", SERVER,
         metavar="SECONDS",

@@ -15,7 +15,6 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.structured_outputs import UNFOLLOWED
-from fastdecode.api.text import check_token_ids
 from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.machine import return_free_memory
@@ -27,10 +26,11 @@ from fastdecode.server.errors import ApiError
 from fastdecode.server.exchanges import DisconnectedError, Exchange, Reading, ShutdownError
 from fastdecode.server.keeper import Keeper
 from fastdecode.server.kept_files import KeptRequest, outputs_of
-from fastdecode.server.prompt_reader import PromptReader, PromptTokens
-from fastdecode.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest, prompts, sampling_params
+from fastdecode.server.prompt_reader import PromptTokens
+from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts, sampling_params
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import ResponsesRequest, chat_of
+from fastdecode.server.served_model import ServedModel
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
 from fastdecode.sworker.tokenizer import check_chat_template
@@ -62,15 +62,8 @@ class Service:
         if template is not None:
             check_chat_template(template)
         engine = engine_thread.start()
-        name, self.model = config.lora or (config.model, config.model)  # an adapter's name and folder
-        self._base = config.model if config.lora else None
-        self.model_names = settings.model_names(name)
-        self.tokenizer, self.vocab_size = engine.s_model.tokenizer, engine.s_model.vocab_size
-        self.max_model_len = engine.s_model.max_model_len
-        self.generation_defaults = engine.s_model.generation_defaults
+        self.model = ServedModel(config, settings, engine.s_model, template)
         self.num_r_workers = len(engine.r_workers)
-        told = {} if template is None else {"chat_template": template}
-        self._reader = PromptReader(self.tokenizer, self.vocab_size, self.max_model_len, told)
         self._most_sequences = config.max_num_seqs + settings.max_num_queued_reqs
         self._exchanges: dict[Exchange, Any] = {}
         self._tracer = tracer
@@ -79,12 +72,14 @@ class Service:
         self._short_texts = ThreadPoolExecutor(1, "tokenizer")
         self._long_texts = ThreadPoolExecutor(1, "long-texts")
         self._compiling = ThreadPoolExecutor(1, "grammars")
-        self._grammars = engine.s_model.grammars if self.tokenizer else None
-        self._created = int(time.time())
+        self._grammars = engine.s_model.grammars if self.model.tokenizer else None
         self.draining = False
         self.keeper = Keeper(config.journal, settings, self.end) if config.journal else None
         self.archive = Archive(self.keeper, self._remake)
         self.observer.metrics.num_api_requests = lambda: len(self._exchanges)
+        if self.keeper:
+            keeper = self.keeper
+            self.observer.metrics.stored_responses = lambda: (keeper.num_stored, keeper.stored_bytes)
 
     @property
     def dead(self) -> bool:
@@ -102,13 +97,6 @@ class Service:
         if self._num_sequences >= self._most_sequences:
             raise ApiError(503, f"{self._num_sequences} sequences are under way: the queue is full", "overloaded_error")
 
-    def check_model(self, name: str | None) -> None:
-        """ApiError 404 where the client means another model; None means this one."""
-        if name is not None and name not in self.model_names:
-            raise ApiError(
-                404, f"the model {name!r:.200} does not exist: {', '.join(self.model_names)} does", param="model"
-            )
-
     async def accept(self, asked: Asked, num_bytes: int, headers: Mapping[str, str]) -> ApiRequest:
         """Read the request and queue it; it must be given to ``leave``. ``num_bytes``: of its body. ``headers`` say
         which trace it belongs to, if any, and where requests are kept what it is to be called: the same, asked again
@@ -118,7 +106,7 @@ class Service:
         """
         arrival_seconds = time.perf_counter()
         self.check_open()
-        self.check_model(asked.model)
+        self.model.check_name(asked.model)
         name = self.archive.name_of(headers)
         if known := self.archive.known(name, asked):
             return known
@@ -128,9 +116,9 @@ class Service:
         self.check_open()
         self._num_sequences += num_sequences
         try:
-            found = await self.off_loop(num_bytes, self._reader.read, chat)
+            found = await self.off_loop(num_bytes, self.model.reader.read, chat)
             if chat is asked:  # the tokens that a response may have are a bound
-                self._reader.check_room(chat, found)
+                self.model.reader.check_room(chat, found)
             await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
@@ -194,28 +182,6 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down", "server_error")
 
-    def model_cards(self) -> list[dict[str, Any]]:
-        """What is served, a card for each of its names."""
-        told = {"object": "model", "created": self._created, "owned_by": "fastdecode", "root": self.model}
-        told |= {"parent": self._base, "max_model_len": self.max_model_len}
-        return [{"id": name, **told} for name in self.model_names]
-
-    def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Token ids of the text or the conversation; ApiError or RequestError."""
-        self.check_model(request.model)
-        return self._reader.tokenize(request)
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
-        return [self.detokenize([token_id]) for token_id in token_ids]
-
-    def detokenize(self, token_ids: list[int]) -> str:
-        """Their text; ApiError or RequestError."""
-        if self.tokenizer is None:
-            raise ApiError(400, "the tokenizer was not loaded (skip_tokenizer_init)")
-        check_token_ids(token_ids, self.vocab_size)
-        return self.tokenizer.backend.decode(token_ids, skip_special_tokens=False)
-
     def fail_all(self) -> None:
         """Break off every request: the server ends."""
         for exchange in list(self._exchanges):
@@ -245,7 +211,7 @@ class Service:
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
         """How tokens are chosen, and how many sequences that makes."""
-        params = sampling_params(request, self.generation_defaults)
+        params = sampling_params(request, self.model.generation_defaults)
         return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
 
     def _enter(self, request: ApiRequest, context: Any) -> None:
@@ -256,15 +222,17 @@ class Service:
     def _form(
         self, asked: Asked, chat: ChatRequest | CompletionRequest, exchange: Exchange, created: int | None = None
     ) -> AnswerForm | ResponseForm:
-        echoes = self._reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
-        return form_of(asked, chat, exchange.params, self.model_names[0], exchange.exchange_id, echoes, created)
+        echoes = (
+            self.model.reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
+        )
+        return form_of(asked, chat, exchange.params, self.model.names[0], exchange.exchange_id, echoes, created)
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
         """The request that was kept, with its outputs where it has ended; not in the engine."""
         asked: Asked = msgspec.convert(kept.body, KINDS[kept.route])
         chat = chat_of(asked, kept.messages) if isinstance(asked, ResponsesRequest) else asked
         found = [PromptTokens(*each) for each in kept.prompts]
-        exchange = Exchange(kept.answer_id, found, sampling_params(chat, self.generation_defaults))
+        exchange = Exchange(kept.answer_id, found, sampling_params(chat, self.model.generation_defaults))
         if kept.outputs is not None:
             exchange.outputs = list(outputs_of(kept))
         elif kept.failure:

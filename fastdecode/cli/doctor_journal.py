@@ -1,0 +1,53 @@
+"""What ``fastdecode doctor`` says of a journal: what lies there, whose it is now, and whether it can be written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastdecode.cli.doctor import Finding
+from fastdecode.journal.inspect import JournalLook, look_at
+from fastdecode.journal.pulse import SILENT_SECONDS
+
+
+def check_journal(folder: str) -> Iterator[Finding]:
+    """Reads only, but for a file that is made, locked, renamed and removed again."""
+    if not Path(folder).is_dir():
+        yield Finding("broken", f"journal {folder}: no folder", "start an engine with --journal, which makes it")
+        return
+    look = look_at(folder)
+    if look is None:
+        yield Finding("note", f"journal {folder}: empty", "an engine with --journal has not been here yet")
+    else:
+        yield from _contents(folder, look)
+    yield _writing(Path(folder))
+
+
+def _contents(folder: str, look: JournalLook) -> Iterator[Finding]:
+    counts = f"{look.num_requests} requests, of which {look.num_ended} have ended; {look.num_bytes / 2**20:.1f} MiB"
+    yield Finding("ok", f"journal {folder}: {counts}")
+    if lost := look.num_bytes - look.num_whole:
+        cure = "the next engine cuts it there, and computes its tokens again; beside one that writes it is nothing"
+        yield Finding("note", f"journal: {lost} bytes at its end are no whole records", cure)
+    if look.pulse_seconds is not None:
+        is_alive = look.pulse_seconds < SILENT_SECONDS
+        who = "a session's server has it now" if is_alive else "no session's server has it now"
+        yield Finding("ok", f"journal: {who}: last sign of life {look.pulse_seconds:.1f} s ago")
+
+
+def _writing(folder: Path) -> Finding:
+    """As engines use it: locks and renaming."""
+    path = folder / f"doctor-{secrets.token_hex(4)}"
+    try:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(path, path.with_suffix(".renamed"))  # noqa: PTH105 (of two names, not of a Path)
+        path.with_suffix(".renamed").unlink()
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        cure = "a file system with locks that this user may write; for a standby one that both hosts mount"
+        return Finding("broken", f"journal {folder}: {error.strerror}", cure)
+    return Finding("ok", f"journal {folder}: can be written, locked and renamed in")

@@ -1,0 +1,57 @@
+"""The model that a server serves, as its clients see it: its names, its sizes, and texts as its tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.text import check_token_ids
+from fastdecode.server.errors import ApiError
+from fastdecode.server.prompt_reader import PromptReader
+from fastdecode.server.protocol import TokenizeRequest
+from fastdecode.server.server_settings import ServerSettings
+from fastdecode.sworker import SModel
+
+
+class ServedModel:
+    """``names``: what clients may call it; ``reader`` makes prompts of what they ask. For any thread."""
+
+    def __init__(self, config: EngineConfig, settings: ServerSettings, model: SModel, template: str | None) -> None:
+        """``template``: of chats, None: the tokenizer's."""
+        name, self.folder = config.lora or (config.model, config.model)  # an adapter's name and folder
+        self._base = config.model if config.lora else None
+        self.names = settings.model_names(name)
+        self.tokenizer, self.vocab_size, self.max_model_len = model.tokenizer, model.vocab_size, model.max_model_len
+        self.generation_defaults = model.generation_defaults
+        told = {} if template is None else {"chat_template": template}
+        self.reader = PromptReader(self.tokenizer, self.vocab_size, self.max_model_len, told)
+        self._created = int(time.time())
+
+    def check_name(self, name: str | None) -> None:
+        """ApiError 404 where the client means another model; None means this one."""
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"the model {name!r:.200} does not exist: {', '.join(self.names)} does", param="model")
+
+    def cards(self) -> list[dict[str, Any]]:
+        """What is served, a card for each of its names."""
+        told = {"object": "model", "created": self._created, "owned_by": "fastdecode", "root": self.folder}
+        told |= {"parent": self._base, "max_model_len": self.max_model_len}
+        return [{"id": name, **told} for name in self.names]
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Token ids of the text or the conversation; ApiError or RequestError."""
+        self.check_name(request.model)
+        return self.reader.tokenize(request)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return [self.detokenize([token_id]) for token_id in token_ids]
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """Their text; ApiError or RequestError."""
+        if self.tokenizer is None:
+            raise ApiError(400, "the tokenizer was not loaded (skip_tokenizer_init)")
+        check_token_ids(token_ids, self.vocab_size)
+        return self.tokenizer.backend.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,47 @@
+"""A client that reads a stream over as many connections as it takes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.request
+from typing import Any
+
+PATIENCE_SECONDS = 60
+
+
+class Client:
+    """Asks for one stream, and goes on with it where it broke; ``events``: the data of each, in order."""
+
+    def __init__(self, path: str, body: dict[str, Any], name: str) -> None:
+        self._path, self._body = path, {"stream": True, **body}
+        self._headers = {"content-type": "application/json", "x-request-id": name}
+        self._next_id = ""
+        self.events: list[Any] = []
+        self.last_id = ""
+        self.ended = False
+
+    def read(self, url: str) -> None:
+        """Up to the end, or to where the connection breaks."""
+        headers = {**self._headers, **({"last-event-id": self.last_id} if self.last_id else {})}
+        data = json.dumps(self._body).encode()
+        asked = urllib.request.Request(url + self._path, data, headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as response:
+                assert response.headers["x-request-id"] == self._headers["x-request-id"]
+                for line in response:
+                    self._take(line.decode().rstrip("\n"))
+        except (OSError, http.client.HTTPException):
+            return
+
+    def _take(self, line: str) -> None:
+        if line.startswith("id: "):
+            self._next_id = line[4:]
+        elif line == "data: [DONE]":
+            self.ended = True
+        elif line.startswith("data: "):
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            self.events.append(event)
+            self.last_id = self._next_id
+            self.ended = self.ended or event.get("type") in ("response.completed", "response.incomplete")

@@ -1,0 +1,96 @@
+"""A server that stands by: it takes over from one that is killed or stopped, and of the two one goes on."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import r_workers
+from helpers.servers import BARE, FASTDECODE, RunningServer
+from helpers.streams import Client
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.cli.main import main
+from fastdecode.core.errors import ConfigError
+
+PATIENCE_SECONDS = 60
+
+
+def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="standby: what is to go on is found by --journal: give one"):
+        EngineConfig(stands_by=True, session="a", r_workers="localhost:1")
+    assert main(["serve", "--standby", "a", "--session", "b"]) == 2
+    assert "--session 'b' and --standby 'a': give one" in capsys.readouterr().err
+
+
+@contextmanager
+def server(folder: Path, name: str, *flags: str) -> Iterator[RunningServer]:
+    """One that serves, or stands by, once its first line is there."""
+    log = folder / f"{name}.log"
+    with log.open("w") as errors:
+        command = [FASTDECODE, "serve", *BARE, "--max-model-len", "512", "--journal", str(folder / "journal"), *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        found = re.search(r" at (https?://\S+)", line)
+        assert found, f"{line}\n{log.read_text()}"
+        yield RunningServer(process, found[1], log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(server: RunningServer, status: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while server.request("/health")[0] != status:
+        assert time.monotonic() < deadline and server.process.poll() is None, server.log.read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
+def test_a_standby_takes_over(tmp_path: Path, way: str) -> None:
+    """Within a stream: its client goes on there, and has what an undisturbed one has; a server that was stopped, and
+    wakes up, ends by name."""
+    asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 400, "temperature": 1, "seed": 3, "logprobs": 1}
+    with ExitStack() as stack:
+        addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
+        common = ("--r-workers", addresses, "--keep-session", "60")
+        first = stack.enter_context(server(tmp_path, "first", *common, "--session", "s"))
+        second = stack.enter_context(server(tmp_path, "second", *common, "--standby", "s"))
+        while "stands by for session s: R-worker" not in second.log.read_text():
+            assert second.process.poll() is None
+            time.sleep(0.05)
+        status, answer = second.request("/v1/completions", asked)
+        assert status == 503 and "stands by for session s" in answer["error"]["message"]
+        assert second.request("/health")[0] == 503 and first.request("/health")[0] == 200
+        client = Client("/v1/completions", asked, "a")
+        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(client.read, first.url)
+        while len(client.events) < 20:
+            assert not reading.done() and first.process.poll() is None
+            time.sleep(0.005)
+        first.process.send_signal(getattr(signal, way))
+        start = time.monotonic()
+        wait_for(second, 200)
+        print(f"took over {time.monotonic() - start:.2f} s after {way}")
+        if way == "SIGSTOP":
+            first.process.send_signal(signal.SIGCONT)
+            assert first.process.wait(PATIENCE_SECONDS) == 1
+            assert re.search(r"session (s went on|goes on) with", first.log.read_text()), first.log.read_text()
+        reading.result()
+        assert not client.ended
+        client.read(second.url)
+        _, whole = second.request("/v1/completions", asked)
+    assert client.ended
+    choices = [choice for event in client.events for choice in event["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    assert tokens == whole["choices"][0]["logprobs"]["tokens"]
