@@ -16,8 +16,8 @@ TOOLS := $(VENV)/.tools
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-python compilers fuzz fuzz-api chaos kills \
-  site site-check lint-deployment wheels try-wheels clean
+.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-python portable compilers fuzz fuzz-api \
+  chaos kills site site-check lint-deployment wheels try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -94,11 +94,13 @@ build = test "$$(cat $1/.content 2>/dev/null)" = "$(CONTENT)" || { mkdir -p $1 &
   nice $(BIN)/cmake --build $1 --target $3 -j$$(nproc); } > $1/build.log 2>&1 && echo $(CONTENT) > $1/.content || \
   { cat $1/build.log; exit 1; }; }
 
+LITTLE_OPTIMIZATION := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
+
 # AVX-512 in plain C++ (rworker_cpp/emulation): what this CPU cannot run by itself is tested so, and what it can is held
 # against it bit for bit.
 emulated: $(STAMP)
 	$(call build,out/emulated,-DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-Og \
-	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1 -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  $(LITTLE_OPTIMIZATION) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir),_rworker)
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker
 
@@ -124,6 +126,19 @@ arm-python: $(STAMP)
 	  PYTHONPATH=tests QEMU_CPU=$$cpu out/arm-python/python -m pytest -q -p no:cacheprovider tests/rworker \
 	  --ignore tests/rworker/test_picks.py --ignore tests/rworker/test_states.py || exit 1; done
 	FASTDECODE_ARM=$$PWD/out/arm-python/fastdecode $(BIN)/pytest -q -rP --timeout 1200 tests/test_arm.py
+
+# The R-worker without what only Linux has: the C++ tests of such a build here; then zig compiles it for Macs, which is not run.
+portable: $(STAMP)
+	$(BIN)/python -c 'import ziglang' 2>/dev/null || $(BIN)/pip install --disable-pip-version-check -q ziglang
+	$(call build,out/portable,-DFASTDECODE_PORTABLE=ON -DFASTDECODE_SCALAR=ON -DFASTDECODE_BUILD_TESTS=ON \
+	  -DFASTDECODE_BUILD_BINDINGS=OFF -DFASTDECODE_KERNEL_OPTIMIZATION=-O1 $(LITTLE_OPTIMIZATION),rworker_tests)
+	out/portable/rworker_cpp/rworker_tests
+	PATH="$(abspath $(BIN)):$$PATH"; $(call build,out/macos,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/macos.cmake \
+	  -DFASTDECODE_BUILD_TESTS=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-O1 $(LITTLE_OPTIMIZATION) \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DPYTHON_MODULE_EXTENSION=.macos.so \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) \
+	  -DPython_INCLUDE_DIR=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))'),rworker_tests _rworker)
+	file out/macos/rworker_cpp/rworker_tests out/macos/rworker_cpp/_rworker.macos.so
 
 # The kernels with every g++, clang and zig that is found, at -O2 and -O3: minutes for each.
 compilers: $(STAMP)

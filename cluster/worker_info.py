@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
 from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.r_worker.host import host_id, own_address
 from fastdecode.cluster.wire.messages import Welcome
+from fastdecode.core.machine import allowed_cores
 from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo
 
 NUM_PINGS = 8
@@ -33,7 +33,7 @@ def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) 
 
 def _has_own_cores(welcome: Welcome) -> bool:
     """True for another machine, and for cores of this one that the S-worker keeps off."""
-    return welcome.host_id != host_id() or not set(welcome.cores) & os.sched_getaffinity(0)
+    return welcome.host_id != host_id() or not set(welcome.cores) & allowed_cores()
 
 
 def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...]:

@@ -68,6 +68,27 @@ class Reader:
         return array if array.flags.aligned else array.copy()
 
 
+class Bell:
+    """Any thread rings it, and a poll of ``descriptor`` returns until it is hushed: a pipe, which every system has."""
+
+    def __init__(self) -> None:
+        self.descriptor, self._rung = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._rung, False)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full, and so rings
+            os.write(self._rung, b"\0")
+
+    def hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.descriptor, 1 << 16)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        os.close(self._rung)
+
+
 Handler = Callable[["Port", bytes, Frame, Reader], None]
 """Called in the port's thread with the port, a peer's identity, its frame, and the frame's parts.
 
@@ -105,7 +126,7 @@ class Port:
         self._peers: dict[bytes, Conversation] = {}
         self._outbox: deque[tuple[bytes, Kind, tuple[Any, ...], int]] = deque()
         self._logged: set[str] = set()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._is_closing = False
         self._watched: tuple[bytes, Callable[[], None]] | None = None
         self._next_look = 0.0
@@ -128,7 +149,7 @@ class Port:
         """Have the port's thread send a frame to a peer, from any thread; no effect if it is gone or does not read."""
         self._outbox.append((identity, kind, parts, layer))
         if threading.current_thread() is not self._thread:
-            os.eventfd_write(self._wake, 1)
+            self._bell.ring()
 
     def refuse(self, identity: bytes, error: str, message: str) -> None:
         """Have the port's thread send a refusal that does not tell the epoch. To be called by the handler."""
@@ -148,12 +169,11 @@ class Port:
 
     def close(self) -> None:
         """Wait until the thread has ended; may be called twice."""
-        if self._wake >= 0:
+        if not self._is_closing:
             self._is_closing = True
-            os.eventfd_write(self._wake, 1)
+            self._bell.ring()
             self._thread.join()
-            os.close(self._wake)
-            self._wake = -1
+            self._bell.close()
 
     def _run(self, bind: Callable[[], ZmqListener], niceness: int, bound: SimpleQueue[ZmqListener | Exception]) -> None:
         """The listener is made here, since libzmq's threads inherit this one's niceness."""
@@ -166,7 +186,7 @@ class Port:
             bound.put(error)
             return
         self._reader = Reader(self._listener)
-        self._listener.watch(self._wake)
+        self._listener.watch(self._bell.descriptor)
         bound.put(self._listener)
         try:
             while not self._is_closing:
@@ -179,8 +199,7 @@ class Port:
             self._receive(peer)
             self._listener.skip()
         self._look_after()
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        self._bell.hush()
         while self._outbox:
             identity, kind, parts, layer = self._outbox.popleft()
             with contextlib.suppress(ConnectionError):

@@ -97,7 +97,7 @@ class ChainWriter:
 
     def finish(self) -> None:
         """Have the file on the disk, and then in its place."""
-        os.fdatasync(self._file.fileno())
+        getattr(os, "fdatasync", os.fsync)(self._file.fileno())  # macOS has the latter alone
         self._file.close()
         self._aside.rename(self._path)
 

@@ -18,7 +18,9 @@ from fastdecode.cluster.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import (
+    CAN_BIND,
     KV_CACHE_SHARE,
+    allowed_cores,
     available_memory_bytes,
     has_cpu_quota,
     total_memory_bytes,
@@ -74,7 +76,7 @@ def take_host(
     directory = ParkDirectory(park) if park else None
     if cores is not None:
         _bind(cores)
-    bound = tuple(sorted(os.sched_getaffinity(0)) if cores is not None else usable_cores())
+    bound = tuple(sorted(allowed_cores()) if cores is not None else usable_cores())
     free = available_memory_bytes()
     if kv_cache_bytes is not None and kv_cache_bytes > free:
         raise CapacityError(
@@ -241,11 +243,13 @@ def _columns(records: np.ndarray) -> np.ndarray:
 
 
 def _bind(cores: list[int]) -> None:
+    if not CAN_BIND:
+        raise ConfigError("cores: this system binds no process to cores; leave --cores away, or give --threads")
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
         raise ConfigError(f"cores: this machine does not give {_ranges(cores)}: {error.strerror}") from None
-    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    missing = sorted(set(cores) - allowed_cores())
     if missing:
         raise ConfigError(f"cores: this machine does not give {_ranges(missing)}")
 

@@ -26,9 +26,18 @@ MOST_RANKS = 2
 """Open MPI binds every rank of a job of at most so many to one core, and those of larger jobs to a NUMA node."""
 
 
+CAN_BIND = hasattr(os, "sched_setaffinity")
+"""Whether this system binds processes to cores: Linux does, macOS does not."""
+
+
+def allowed_cores() -> set[int]:
+    """Core numbers in this process's affinity mask; all cores where the system has no such masks."""
+    return set(os.sched_getaffinity(0)) if CAN_BIND else set(range(os.cpu_count() or 1))
+
+
 def usable_cores() -> list[int]:
-    """Core numbers in this process's affinity mask, cut to the cgroup's CPU quota where one is set."""
-    cores = sorted(os.sched_getaffinity(0))
+    """``allowed_cores`` in order, cut to the cgroup's CPU quota where one is set."""
+    cores = sorted(allowed_cores())
     quota = _cgroup_value("cpu.max")
     if quota and quota.split()[0] != "max":
         limit, period = (int(part) for part in quota.split())
@@ -38,7 +47,7 @@ def usable_cores() -> list[int]:
 
 def has_cpu_quota() -> bool:
     """True where the cgroup says how much processor time this process may use, which is less than its cores have."""
-    return len(usable_cores()) < len(os.sched_getaffinity(0))
+    return len(usable_cores()) < len(allowed_cores())
 
 
 def numa_nodes() -> list[list[int]]:
@@ -55,8 +64,11 @@ def numa_nodes() -> list[list[int]]:
 
 
 def available_memory_bytes() -> int:
-    """Bytes that can still be allocated without swapping, within the cgroup's limit."""
-    available = _meminfo_bytes("MemAvailable")
+    """Bytes that can still be allocated without swapping, within the cgroup's limit.
+
+    Half of all memory where the kernel does not tell what is free.
+    """
+    available = _meminfo_bytes("MemAvailable") or total_memory_bytes() // 2
     limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
     if limit and limit != "max" and used:
         available = min(available, int(limit) - int(used))
@@ -66,13 +78,13 @@ def available_memory_bytes() -> int:
 def total_memory_bytes() -> int:
     """Bytes of memory this process could ever have."""
     limit = _cgroup_value("memory.max")
-    total = _meminfo_bytes("MemTotal")
+    total = _meminfo_bytes("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(total, int(limit)) if limit and limit != "max" else total
 
 
 def cpu_name() -> str:
     """The processor's name as the kernel gives it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -81,17 +93,25 @@ def cpu_name() -> str:
 def cpu_identity() -> str:
     """The same for all processors of one kind, in letters, digits and dashes: vendor, family, model and stepping."""
     fields: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in _lines("/proc/cpuinfo"):
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     return "-".join(fields[name] for name in KIND_FIELDS if name in fields) or platform.machine()
 
 
 def _meminfo_bytes(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in _lines("/proc/meminfo"):
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def _lines(path: str) -> list[str]:
+    """Those of a file of Linux's kernel; none on other systems."""
+    try:
+        return Path(path).read_text().splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _cgroup_value(name: str) -> str:
@@ -113,7 +133,7 @@ def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
 
     Ranks of larger jobs, and those that a user bound to more than one core, are left as they are.
     """
-    bound = os.sched_getaffinity(0)
+    bound = allowed_cores()
     if len(bound) > 1 or not is_trapped(environment):
         return ""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel keeps to what the cgroup allows

@@ -9,8 +9,17 @@
 namespace rworker {
 namespace {
 
+#ifdef RWORKER_PORTABLE
+void ask_for_huge_pages(void*, std::size_t) {}
+#else
 /// A huge page of pages of 64 KB has 512 MB, which its first touch would clear in the middle of a step.
 constexpr long kMostPageBytes = 1 << 14;
+
+void ask_for_huge_pages(void* mapping, std::size_t num_bytes) {
+    if (sysconf(_SC_PAGESIZE) > kMostPageBytes) return;
+    madvise(mapping, num_bytes, MADV_HUGEPAGE);  // a wish: kernels without huge pages refuse it
+}
+#endif
 
 }  // namespace
 
@@ -18,8 +27,7 @@ Arena::Arena(std::int64_t num_bytes) : num_bytes_(std::max<std::int64_t>(num_byt
     void* mapping = mmap(nullptr, std::size_t(num_bytes_), PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) throw std::bad_alloc();
-    if (sysconf(_SC_PAGESIZE) <= kMostPageBytes)
-        madvise(mapping, std::size_t(num_bytes_), MADV_HUGEPAGE);  // a wish: kernels without huge pages refuse it
+    ask_for_huge_pages(mapping, std::size_t(num_bytes_));
     data_ = static_cast<std::uint8_t*>(mapping);
 }
 

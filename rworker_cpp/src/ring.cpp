@@ -1,12 +1,15 @@
 #include "rworker/ring.hpp"
 
+#ifndef RWORKER_PORTABLE
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#endif
 
 #include <chrono>
 #include <string>
+#include <thread>
 
 #include "rworker/types.hpp"
 #include "spin.hpp"
@@ -18,10 +21,31 @@ using SteadyClock = std::chrono::steady_clock;
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "processes share these");
 
+#ifdef RWORKER_PORTABLE
+/// Looks again after so long, since processes have no futex in common here.
+constexpr std::chrono::microseconds kNap{50};
+
+void wake(std::atomic<std::uint32_t>&) {}
+
+void sleep_on(const std::atomic<std::uint32_t>& word, std::uint32_t value, double seconds) {
+    const auto end = SteadyClock::now() + std::chrono::duration<double>(seconds);
+    while (word.load() == value && SteadyClock::now() < end) std::this_thread::sleep_for(kNap);
+}
+#else
 /// The plain futex, not std::atomic's wait: that one is private to a process.
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
+
+void wake(std::atomic<std::uint32_t>& word) { futex(word, FUTEX_WAKE, 1, nullptr); }
+
+/// Returns when `word` is no longer `value`, when the time is over, or now and then for no reason.
+void sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t value, double seconds) {
+    const auto whole = static_cast<time_t>(seconds);
+    const timespec timeout{whole, static_cast<long>((seconds - double(whole)) * 1e9)};
+    futex(word, FUTEX_WAIT, value, &timeout);
+}
+#endif
 
 }  // namespace
 
@@ -33,7 +57,7 @@ void Ring::push(std::uint64_t word) {
     state_->words[pushed % RingState::kCapacity] = word;
     // Sequentially consistent with the reader's: either it sees the word before it sleeps, or we see that it sleeps.
     state_->pushed.store(pushed + 1);
-    if (state_->sleeping.load() != 0) futex(state_->pushed, FUTEX_WAKE, 1, nullptr);
+    if (state_->sleeping.load() != 0) wake(state_->pushed);
 }
 
 std::optional<std::uint64_t> Ring::pop(double timeout_seconds) {
@@ -58,10 +82,8 @@ bool Ring::empty() const {
 /// Returns when there is a word, when the time is over, or now and then for no reason.
 void Ring::sleep(double timeout_seconds) {
     const std::uint32_t popped = state_->popped.load(std::memory_order_relaxed);
-    const auto whole = static_cast<time_t>(timeout_seconds);
-    const timespec timeout{whole, static_cast<long>((timeout_seconds - double(whole)) * 1e9)};
     state_->sleeping.store(1);
-    if (state_->pushed.load() == popped) futex(state_->pushed, FUTEX_WAIT, popped, &timeout);
+    if (state_->pushed.load() == popped) sleep_on(state_->pushed, popped, timeout_seconds);
     state_->sleeping.store(0);
 }
 

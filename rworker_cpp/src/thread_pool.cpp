@@ -26,6 +26,9 @@ void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
     value.wait(old, std::memory_order_acquire);
 }
 
+#ifdef RWORKER_PORTABLE
+void name_and_pin(std::thread&, int, const std::vector<int>&) {}
+#else
 void name_and_pin(std::thread& thread, int index, const std::vector<int>& cores) {
     const std::string name = "rworker-" + std::to_string(index);
     pthread_setname_np(thread.native_handle(), name.c_str());
@@ -35,6 +38,7 @@ void name_and_pin(std::thread& thread, int index, const std::vector<int>& cores)
     CPU_SET(cores[index % cores.size()], &set);
     pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
 }
+#endif
 
 }  // namespace
 
