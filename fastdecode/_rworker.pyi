@@ -34,6 +34,13 @@ def block_bytes(
 ) -> int:
     """Bytes that one block of ``block_size`` tokens takes over all ``layers``; arguments as in :class:`RWorker`."""
 
+def checksum(data: npt.NDArray[np.uint8], start: bytes, *, by_tables: bool = False) -> bytes:
+    """16 bytes of ``data``, uint8 [bytes], and ``start``, 16 bytes: four CRC-32C side by side, at the speed of memory
+    where the processor has an instruction for it; ``by_tables``: as where it has none.
+
+    Any change within 32 consecutive bits is seen, any other one but once in 2**32. ValueError for other arrays.
+    """
+
 def read_peak(num_threads: int, num_bytes: int, repeats: int) -> float:
     """Read bandwidth in GB/s (1e9 bytes): the median over ``repeats`` passes through a buffer of ``num_bytes``.
 
@@ -284,6 +291,16 @@ class RWorker:
         ``data``: uint8 [bytes], C-contiguous. ValueError for an id that exists or a start that is not its length, too
         few free blocks, a length that is not that of ``num_tokens``, another kind of array, or while a step is open.
         """
+
+    def export_blocks(self, sequence_id: int, start: int, num_tokens: int) -> npt.NDArray[np.uint8]:
+        """Whole blocks as they lie in this cache, uint8 [blocks * block_bytes]: for each layer, for each block.
+
+        Copies of memory: for workers of the same layers, KV dtype, block size and instruction set only. ValueError for
+        tokens that it has not or that are no whole blocks, where layers are recurrent, or while a step is open.
+        """
+
+    def import_blocks(self, sequence_id: int, num_tokens: int, data: npt.NDArray[np.uint8], start: int = 0) -> None:
+        """As ``import_``, of whole blocks that ``export_blocks`` gave."""
 
     def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:
         """KeyError for a job that is not under way, ValueError for rows that it does not wait for.

@@ -152,7 +152,7 @@ def chain_file(data: bytes) -> None:
 
 def _chain_bytes() -> bytes:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        writer = ChainWriter(Path(folder) / "a.chain", Head("0" * 64, 32, CHAIN.num_blocks, 1), CHAIN.marks)
+        writer = ChainWriter(Path(folder) / "a.chain", Head("0" * 64, 32, CHAIN.num_blocks, 32), CHAIN.marks)
         for tokens in (512, 32):
             writer.append(np.zeros(tokens, np.uint8))
         writer.finish()

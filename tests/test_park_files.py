@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastdecode import _rworker
 from fastdecode.cli.main import main
 from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.parking.directory import ParkDirectory
@@ -23,14 +24,14 @@ def _chain(first: int, num_blocks: int, block_size: int = 32) -> Chain:
     return Chain.of([bytes([first]) * 8 + index.to_bytes(8, "big") for index in range(num_blocks)], block_size)
 
 
-def _write(directory: ParkDirectory, chain: Chain, fingerprint: str = FINGERPRINT, token_bytes: int = 3) -> Path:
-    head = Head(fingerprint, 32, chain.num_blocks, token_bytes, "float32", "int8", "avx2")
+def _write(directory: ParkDirectory, chain: Chain, fingerprint: str = FINGERPRINT, block_bytes: int = 96) -> Path:
+    head = Head(fingerprint, 32, chain.num_blocks, block_bytes, "float32", "int8", "avx2")
     path = directory.path(fingerprint, chain.name)
     assert directory.make_room(head, path.name) is not None
     writer = ChainWriter(path, head, chain.marks)
     numbers = np.random.default_rng(chain.name[0])
     for number in range(head.num_pieces):
-        writer.append(numbers.integers(0, 256, head.piece_tokens(number) * token_bytes, np.uint8))
+        writer.append(numbers.integers(0, 256, head.piece_bytes(number), np.uint8))
     assert not path.exists()  # until it is whole
     writer.finish()
     directory.add(path)
@@ -90,7 +91,7 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path, count: i
 
 def test_a_folder_keeps_to_its_bytes_and_drops_what_was_used_longest_ago(tmp_path: Path) -> None:
     chains = [_chain(number, 16) for number in range(4)]
-    size = Head(FINGERPRINT, 32, 16, 3, "float32", "int8", "avx2").file_bytes
+    size = Head(FINGERPRINT, 32, 16, 96, "float32", "int8", "avx2").file_bytes
     directory = ParkDirectory(ParkPlace(tmp_path, 3 * size))
     paths = [_write(directory, chain) for chain in chains[:3]]
     assert {path.stat().st_size for path in paths} == {size}
@@ -103,7 +104,7 @@ def test_a_folder_keeps_to_its_bytes_and_drops_what_was_used_longest_ago(tmp_pat
     assert list(directory.chains(OTHER)) == []
     paths.append(_write(directory, chains[3]))
     assert [path.exists() for path in paths] == [True, False, True, True] and directory.num_bytes == 3 * size
-    assert directory.make_room(Head(FINGERPRINT, 32, 1 << 20, 3), "x") is None and directory.num_chains == 3
+    assert directory.make_room(Head(FINGERPRINT, 32, 1 << 20, 96), "x") is None and directory.num_chains == 3
     directory.close()
 
 
@@ -153,3 +154,24 @@ def test_marks_are_the_hashes_at_the_ends_of_pieces(block_size: int) -> None:
         assert Chain.of(hashes[:count], block_size).marks == tuple(
             hashes[end // block_size - 1] for end in sorted(ends)
         )
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 31, 32, 33, 64, 100, 255])
+def test_checksums_are_four_crc_32c(num_bytes: int) -> None:
+    """Against bit by bit; by the processor's instruction and by tables."""
+    numbers = np.random.default_rng(num_bytes)
+    data, start = numbers.integers(0, 256, num_bytes, np.uint8), numbers.bytes(16)
+
+    def crc(lane: int, text: bytes) -> int:
+        for byte in text:
+            lane ^= byte
+            for _ in range(8):
+                lane = lane >> 1 ^ (0x82F63B78 if lane & 1 else 0)
+        return lane
+
+    lanes = [int.from_bytes(start[at : at + 4], "little") for at in range(0, 16, 4)]
+    for number in range(-(-num_bytes // 8)):
+        word = data.tobytes()[8 * number : 8 * number + 8].ljust(8, b"\0")
+        lanes[number % 4] = crc(lanes[number % 4], word)
+    expected = b"".join(crc(lane, num_bytes.to_bytes(8, "little")).to_bytes(4, "little") for lane in lanes)
+    assert _rworker.checksum(data, start) == _rworker.checksum(data, start, by_tables=True) == expected

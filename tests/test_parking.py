@@ -16,7 +16,7 @@ from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.parking.disks import PoolParks
 from fastdecode.cluster.pool import InprocBackend, PoolBackend
-from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.parked import (
     WAKE,
@@ -138,7 +138,7 @@ def test_a_file_that_was_changed_is_refused_and_removed(make: Make, tmp_path: Pa
 
 
 def test_what_is_superseded_or_too_much_goes(tmp_path: Path) -> None:
-    place = ParkPlace(tmp_path, 2 * (BLOCK_SIZE * 40 * LAYOUT.kv_bytes_per_token + 5000))
+    place = ParkPlace(tmp_path, 2 * (40 * block_bytes(LAYOUT, BLOCK_SIZE) + 5000))
     backend = InprocBackend([SIZE], BLOCK_SIZE, park=place)
     backend.open(LAYOUT)
     parks = PoolParks(backend)

@@ -2,12 +2,13 @@
 
 Layout, little-endian::
 
-    magic "FDCHAIN1" | bytes of the head u32 | head (JSON) | marks, 16 bytes each | SHA-256 of all that
-    for each piece: SHA-256 of (the SHA-256 above, the piece's number u64, its bytes) | its bytes
+    magic "FDCHAIN2" | bytes of the head u32 | head (JSON) | marks, 16 bytes each | SHA-256 of all that
+    for each piece: its checksum, 16 bytes | its bytes
 
-A piece has the keys and values of ``PIECE_TOKENS`` consecutive tokens, the last one those that remain, as an R-worker
-exports them; a mark is the hash of all tokens up to a piece's end, so the last one is of the whole chain. A piece of
-another chain, of another place, or with any bit changed has another digest.
+A piece has the blocks of ``PIECE_TOKENS`` consecutive tokens, the last one those that remain, as they lie in an
+R-worker's cache. Its checksum (``_rworker.checksum``) starts from the SHA-256 above and the piece's number. A mark is
+the hash of all tokens up to a piece's end, so the last one is of the whole chain. A piece of another chain, of another
+place, or with a bit changed has another checksum.
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from fastdecode import _rworker
 from fastdecode.core.errors import ChainError
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks
 
-MAGIC = b"FDCHAIN1"
+MAGIC = b"FDCHAIN2"
 SUFFIX, UNFINISHED = ".chain", ".part"
 MAX_HEAD_BYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
-_DIGEST_BYTES = 32
+_DIGEST_BYTES, _CHECKSUM_BYTES = 32, 16
 
 Name = Annotated[str, Meta(max_length=200)]
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a chain is of. ``fingerprint``: of the model's weights, the cache's layout and the arithmetic; the rest is
-    for readers. ``token_bytes``: bytes of a token over all layers."""
+    for readers. ``block_bytes``: bytes of a block over all layers."""
 
     fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     block_size: Annotated[int, Meta(ge=1, le=PIECE_TOKENS)]
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
-    token_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    block_bytes: Annotated[int, Meta(ge=1, le=1 << 48)]
     model_dtype: Name = ""
     kv_dtype: Name = ""
     isa: Name = ""
@@ -63,11 +65,15 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Tokens of piece ``number``."""
         return min(PIECE_TOKENS, self.num_tokens - number * PIECE_TOKENS)
 
+    def piece_bytes(self, number: int) -> int:
+        """Bytes of piece ``number``."""
+        return self.piece_tokens(number) // self.block_size * self.block_bytes
+
     @property
     def file_bytes(self) -> int:
         """Bytes of the file."""
         start = len(MAGIC) + _LENGTH.size + len(msgspec.json.encode(self)) + self.num_pieces * MARK_BYTES
-        return start + (1 + self.num_pieces) * _DIGEST_BYTES + self.num_tokens * self.token_bytes
+        return start + _DIGEST_BYTES + self.num_pieces * _CHECKSUM_BYTES + self.num_blocks * self.block_bytes
 
 
 def file_name(fingerprint: str, mark: bytes) -> str:
@@ -91,7 +97,7 @@ class ChainWriter:
 
     def append(self, piece: np.ndarray) -> None:
         """Write the next piece, uint8 [num_bytes]."""
-        self._write(_piece_digest(self._digest, self._number, piece))
+        self._write(_checksum(self._digest, self._number, piece))
         self._write(piece.data)
         self._number += 1
 
@@ -122,6 +128,7 @@ class ChainReader:
         self.path = path
         self._file = path.open("rb", buffering=0)
         try:
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             self.head, self.marks = self._read_start()
         except BaseException:
             self._file.close()
@@ -140,13 +147,14 @@ class ChainReader:
         """The file name that belongs to this chain, whatever the file is called."""
         return file_name(self.head.fingerprint, self.marks[-1])
 
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Yield the pieces in order, uint8 [num_bytes] each."""
+    def pieces(self, num_buffers: int = 1) -> Iterator[np.ndarray]:
+        """Yield the pieces in order, uint8 [num_bytes] each, that is good until ``num_buffers`` more are read."""
+        buffers = [np.empty(self.head.piece_bytes(0), np.uint8) for _ in range(min(num_buffers, self.head.num_pieces))]
         for number in range(self.head.num_pieces):
-            digest = self._read(_DIGEST_BYTES)
-            piece = np.empty(self.head.piece_tokens(number) * self.head.token_bytes, np.uint8)
+            checksum = self._read(_CHECKSUM_BYTES)
+            piece = buffers[number % num_buffers][: self.head.piece_bytes(number)]
             self._fill(piece.data)
-            if _piece_digest(self._digest, number, piece) != digest:
+            if _checksum(self._digest, number, piece) != checksum:
                 raise self._broken(f"piece {number} is not what was written")
             yield piece
 
@@ -188,7 +196,7 @@ class ChainReader:
         return ChainError(f"{self.path}: {why}")
 
 
-def _piece_digest(start: bytes, number: int, piece: np.ndarray) -> bytes:
-    digest = hashlib.sha256(start + _NUMBER.pack(number))
-    digest.update(piece.data)
-    return digest.digest()
+def _checksum(start: bytes, number: int, piece: np.ndarray) -> bytes:
+    """Of piece ``number`` of the chain whose head has the SHA-256 ``start``."""
+    seed = hashlib.sha256(start + _NUMBER.pack(number)).digest()[:_CHECKSUM_BYTES]
+    return _rworker.checksum(piece, seed)

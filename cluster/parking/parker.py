@@ -17,9 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastdecode import _rworker
 from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.wire.messages import fingerprint
 from fastdecode.core.errors import CapacityError, ChainError
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
@@ -31,6 +34,18 @@ READ_AHEAD = 4
 FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
 
 log = logging.getLogger("fastdecode.r_worker")
+
+
+def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
+    """A hash of how blocks of ``worker``, whose cache has this layout, lie in memory: that of one of known tokens.
+    So a build that lays them out otherwise reads no chain of this one."""
+    size = RWorkerSize(worker.block_bytes, 1)
+    probe = make_rworker(replace(layout, isa=worker.isa), worker.block_size, size)
+    tokens = np.resize(np.arange(251, dtype=np.uint8), worker.block_size * layout.kv_bytes_per_token)
+    probe.import_(0, worker.block_size, tokens)
+    block = probe.export_blocks(0, 0, worker.block_size)
+    probe.close()
+    return hashlib.sha256(block.data).hexdigest()
 
 
 class Parker:
@@ -48,7 +63,8 @@ class Parker:
         """See ``Parks.chains``."""
         self._give_up()
         cache = fingerprint(replace(self._layout, kv_port="", isa="auto"), self._worker.block_size)
-        self._fingerprint = hashlib.sha256(f"{model} {cache} {self._worker.isa}".encode()).hexdigest()
+        form = block_form(self._layout, self._worker)
+        self._fingerprint = hashlib.sha256(f"{model} {cache} {self._worker.isa} {form}".encode()).hexdigest()
         return list(self._directory.chains(self._fingerprint))
 
     def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
@@ -120,9 +136,8 @@ class Parker:
 
     def _head(self, chain: Chain) -> Head:
         layout, worker = self._layout, self._worker
-        token_bytes = layout.kv_bytes_per_token
         kinds = layout.model_dtype, layout.kv_dtype, worker.isa
-        return Head(self._fingerprint, worker.block_size, chain.num_blocks, token_bytes, *kinds)
+        return Head(self._fingerprint, worker.block_size, chain.num_blocks, worker.block_bytes, *kinds)
 
     def _path(self, name: bytes) -> Path:
         if not self._fingerprint or len(name) != MARK_BYTES:
@@ -199,7 +214,7 @@ class _Parking(_Job):
             self._is_written = True
             return
         count = self._head.piece_tokens(number)
-        piece = self._worker.export(self._sequence_id, number * PIECE_TOKENS, count)
+        piece = self._worker.export_blocks(self._sequence_id, number * PIECE_TOKENS, count)
         self._pending.append(self._threads.submit(self._writer.append, piece))
         self._next, self.num_tokens = number + 1, number * PIECE_TOKENS + count
 
@@ -221,7 +236,7 @@ class _Waking(_Job):
         reader: ChainReader,
     ) -> None:
         super().__init__(worker, threads, sequence_id)
-        self._num_wanted, self._reader, self._pieces = num_wanted, reader, reader.pieces()
+        self._num_wanted, self._reader, self._pieces = num_wanted, reader, reader.pieces(READ_AHEAD + 1)
         self._num_left = -(-num_wanted // PIECE_TOKENS)
         self._read_ahead()
 
@@ -232,7 +247,7 @@ class _Waking(_Job):
                 piece = self._come(deadline)
                 count = min(PIECE_TOKENS, self._num_wanted - self.num_tokens)
                 self._read_ahead()
-                self._worker.import_(self._sequence_id, count, piece, self.num_tokens)
+                self._worker.import_blocks(self._sequence_id, count, piece, self.num_tokens)
                 self.num_tokens += count
         except NotYet:
             return False

@@ -213,13 +213,17 @@ py::array_t<std::uint8_t> PyRWorker::export_sequence(std::int64_t sequence_id, s
     return data;
 }
 
-void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data,
-                                std::int64_t start) {
+std::span<const std::uint8_t> bytes_of(const py::array& data) {
     const bool contiguous = (data.flags() & py::array::c_style) != 0;
     if (!py::isinstance<py::array_t<std::uint8_t>>(data) || data.ndim() != 1 || !contiguous)
         throw Error("data must be a C-contiguous uint8 array of one dimension, not " + describe(data) +
                     (contiguous ? "" : " with strides"));
-    const std::span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
+    return {static_cast<const std::uint8_t*>(data.data()), std::size_t(data.size())};
+}
+
+void PyRWorker::import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data,
+                                std::int64_t start) {
+    const std::span<const std::uint8_t> bytes = bytes_of(data);
     rworker::Worker& open = worker();
     py::gil_scoped_release unlocked;
     open.import_sequence(sequence_id, start, num_tokens, bytes);

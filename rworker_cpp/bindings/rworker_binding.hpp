@@ -7,6 +7,7 @@
 #include <array>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -74,8 +75,14 @@ std::vector<rworker::LayerSpec> parse_layers(const py::list& layers);
 /// Dtype and shape, for messages.
 std::string describe(const py::array& array);
 
+/// Of a C-contiguous uint8 array of one dimension; Error for others.
+std::span<const std::uint8_t> bytes_of(const py::array& data);
+
 /// Throws Error unless partial results are float32 [rows, num_heads, 2 + value_dim]; any number of rows where negative.
 void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t floats);
+
+/// Whole blocks as they lie in the cache, and the checksum of bytes: see the stub.
+void bind_blocks(py::module_& module, py::class_<PyRWorker>& cls);
 
 /// Partial results of ranges, merged on the S-worker: see the stub.
 void bind_merge(py::module_& module);

@@ -143,17 +143,14 @@ void KVCache::set_state(const Sequence& sequence, const std::uint8_t* data) cons
 
 void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                               std::span<const std::uint8_t> data) {
-    check_import(sequence_id, start, num_tokens, std::int64_t(data.size()));
-    Sequence& target = sequences_[sequence_id];
-    const std::int64_t length = start + num_tokens;
-    target.blocks.reserve(blocks_for(length));
-    pool_.forget_log();
-    while (std::int64_t(target.blocks.size()) < blocks_for(length)) {
-        target.blocks.push_back(pool_.take());
-        clear_block(target.blocks.back());
-    }
+    check_import(sequence_id, start, num_tokens);
+    const std::int64_t num_bytes = std::int64_t(data.size()), length = start + num_tokens;
+    require_of_import(num_bytes == sequence_bytes(num_tokens) ||
+                          (states_.num_blocks() && num_bytes == sequence_bytes(num_tokens) + states_.num_bytes()),
+            "data has " + std::to_string(num_bytes) + " bytes; keys and values of " + std::to_string(num_tokens) +
+                " tokens take " + std::to_string(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
+    Sequence& target = grown(sequence_id, length, true);
     take_state(target);
-    target.length = target.pending_length = length;
     target.state_spoilt = states_.num_blocks() && std::int64_t(data.size()) == sequence_bytes(num_tokens);
     if (!target.state_spoilt) set_state(target, data.data() + sequence_bytes(num_tokens));
     walk_bytes(
@@ -164,8 +161,20 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
         });
 }
 
-void KVCache::check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
-                           std::int64_t num_bytes) const {
+/// The sequence, new or not, with blocks for `length` tokens, which are committed; `cleared`: new blocks are zeros.
+Sequence& KVCache::grown(std::int64_t sequence_id, std::int64_t length, bool cleared) {
+    Sequence& target = sequences_[sequence_id];
+    target.blocks.reserve(blocks_for(length));
+    pool_.forget_log();
+    while (std::int64_t(target.blocks.size()) < blocks_for(length)) {
+        target.blocks.push_back(pool_.take());
+        if (cleared) clear_block(target.blocks.back());
+    }
+    target.length = target.pending_length = length;
+    return target;
+}
+
+void KVCache::check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
     const auto number = [](std::int64_t value) { return std::to_string(value); };
     require_of_import(start >= 0, "start is " + number(start) + "; it must not be negative");
     require_of_import(num_tokens >= 0, "num_tokens is " + number(num_tokens) + "; it must not be negative");
@@ -182,10 +191,6 @@ void KVCache::check_import(std::int64_t sequence_id, std::int64_t start, std::in
     require_of_import(num_tokens <= num_free * block_size_,
             "out of blocks: num_tokens is " + number(num_tokens) + ", and " + number(num_free) +
                 " free blocks of " + number(block_size_) + " tokens hold " + number(num_free * block_size_));
-    require_of_import(num_bytes == sequence_bytes(num_tokens) ||
-                          (states_.num_blocks() && num_bytes == sequence_bytes(num_tokens) + states_.num_bytes()),
-            "data has " + number(num_bytes) + " bytes; keys and values of " + number(num_tokens) +
-                " tokens take " + number(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
 }
 
 void KVCache::clear_block(std::int32_t block) const {

@@ -300,6 +300,24 @@ void Worker::import_sequence(std::int64_t sequence_id, std::int64_t start, std::
     cache_.import_sequence(sequence_id, start, num_tokens, data);
 }
 
+std::int64_t Worker::blocks_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
+    require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
+    cache_.check_export(sequence_id, start, num_tokens);
+    return cache_.blocks_bytes(start, num_tokens);
+}
+
+void Worker::export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                           std::uint8_t* out) const {
+    blocks_bytes(sequence_id, start, num_tokens);
+    cache_.export_blocks(sequence_id, start, num_tokens, out);
+}
+
+void Worker::import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                           std::span<const std::uint8_t> data) {
+    require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
+    cache_.import_blocks(sequence_id, start, num_tokens, data);
+}
+
 void Worker::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows) {
     cache_.store(job_id, layer, rows, kernels_.append);
 }

@@ -219,3 +219,28 @@ def test_statistics_count_what_happened() -> None:
     found = worker.statistics()
     assert (found["blocks_used"], found["blocks_shared"], found["tokens"]) == (1, 0, 16)
     assert found["bytes_committed"] == 4 * worker.block_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_whole_blocks_are_what_tokens_are(kv_dtype: str) -> None:
+    """In two pieces into blocks that held NaN, in another order; then both are appended to."""
+    first, second = two_layers(kv_dtype), two_layers(kv_dtype)
+    for sequence_id, worker in ((7, second), (8, first)):
+        feed(worker, kv_dtype, (sequence_id, 0, 3 * 96, 0), 9, spoil=True)
+        controls(worker, (RELEASE, sequence_id, 0, 0))
+    feed(first, kv_dtype, (1, 0, 96, 0), 0)
+    for message, start, count in (("whole blocks", 8, 16), ("whole blocks", 0, 8), ("has 96", 96, 16)):
+        with pytest.raises(ValueError, match=message):
+            first.export_blocks(1, start, count)
+    blocks, before = first.export_blocks(1, 0, 32), state(second)
+    assert blocks.nbytes == 32 // first.block_size * first.block_bytes
+    for wrong in (blocks[:-1], np.tile(blocks, 2)):
+        with pytest.raises(ValueError, match=r"import: data has .* bytes; blocks of 32 tokens take"):
+            second.import_blocks(5, 32, wrong)
+    assert state(second) == before
+    second.import_blocks(5, 32, blocks)
+    second.import_blocks(5, 64, first.export_blocks(1, 32, 64), 32)
+    assert second.export(5).tobytes() == first.export(1).tobytes()
+    want, _ = feed(first, kv_dtype, (1, 96, 30, 1), 5)
+    got, _ = feed(second, kv_dtype, (5, 96, 30, 1), 5)
+    assert all(map(np.array_equal, want, got)) and second.export(5).tobytes() == first.export(1).tobytes()

@@ -118,10 +118,18 @@ class KVCache {
     /// tokens of one that has exactly those before. On an error nothing has changed.
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                          std::span<const std::uint8_t> data);
+    /// Bytes of whole blocks as they lie here: for each layer, for each block. Error where these tokens are none, or
+    /// where layers are recurrent.
+    std::int64_t blocks_bytes(std::int64_t start, std::int64_t num_tokens) const;
+    /// Like `export_sequence` and `import_sequence`, of whole blocks, for caches of the same block size and instruction
+    /// set only.
+    void export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
+    void import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                       std::span<const std::uint8_t> data);
 
   private:
-    void check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
-                      std::int64_t num_bytes) const;
+    void check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
+    Sequence& grown(std::int64_t sequence_id, std::int64_t length, bool cleared);
     void clear_block(std::int32_t block) const;
     void apply(const Control& control);
     void fork(const Control& control);

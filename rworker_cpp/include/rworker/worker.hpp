@@ -103,6 +103,11 @@ class Worker {
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out);
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                          std::span<const std::uint8_t> data);
+    /// Whole blocks as they lie here, and back; see KVCache. Throw Error while a step is open.
+    std::int64_t blocks_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
+    void export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
+    void import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                       std::span<const std::uint8_t> data);
     /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
     /// May be called from any thread while others take steps.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);

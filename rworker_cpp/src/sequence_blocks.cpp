@@ -1,0 +1,62 @@
+// Whole blocks of a sequence as they lie in this cache: for caches of the same layers, dtype, block size and
+// instruction set, at the speed of memory.
+#include <cstring>
+#include <string>
+
+#include "rworker/kv_cache.hpp"
+
+namespace rworker {
+namespace {
+
+/// Calls f(where a run of blocks lies in the arena, where in `bytes`, its bytes): for each layer, for each run of
+/// blocks that lie one after the other.
+template <class Byte, class F>
+void for_each_run(const std::vector<LayerLayout>& layouts, std::uint8_t* arena, std::span<const std::int32_t> blocks,
+                  Byte* bytes, F f) {
+    for (const LayerLayout& layout : layouts) {
+        for (std::size_t first = 0; first < blocks.size();) {
+            std::size_t end = first + 1;
+            while (end < blocks.size() && blocks[end] == blocks[end - 1] + 1) ++end;
+            const std::int64_t num_bytes = std::int64_t(end - first) * layout.block_bytes;
+            f(arena + layout.region_offset_bytes + blocks[first] * layout.block_bytes, bytes, num_bytes);
+            bytes += num_bytes;
+            first = end;
+        }
+    }
+}
+
+}  // namespace
+
+std::int64_t KVCache::blocks_bytes(std::int64_t start, std::int64_t num_tokens) const {
+    if (start % block_size_ != 0 || num_tokens % block_size_ != 0 || states_.num_blocks())
+        throw Error("blocks: " + std::to_string(num_tokens) + " tokens from token " + std::to_string(start) +
+                    " on are no whole blocks of " + std::to_string(block_size_) + " tokens without a state");
+    return num_tokens / block_size_ * block_bytes_;
+}
+
+void KVCache::export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                            std::uint8_t* out) const {
+    check_export(sequence_id, start, num_tokens);
+    blocks_bytes(start, num_tokens);
+    const std::vector<std::int32_t>& blocks = whole_sequence(sequence_id).blocks;
+    for_each_run(layouts_, arena_.data(), {blocks.data() + start / block_size_, std::size_t(num_tokens / block_size_)}, out,
+                 [](const std::uint8_t* in_arena, std::uint8_t* bytes, std::int64_t num_bytes) {
+                     std::memcpy(bytes, in_arena, num_bytes);
+                 });
+}
+
+void KVCache::import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
+                            std::span<const std::uint8_t> data) {
+    check_import(sequence_id, start, num_tokens);
+    if (std::int64_t(data.size()) != blocks_bytes(start, num_tokens))
+        throw Error("import: data has " + std::to_string(data.size()) + " bytes; blocks of " + std::to_string(num_tokens) +
+                    " tokens take " + std::to_string(blocks_bytes(start, num_tokens)));
+    const std::size_t first = std::size_t(start / block_size_);
+    const std::vector<std::int32_t>& blocks = grown(sequence_id, start + num_tokens, false).blocks;
+    for_each_run(layouts_, arena_.data(), {blocks.data() + first, blocks.size() - first}, data.data(),
+                 [](std::uint8_t* in_arena, const std::uint8_t* bytes, std::int64_t num_bytes) {
+                     std::memcpy(in_arena, bytes, num_bytes);
+                 });
+}
+
+}  // namespace rworker
