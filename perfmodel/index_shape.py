@@ -14,7 +14,8 @@ class IndexShape:
     """``num_heads`` query heads score one key of ``head_dim`` elements for each token in ``num_layers`` of the layers.
 
     Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: of the latent that the index's queries are made
-    of, 0 where they are made of the hidden state. ``weighs_heads``: a further projection weighs the heads' scores.
+    of, 0 where they are made of the hidden state. ``weighs_heads``: a further projection weighs the heads' scores, and
+    tokens are picked; else each head picks blocks of ``block`` tokens.
     """
 
     num_layers: int
@@ -23,6 +24,7 @@ class IndexShape:
     top_tokens: int
     q_rank: int = 0
     weighs_heads: bool = True
+    block: int = 128
 
     def parameters(self, hidden_size: int) -> int:
         """One layer's projections have so many."""
@@ -33,6 +35,15 @@ class IndexShape:
     def layer_layout(self) -> LayerLayout:
         """One layer's index as an R-worker scans it: keys of one head, without values."""
         return LayerLayout(self.num_heads, 1, self.head_dim, 0, 1.0)
+
+    @property
+    def picking_layout(self) -> LayerLayout:
+        """The same as R-workers are told it, which scan it and pick."""
+        block = 0 if self.weighs_heads else self.block
+        return LayerLayout(
+            self.num_heads, 1, self.head_dim, 1, 1.0, values_in_keys=True, picks=self.top_tokens // max(block, 1),
+            pick_block=block,
+        )  # fmt: skip
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of the keys of one token over all layers; the index's keys are kept in the model's ``dtype``."""
@@ -67,7 +78,8 @@ def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape |
         return IndexShape(num_owners, config["index_n_heads"], config["index_head_dim"], top_tokens, q_rank)
     if num_sparse := list(config.get("layer_types") or []).count(BLOCK_SPARSE):
         top_tokens = config["index_topk_blocks"] * config["index_block_size"]
-        return IndexShape(num_sparse, config["index_n_heads"], config["index_head_dim"], top_tokens, 0, False)
+        return IndexShape(num_sparse, config["index_n_heads"], config["index_head_dim"], top_tokens, 0, False,
+                          config["index_block_size"])  # fmt: skip
     return None
 
 

@@ -43,7 +43,8 @@ class SPartPoint:
 class RPartPoint:
     """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
 
-    ``r_worker``: "here", or the "host:port" of one elsewhere.
+    ``r_worker``: "here", or the "host:port" of one elsewhere. ``kind``: "rows", or "scan" of an index, which scores all
+    keys and picks.
     """
 
     kv_cache_dtype: str
@@ -56,6 +57,7 @@ class RPartPoint:
     seconds: float
     spread: float = 0.0
     r_worker: str = HERE
+    kind: str = "rows"
 
     def __post_init__(self) -> None:
         _check_seconds(self.seconds)

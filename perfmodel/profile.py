@@ -99,7 +99,7 @@ class HardwareProfile:
             return RPart(share * whole.seconds_per_token, whole.call_seconds, share * whole.row_seconds)
         shape = shape or self.shape
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-        alike = [p for p in self.r_part if p.kv_cache_dtype == kv_dtype and r_worker in (None, p.r_worker)]
+        alike = self._r_points("rows", kv_dtype, r_worker)
         points = [p for p in alike if (p.num_heads, p.num_kv_heads, p.head_dim) == heads]
         if not points:
             found = sorted({f"{p.kv_cache_dtype} with {p.num_heads} / {p.num_kv_heads} heads" for p in self.r_part})
@@ -109,6 +109,18 @@ class HardwareProfile:
             raise self.lacks(f"no R-part with {threads} thread(s)", measured)
         found_parts = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]
         return max(found_parts, key=lambda part: part.seconds_per_token)
+
+    def measured_scan(self, kv_dtype: str, threads: int | None = None, r_worker: str | None = None) -> RPart:
+        """The scan of all keys of the profile's model's index, as ``measured_r_part``; every rank scans all."""
+        points = self._r_points("scan", kv_dtype, r_worker)
+        if not points:
+            raise self.lacks(f"no scan of an index over a {kv_dtype} cache", [])
+        found = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]
+        return max(found, key=lambda part: part.seconds_per_token)
+
+    def _r_points(self, kind: str, kv_dtype: str, r_worker: str | None) -> list[RPartPoint]:
+        of_kind = [point for point in self.r_part if point.kind == kind and point.kv_cache_dtype == kv_dtype]
+        return [point for point in of_kind if r_worker in (None, point.r_worker)]
 
     def transport(self, r_worker: str | None = None, row_bytes: float = 0.0) -> Transport:
         """The way to an R-worker and back, to the slowest when None; nothing is counted where none was measured."""

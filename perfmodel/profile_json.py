@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastdecode.core.errors import ConfigError, ProfileError
+from fastdecode.perfmodel.index_shape import IndexShape
+from fastdecode.perfmodel.latent_shape import LatentShape
 from fastdecode.perfmodel.measurements import (
     AnchorPoint,
     ContentionPoint,
@@ -24,6 +26,7 @@ from fastdecode.perfmodel.measurements import (
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable
 from fastdecode.perfmodel.profile import FORMAT_VERSION, HardwareProfile
+from fastdecode.perfmodel.state_shape import StateShape
 
 PARTS = {"machine": MachineIdentity, "shape": ModelShape}
 LISTS = {
@@ -37,6 +40,9 @@ LISTS = {
     "prefill": PrefillPoint,
     "partitions": PartitionEntry,
 }
+
+OF_SHAPES = {"LatentShape | None": LatentShape, "IndexShape | None": IndexShape, "StateShape | None": StateShape}
+"""Parts of a model's shape, by their annotation."""
 
 READ_VERSIONS = (1, 2, FORMAT_VERSION)
 
@@ -90,11 +96,18 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
         raise ProfileError(f"{where}: " + (f"lacks {missing[0]}" if missing else f"unknown key {unknown[0]}"))
     for name, item in data.items():
         _check(f"{where}.{name}", item, str(known[name].type))
-    plain = {name: tuple(item) if isinstance(item, list) else item for name, item in data.items()}
+    plain = {name: _plain(item, str(known[name].type), f"{where}.{name}") for name, item in data.items()}
     try:
         return kind(**plain)
     except ConfigError as error:
         raise ProfileError(f"{where} cannot be right: {error}") from None
+
+
+def _plain(item: Any, kind: str, where: str) -> Any:
+    """What a field is made of: a part of a shape where it has one, tuples for lists."""
+    if kind in OF_SHAPES and item is not None:
+        return _build(OF_SHAPES[kind], item, where)
+    return tuple(item) if isinstance(item, list) else item
 
 
 def _build_all(kind: type[_Part], values: Any, where: str) -> tuple[_Part, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import model_zoo, r_workers
+from helpers import model_zoo, r_workers, sparse_zoo
 
 from fastdecode._rworker import supported_isas
 from fastdecode.api.config import EngineConfig
@@ -106,6 +106,17 @@ def test_everything_is_measured(folder: str) -> None:
     assert any(line.startswith("T(B) of a layer, 1 thread(s), ms: 16: ") for line in summary_lines(profile))
     assert [p.num_kv_heads for p in profile.contention] == [heads, heads // 4]
     assert {p.part for p in profile.anchors} == {"s", "r"}
+
+
+@pytest.mark.thorough
+def test_the_scan_of_an_index_is_measured(tmp_path: Path) -> None:
+    sparse_zoo.build_model("deepseek_v32", num_hidden_layers=5).save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, r_workers="inproc")
+    plan = dataclasses.replace(PLAN, groups=(4,), links=("inproc",), contended=())
+    found = Calibrator(config, model_shape(config), plan, lambda: None).run()
+    assert read_profile(write_profile(found)) == found
+    assert [p.kind for p in found.r_part] == ["rows", "scan"] * 2
+    assert found.measured_scan("float32").seconds_per_token > 0
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:

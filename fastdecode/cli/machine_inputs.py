@@ -136,7 +136,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     rates = (parse_link(args.link) / num_ranks,) if args.link else link.hop_bytes_per_second
     planner = _planner(
         args, rank_shape(shape, num_ranks), kv_dtype, _profiled_s_part(args, profile, shape),
-        _of_read_rows(args, shape, r_part),
+        _of_read_rows(args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None),
         rates, link.latency_seconds, _memory(args), _per_host(args, 1),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
@@ -263,17 +263,27 @@ def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[f
     return (held, read_share) if shape.index else (read_share * held, 1.0)
 
 
-def _of_read_rows(args: argparse.Namespace, shape: ModelShape | None, r_part: RPart) -> RPart:
-    """An R-part that was measured over whole contexts, with the tokens that windows leave."""
+def _of_read_rows(
+    args: argparse.Namespace, shape: ModelShape | None, r_part: RPart, scan: RPart | None = None
+) -> RPart:
+    """An R-part that was measured over whole contexts, with the tokens that windows, or an index, leave; beside the
+    ``scan`` of the index by the layers that have one of their own."""
     if shape is None:
         return r_part
-    if shape.index or shape.state:
-        does = "scans an index" if shape.index else "advances states"
-        raise ConfigError(
-            f"{shape.name} {does}, which no profile and no bare number has the time of: name --gpu and --cpu"
-        )
+    if shape.state or (shape.index and scan is None):
+        does, cure = ("advances states", "") if shape.state else ("scans an index", ", or a profile of it")
+        raise ConfigError(f"{shape.name} {does}, which nothing given here has the time of: name --gpu and --cpu{cure}")
     share = _workload(args).read_share(shape.windows, shape.chunked)
-    return replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
+    own = replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
+    if scan is None or shape.index is None:
+        return own
+    owners = shape.index.num_layers / shape.num_layers
+    return replace(
+        own,
+        seconds_per_token=own.seconds_per_token + owners * scan.seconds_per_token,
+        call_seconds=own.call_seconds + owners * scan.call_seconds,
+        row_seconds=own.row_seconds + owners * scan.row_seconds,
+    )
 
 
 def _workload(args: argparse.Namespace) -> Workload:

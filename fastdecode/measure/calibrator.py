@@ -116,22 +116,30 @@ class Calibrator:
     def _r_points(
         self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
     ) -> Iterator[RPartPoint]:
-        """One R-worker serves one at a time, so those elsewhere have no anchor beside what is measured."""
+        """Rows of each group, and the scan of an index if there is one.
+
+        One R-worker serves one at a time, so those elsewhere have no anchor beside what is measured.
+        """
         shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]
-        layers = tuple(shape.layer_layout for shape in shapes for _ in range(R_LAYERS))
+        kinds = [("rows", shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes]
+        measured = [shape.layer_layout for shape in shapes]
+        if index := self.shape.index:
+            kinds.append(("scan", index.num_heads, 1, index.head_dim))
+            measured.append(index.picking_layout)
+        layers = tuple(layer for layer in measured for _ in range(R_LAYERS))
         layout = KVLayout(layers, self.shape.dtype, kv_dtype)
         tokens = max(batch * (context + 128) for batch, context in self.plan.r_shapes)
         with self._attention_rig(r_worker, threads, layout, tokens) as rig:
             for batch_size, context_len in self.plan.r_shapes:
                 rig.fill(batch_size, context_len)
                 rig.step()
-                sample = partial(r_samples, rig, len(shapes), 2 * self.plan.rounds)
+                sample = partial(r_samples, rig, len(kinds), 2 * self.plan.rounds)
                 steadied = steadily(anchors, sample, self.plan.most_tries)[0]
-                for column, shape in enumerate(shapes):
+                for column, (kind, num_heads, num_kv_heads, head_dim) in enumerate(kinds):
                     found = steadied.measured(column)
                     yield RPartPoint(
-                        kv_dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim,
-                        rig.r_workers[0].num_threads, batch_size, context_len, found.seconds, found.spread, r_worker,
+                        kv_dtype, num_heads, num_kv_heads, head_dim, rig.r_workers[0].num_threads, batch_size,
+                        context_len, found.seconds, found.spread, r_worker, kind,
                     )  # fmt: skip
                 self._advance()
 
@@ -232,7 +240,7 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
         s_threads=(1,) if on_gpu else threads,
         r_threads=threads,
         kv_dtypes=KV_CACHE_DTYPES[1:],
-        groups=tuple(sorted({shape.group, *(group for group in (1, 4, 8) if shape.num_heads % group == 0)})),
+        groups=(shape.group,) if shape.latent else _groups(shape),
         r_shapes=((16, 128), (128, 128), (16, 1024), (32, 1024), (8, 4096)),
         links=links,
         message_rows=(16, 64, 256, 1024),
@@ -240,6 +248,11 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
         rounds=5,
         most_tries=3,
     )
+
+
+def _groups(shape: ModelShape) -> tuple[int, ...]:
+    """The model's own, and those of others with as many heads; latents have one KV head for all."""
+    return tuple(sorted({shape.group, *(group for group in (1, 4, 8) if shape.num_heads % group == 0)}))
 
 
 def quick_plan(shape: ModelShape, kv_dtype: str, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:

@@ -12,13 +12,20 @@ from fastdecode.core.errors import ConfigError
 SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
 PLAIN = (
     "llama-gqa", "llama-mha", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "opt", "gpt_bigcode", "gpt_oss",
-    "deepseek_v3",
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3",
 )  # fmt: skip
-LONG = ("llama-gqa", "qwen2", "qwen3", "mistral", "deepseek_v3")
+LONG = ("llama-gqa", "qwen2", "qwen3", "mistral", "deepseek_v3", "deepseek_v32", "minimax_m3")
 """Architectures whose positions are computed, so that they take longer texts than they were made for."""
 
 SHARED = ("llama-gqa", "qwen2", "qwen3", "deepseek_v3")
 """Architectures that tensor-parallel ranks share."""
+
+LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+"""Those of which R-workers may multiply K and V."""
+
+SPARSE = ("deepseek_v32", "glm_moe_dsa", "minimax_m3")
+"""Those that read what an index picks. In ranges their sums are added in another order, so one R-worker's tokens are
+theirs in float32."""
 
 DEMO = "demo"
 """The model of the package, the one with a tokenizer."""
@@ -142,6 +149,13 @@ def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int
         settings |= {"prefill_workers": f"spawn:{rng.randint(1, 2)}", "prefill_threads": 1}
     if kind == "ranks":
         settings["tensor_parallel_size"] = 2
+    if architecture in SPARSE:
+        settings["block_size"] = 16
+    is_exact = dtype == "float32" or not (has_ranges or "prefill_workers" in settings)
+    if architecture in LATENT and is_exact and rng.random() < 0.5:
+        settings["latent_absorption"] = "r"
+    if architecture in SPARSE and has_ranges:
+        settings |= {"dtype": "float32", "kv_cache_dtype": "auto"}
     if rng.random() < 0.35:
         settings["speculative_config"] = _draw_drafts(rng, architecture)
     return settings

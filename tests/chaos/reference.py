@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers import latent_zoo, model_zoo
+from helpers import latent_zoo, model_zoo, sparse_zoo
 
 from chaos.configuration import DEMO, Ask, Configuration
 from fastdecode import SamplingParams
@@ -18,7 +18,7 @@ from fastdecode.cluster.r_worker.host import block_bytes
 from fastdecode.engine import LLMEngine
 
 LONG_POSITIONS = 4096
-ALONE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
+ALONE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "latent_absorption")
 """Settings that the reference has as well."""
 
 
@@ -66,7 +66,7 @@ def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
     path = folder / (f"{name}-long" if is_long else name)
     if not path.exists():
         changes = {"max_position_embeddings": LONG_POSITIONS} if is_long else {}
-        zoo = latent_zoo if name in latent_zoo.CONFIGS else model_zoo
+        zoo = next((zoo for zoo in (latent_zoo, sparse_zoo) if name in zoo.CONFIGS), model_zoo)
         zoo.build_model(name, **changes).save_pretrained(path)
     return str(path)
 
@@ -84,7 +84,7 @@ def engine_config(drawn: Configuration, folder: Path, **settings: Any) -> Engine
 
 def compute_reference(drawn: Configuration, folder: Path) -> Reference:
     """By one R-worker that nothing befalls."""
-    settings = {name: drawn.settings[name] for name in ALONE}
+    settings = {name: drawn.settings[name] for name in ALONE if name in drawn.settings}
     more = {"r_workers": "inproc:1", "r_threads": 1, "kv_cache_memory": "256MiB", "schedule": "stall-free"}
     engine = LLMEngine(engine_config(drawn, folder, **settings, **more))
     try:

@@ -45,10 +45,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build_model(name: str) -> Any:
-    """The model, in float32 on the CPU, with transformers' own attention."""
+def build_model(name: str, **changes: Any) -> Any:
+    """The model, in float32 on the CPU, with transformers' own attention; `changes` overrides settings."""
     config_class, settings = CONFIGS[name]
-    config = getattr(transformers, config_class)(**settings)
+    config = getattr(transformers, config_class)(**settings | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     return model_zoo.randomised(model, latent_zoo.STD).eval()
 

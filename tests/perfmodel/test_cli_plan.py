@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hardware import profile
+from helpers.hardware import profile, r_point
 
 from fastdecode.cli.machine_inputs import read_inputs
 from fastdecode.cli.main import build_parser, main
+from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.measurements import PrefillPoint
-from fastdecode.perfmodel.profile_json import write_profile
+from fastdecode.perfmodel.profile_json import read_profile, write_profile
 
 CONTRACT = {
     "mini_batch_size", "in_flight", "num_r_workers", "num_r_workers_exact", "micro_batch_size", "interval_steps",
@@ -93,7 +94,7 @@ def test_windows_are_read_and_not_the_whole_context(tmp_path: Path, capsys: pyte
 
 
 def test_an_index_reads_less_than_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also by the GPUs alone, which hold all of it; no profile has the time of a scan."""
+    """Also by the GPUs alone, which hold all of it."""
     where = ["--model", "minimax-m3", "--gpu", "h200", "--tensor-parallel-size", "8", "--cpu", "epyc-9654"]
     found = plan(tmp_path, *where, "--seq-len", "131072", "--prompt-len", "122880")
     held, read = found["kv_bytes_per_token"], found["kv_bytes_read_per_token"]
@@ -107,6 +108,29 @@ def test_an_index_reads_less_than_is_held(tmp_path: Path, capsys: pytest.Capture
     bare = [*BARE[:4], "--num-layers", "60", "--mini-batch-size", "8", "--seq-len", "1024"]
     assert main(["plan", *bare, "--model", "minimax-m3"]) == 2
     assert "minimax-m3 scans an index" in capsys.readouterr().err
+
+
+def test_a_profile_knows_the_scan_of_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that are read, and keys that are scanned, each at its own measured rate; without a scan it is asked for."""
+    shape = replace(BUILT_IN["minimax-m3"], dtype="float16")
+    tokens = {(1024, 256): 2e-5, (16, 4096): 2e-5, (16, 128): 2e-5}
+    rows, scans = (
+        tuple(r_point(n, context, rate * n * context + fixed, **heads) for (n, context), fixed in tokens.items())
+        for rate, heads in (
+            (4e-9, {"num_heads": 64, "num_kv_heads": 4}),
+            (1e-9, {"num_heads": 4, "num_kv_heads": 1, "kind": "scan"}),
+        )
+    )
+    path = tmp_path / "profile.json"
+    lengths = ["--seq-len", "131072", "--prompt-len", "122880", "--mini-batch-size", "8"]
+    path.write_text(write_profile(replace(profile(), shape=shape, r_part=rows + scans)))
+    assert read_profile(path.read_text()).shape == shape
+    args = build_parser().parse_args(["plan", "--profile", str(path), *lengths])
+    share = (3 + 57 * 2048 / (122880 + 4096)) / 60
+    assert read_inputs(args).planner.r_part.seconds_per_token == pytest.approx(share * 4e-9 + 57 / 60 * 1e-9, rel=1e-3)
+    path.write_text(write_profile(replace(profile(), shape=shape, r_part=rows)))
+    assert main(["plan", "--profile", str(path), *lengths]) != 0
+    assert "no scan of an index over a float16 cache" in capsys.readouterr().err
 
 
 def test_a_fixed_pool_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
