@@ -1,7 +1,7 @@
 """One decode step of a recurrent layer over the states of many sequences, beside a loop that reads and writes as much.
 
-Gated delta rule (32 heads of 128 x 128, as Qwen3-Next has them) and Mamba-2's scan (80 heads of 128 x 64), float32, in
-turns with numpy multiplying an array of the states' size by a constant in place, in as many threads. Prints the
+Gated delta rule (32 heads of 128 x 128, as Qwen3-Next has them) and Mamba-2's scan (80 heads of 128 x 64), in turns
+with numpy multiplying an array of the states' size by a constant in place, in as many threads. Prints the
 R-worker's GB/s, counting each state once read and once written, and the median of its ratios to the loop.
 """
 
@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.types import LayerLayout, StateLayout
+from fastdecode.core.types import WIRE_DTYPE, LayerLayout, StateLayout
 
 SHAPES = {"delta": (32, 16, 128, 128), "scan": (80, 1, 128, 64)}
 """Heads, groups, key_dim and value_dim."""
@@ -30,23 +30,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--num-sequences", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--dtype", default="float32", choices=tuple(WIRE_DTYPE), help="of the states (float32)")
     args = parser.parse_args()
     for kind in SHAPES:
         for threads in args.threads:
-            seconds, loop, state_bytes = times(kind, threads, args.num_sequences, args.repeats)
+            seconds, loop, state_bytes = times(kind, threads, args)
             ratios = [bare / own for own, bare in zip(seconds, loop, strict=True)]
             rate = 2 * state_bytes / median(seconds) / 1e9
             print(
-                f"{kind:6} {threads} threads: {rate:5.1f} GB/s, {median(ratios):.2f} of the loop "
+                f"{kind:6} {args.dtype} {threads} threads: {rate:5.1f} GB/s, {median(seconds) * 1e3:.1f} ms, "
+                f"{median(ratios):.2f} of the loop "
                 f"({min(ratios):.2f} to {max(ratios):.2f})"
             )
 
 
-def times(kind: str, threads: int, num_sequences: int, repeats: int) -> tuple[list[float], list[float], int]:
+def times(kind: str, threads: int, args: argparse.Namespace) -> tuple[list[float], list[float], int]:
     """Seconds of the R-worker's steps, and of the loop's, in turns; bytes of all states."""
     heads, _, key_dim, value_dim = SHAPES[kind]
-    states = np.ones((threads, num_sequences * heads * key_dim * value_dim // threads), np.float32)
-    step = decode_steps(kind, threads, num_sequences)
+    num_bytes = args.num_sequences * heads * key_dim * value_dim * WIRE_DTYPE[args.dtype].itemsize
+    states = np.ones((threads, num_bytes // 4 // threads), np.float32)
+    step = decode_steps(kind, threads, args.num_sequences, args.dtype)
     with ThreadPoolExecutor(threads) as pool:
 
         def bare() -> None:
@@ -54,19 +57,21 @@ def times(kind: str, threads: int, num_sequences: int, repeats: int) -> tuple[li
 
         step(), bare()
         seconds, loop = [], []
-        for _ in range(repeats):
+        for _ in range(args.repeats):
             seconds.append(timed(step))
             loop.append(timed(bare))
     return seconds, loop, states.nbytes
 
 
-def decode_steps(kind: str, threads: int, num_sequences: int) -> Callable[[], None]:
+def decode_steps(kind: str, threads: int, num_sequences: int, dtype: str) -> Callable[[], None]:
     """What takes one more token of every sequence, of an R-worker that holds this layer's states alone."""
     heads, groups, key_dim, value_dim = SHAPES[kind]
     channels = heads * value_dim + 2 * groups * key_dim
     random = np.random.default_rng(1)
     filters = random.standard_normal(TAPS * channels).astype(np.float32).tobytes()
-    state = StateLayout(kind, groups, key_dim, TAPS, 1, True, kind == "delta", channels + 2 * heads, filters)
+    state = StateLayout(
+        kind, groups, key_dim, TAPS, 1, True, kind == "delta", channels + 2 * heads, filters, dtype=dtype
+    )
     layer = LayerLayout(heads, 1, value_dim, value_dim, key_dim**-0.5 if kind == "delta" else 1.0, state=state)
     worker = _rworker.RWorker(
         layers=[layer], model_dtype="float32", kv_dtype="float32", block_size=16, num_threads=threads,

@@ -27,6 +27,9 @@ SPARSE = ("deepseek_v32", "glm_moe_dsa", "minimax_m3")
 """Those that read what an index picks. In ranges their sums are added in another order, so one R-worker's tokens are
 theirs in float32."""
 
+HYBRIDS = ("qwen3_next", "falcon_h1", "lfm2")
+"""Architectures with states, which rounds of some kinds have in place of others."""
+
 DEMO = "demo"
 """The model of the package, the one with a tokenizer."""
 
@@ -113,6 +116,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"][: 4 if is_small else 5]))
     num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
+    hybrid = _draw_hybrid(seed) if kind in ("plain", "prefill") and architecture != DEMO and not has_ranges else ""
     if is_small and "model" in settings.get("speculative_config", {}):  # loads another model
         del settings["speculative_config"]
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
@@ -123,6 +127,8 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     prefill_workers = int(settings.get("prefill_workers", "spawn:0").partition(":")[2])
     events = _draw_events(rng, pool, kind, num_workers, prefill_workers, is_small)
     forces_drafts = rng.random() < 0.7
+    if hybrid:  # whose states need more memory than so many tokens
+        architecture, memory, settings = hybrid, 0, _with_states(seed, settings)
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
 
 
@@ -159,6 +165,22 @@ def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int
     if rng.random() < 0.35:
         settings["speculative_config"] = _draw_drafts(rng, architecture)
     return settings
+
+
+def _draw_hybrid(seed: int) -> str:
+    """An architecture for one round in six, or "", by a generator of its own: other rounds stay as they were."""
+    rng = random.Random(f"hybrid {seed}")
+    return rng.choice(HYBRIDS) if rng.random() < 1 / 6 else ""
+
+
+def _with_states(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` without those that do not go with states, and with a dtype of these."""
+    refused = {"prefill_scratch", "latent_absorption"}
+    if settings.get("speculative_config", {}).get("method") != "ngram":
+        refused.add("speculative_config")
+    dtype = random.Random(f"states {seed}").choice(("auto", "auto", "float16", "bfloat16"))
+    kept = {name: value for name, value in settings.items() if name not in refused}
+    return kept | {"mamba_ssm_cache_dtype": dtype}
 
 
 def _draw_drafts(rng: random.Random, architecture: str) -> dict[str, Any]:

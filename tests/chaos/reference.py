@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from helpers import latent_zoo, model_zoo, sparse_zoo
+from helpers import latent_zoo, model_zoo, sparse_zoo, tiny_hybrids
 
-from chaos.configuration import DEMO, Ask, Configuration
+from chaos.configuration import DEMO, HYBRIDS, Ask, Configuration
 from fastdecode import SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
@@ -18,7 +18,9 @@ from fastdecode.cluster.r_worker.host import block_bytes
 from fastdecode.engine import LLMEngine
 
 LONG_POSITIONS = 4096
-ALONE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "latent_absorption")
+ALONE = (
+    "dtype", "kv_cache_dtype", "block_size", "max_model_len", "latent_absorption", "mamba_ssm_cache_dtype",
+)  # fmt: skip
 """Settings that the reference has as well."""
 
 
@@ -64,7 +66,11 @@ def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
         return str(EngineConfig().model)
     is_long = drawn.settings["max_model_len"] > model_zoo.POSITIONS
     path = folder / (f"{name}-long" if is_long else name)
-    if not path.exists():
+    if name in HYBRIDS and not path.exists():
+        tiny_hybrids.built(
+            name, vocab_size=model_zoo.VOCABULARY, max_position_embeddings=model_zoo.POSITIONS
+        ).save_pretrained(path)
+    elif not path.exists():
         changes = {"max_position_embeddings": LONG_POSITIONS} if is_long else {}
         zoo = next((zoo for zoo in (latent_zoo, sparse_zoo) if name in zoo.CONFIGS), model_zoo)
         zoo.build_model(name, **changes).save_pretrained(path)

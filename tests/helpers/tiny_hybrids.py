@@ -21,12 +21,19 @@ def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
 
 
-def save_with_texts(folder: Path, model_type: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Save a model of random weights in ``folder``; return its greedy tokens after each prompt."""
+def built(model_type: str, **changes: int) -> Any:
+    """A model of random weights; ``changes`` of its configuration."""
     config = tiny_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
     model = auto_class(model_type).from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    model = model_zoo.randomised(model, 0.4, 0.15)
+    return model_zoo.randomised(model, 0.4, 0.15)
+
+
+def save_with_texts(folder: Path, model_type: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Save a model of random weights in ``folder``; return its greedy tokens after each prompt."""
+    model = built(model_type)
     model.save_pretrained(folder)
     tokens = [_generated(model, prompt, num_tokens) for prompt in prompts]
     assert len({token for each in tokens for token in each}) > 16, "tokens that vary"
