@@ -29,6 +29,7 @@ from fastdecode.backends import (
 from fastdecode.core.errors import BackendError
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
 from fastdecode.cycle import Companion, Membership, Parking
@@ -184,7 +185,7 @@ def _put_together(
         config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy
     )
     journal = _make_journal(config, model, pool.r_workers, run, cleanup)
-    _go_on(scheduler, pool.r_workers, journal)
+    _go_on(scheduler, pool.r_workers, journal, config.keep_session > 0)
     method = config.prefill_parallel
     prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
@@ -212,14 +213,18 @@ def _make_journal(
     return journal
 
 
-def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal) -> None:
-    """Keep what R-workers hold of sequences that ``journal`` knows, and have them forget the rest."""
+def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, keeps: bool) -> None:
+    """Keep what R-workers hold of sequences that ``journal`` knows, and have them forget the rest; from here on note
+    what an engine after this one has to know, where R-workers are to keep it (``keeps``)."""
+    scheduler.store.names.is_wanted = keeps
     held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
     if not held:
         return
     ends = (1 + each.cache_id for several in held.values() for each in several)
     journal.next_sequence_id = max(journal.next_sequence_id, *ends)
-    for index, num_tokens in scheduler.store.prefixes.adopt(held, journal.cached_tokens()).items():
+    placing = scheduler.limits.placing
+    known = journal.cached_tokens(not placing.twice and placing.segment_tokens == UNLIMITED)
+    for index, num_tokens in scheduler.store.prefixes.adopt(held, known, journal.lowest_name).items():
         r_workers[index] = replace(r_workers[index], held=())
         name = r_workers[index].name
         logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)

@@ -95,7 +95,7 @@ class LiveRequests:
             if request.finished:
                 self.in_flight.remove(request.request_id)
         self._grown |= grown
-        self.journal.grew(grown.values())
+        self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
         return num_tokens
 
     def give_up(self, cycle: Cycle, sequence: ScheduledSequence) -> None:

@@ -20,9 +20,10 @@ from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.cli.doctor_journal import check_journal
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.held import Named, Reached
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.pulse import Listening, Pulse
-from fastdecode.journal.records import MAGIC, Asked, Began, Chain, Dropped, Record, Stepped, read
+from fastdecode.journal.records import MAGIC, Asked, Began, Chain, Dropped, Placed, Record, Stepped, read
 
 RECORDS: list[Record] = [
     Began("a fingerprint", "a run"),
@@ -92,6 +93,21 @@ def test_requests_of_records() -> None:
     again = pasts_of([record for past in pasts.values() for record in past.records()])
     assert again == pasts
     assert list(pasts_of(RECORDS)) == [2] and pasts_of(RECORDS)[2].ended
+
+
+def test_what_r_workers_may_have() -> None:
+    """Under a sequence's name and others, but for the last token, and for rows of a prompt that were not said to be
+    right; of what has ended under the other names alone."""
+    records = [*RECORDS[:5], Placed([Named(-4, 0, 2), Named(-5, 1, 0)], [Reached(0, 4), Reached(7, 1)])]
+    first, second = pasts_of(records).values()
+    assert pasts_of([record for past in (first, second) for record in past.records()]) == pasts_of(records)
+    assert first.cached_tokens(True) == {
+        0: (0, 0, [1, 2, 3, 7]), -4: (0, 2, [1, 2, 3, 7]), -5: (1, 0, [1, 2, 3, 8])
+    }  # fmt: skip
+    more = [*records, Stepped([(0, [14])], [], [])]
+    assert pasts_of(more)[0].cached_tokens(False)[-4] == (0, 2, [1, 2, 3, 7, 9, 10])
+    assert second.cached_tokens(False)[2][2] == [70000] * 20
+    assert pasts_of(RECORDS[:4])[2].cached_tokens(False)[2][2] == []
 
 
 PARAMS = [

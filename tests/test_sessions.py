@@ -25,7 +25,7 @@ from fastdecode.cluster.wire import leases
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import ConfigError, FrameError
-from fastdecode.core.held import HeldSequence
+from fastdecode.core.held import HeldSequence, KnownTokens
 from fastdecode.core.types import CONTROL, SPAN, Verb, WorkerPlan
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
@@ -131,7 +131,7 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
     step([(Verb.FORK, 1, 0, 32), (Verb.FORK, -1, 0, 32)], [(1, 32, 20, 0)])
     workers = Workers([worker.num_blocks], [1.0], 16)
     cache = PrefixCache(workers, enabled=True)
-    known = {0: text[:38], 1: text[:32] + [5] * 18}
+    known = {0: KnownTokens(0, 0, text[:38]), 1: KnownTokens(1, 0, text[:32] + [5] * 18)}
     assert cache.adopt({0: held_by(worker)}, known) == {0: 38 + 50}
     assert workers[0].free + workers[0].cached == worker.num_blocks and workers[0].cached == 5
     step(list(workers.take_controls()[0]), [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -13,3 +14,26 @@ class HeldSequence:
     cache_id: int
     num_tokens: int
     blocks: tuple[int, ...]
+
+
+class Named(NamedTuple):
+    """R-workers know tokens of a sequence, from ``start`` on, as ``cache_id``; no other tokens get that name."""
+
+    cache_id: int
+    sequence_id: int
+    start: int
+
+
+class Reached(NamedTuple):
+    """Of a sequence whose prompt is computed, or all of it again, ``num_tokens`` are cached."""
+
+    sequence_id: int
+    num_tokens: int
+
+
+class KnownTokens(NamedTuple):
+    """Tokens of a sequence from its first one on, of which R-workers may have cached those from ``start`` on."""
+
+    sequence_id: int
+    start: int
+    token_ids: list[int]

@@ -14,8 +14,10 @@ from pathlib import Path
 from fastdecode.api.request import Completion, Request
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import ConfigError, naming
+from fastdecode.core.held import KnownTokens
 from fastdecode.journal.past import Past, asked, pasts_of
-from fastdecode.journal.records import Began, Chain, Dropped, Record, Run, Stepped, TokenLogprobs, read
+from fastdecode.journal.records import Began, Chain, Dropped, Placed, Record, Run, Stepped, TokenLogprobs, read
+from fastdecode.scheduler.store.names import NO_NOTES, Notes
 
 KEPT_TOKENS = 1 << 20
 """Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
@@ -50,20 +52,22 @@ class Journal:
 
     next_sequence_id = 0
     num_bytes, write_seconds = 0, 0.0
+    lowest_name = 0
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
         """What an engine before this one has made of the same request; known once."""
         return None
 
-    def cached_tokens(self) -> dict[int, list[int]]:
-        """By id of a sequence the tokens that R-workers may have cached of it, in the engine before this one."""
+    def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
+        """By the names that R-workers know them by the tokens that these may have cached, of the engine before this
+        one. ``whole_prompts``: see ``Past.cached_tokens``."""
         return {}
 
     def enter(self, request: Request) -> None:
         """``request`` is under way, with what was replayed of it."""
 
-    def grew(self, requests: Iterable[Request]) -> None:
-        """A step was committed, and these requests have got tokens, or an end."""
+    def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
+        """A step was committed, and these requests have got tokens, or an end; what lies where is in ``notes``."""
 
     def dropped(self, request: Request) -> None:
         """``request`` was aborted."""
@@ -77,7 +81,8 @@ class FileJournal(Journal):
 
     What is written survives the end of this process, however that comes: each step is one write to the system before
     its tokens are handed out. It is not forced to the disk, so a machine that loses its power may lose some last steps,
-    and their tokens are then computed again. ``next_sequence_id``: above all ids in it.
+    and their tokens are then computed again. ``next_sequence_id``: above all ids in it; ``lowest_name``: of all that
+    its sequences have on R-workers, or 0.
     """
 
     def __init__(self, folder: str, fingerprint: str, run: str, takes_over: bool = False) -> None:
@@ -100,6 +105,8 @@ class FileJournal(Journal):
                 self._lock = _locked(Path(folder) / "lock", takes_over)
                 found = self._read()
                 self.next_sequence_id = max((past.end_id for past in found), default=0)
+                names = (name for past in found for sample in past.samples for name in sample.names)
+                self.lowest_name = min(names, default=0)
                 self._fd = self._write_anew(found)
         except OSError as error:
             raise ConfigError(f"journal: {error.filename}: {error.strerror}") from None
@@ -116,8 +123,9 @@ class FileJournal(Journal):
             return None
         return self._known.pop(request_id)
 
-    def cached_tokens(self) -> dict[int, list[int]]:
-        return {each: tokens for past in self._known.values() for each, tokens in past.cached_tokens().items()}
+    def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
+        found = (past.cached_tokens(whole_prompts) for past in self._known.values())
+        return {name: tokens for each in found for name, tokens in each.items()}
 
     def enter(self, request: Request) -> None:
         self._was_asked = True
@@ -129,13 +137,14 @@ class FileJournal(Journal):
             if each.finish_reason is None:
                 self._written[each.sequence.sequence_id] = len(each.sequence.output_token_ids)
 
-    def grew(self, requests: Iterable[Request]) -> None:
+    def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
         step = Stepped([], [], [])
         for request in requests:
             for completion in request.completions:
                 self._add(completion, step)
-        if step.tokens or step.ended:
-            self._write([step])
+        records: list[Record] = [step] if step.tokens or step.ended else []
+        if records := [*records, *_placed(notes)]:
+            self._write(records)
 
     def dropped(self, request: Request) -> None:
         for each in request.completions:
@@ -213,6 +222,11 @@ class FileJournal(Journal):
         os.replace(aside, self._path)  # noqa: PTH105 (of two names, not of a Path)
         self._limit = 2 * self._chain.num_bytes + GROWTH_BYTES
         return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+
+def _placed(notes: Notes) -> list[Record]:
+    """The record of ``notes``, if there is something in them."""
+    return [Placed(*notes)] if notes.named or notes.reached else []
 
 
 def _locked(path: Path, takes_over: bool) -> int:

@@ -10,7 +10,8 @@ from fastdecode.api.request import Request
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.core.errors import ConfigError
-from fastdecode.journal.records import Asked, Dropped, Record, Stepped, TokenLogprobs
+from fastdecode.core.held import KnownTokens, Named, Reached
+from fastdecode.journal.records import Asked, Dropped, Placed, Record, Stepped, TokenLogprobs
 from fastdecode.scheduler import Sequence
 from fastdecode.sworker.sampling import SampledToken
 
@@ -20,11 +21,17 @@ Ended = tuple[str, int | str | None]
 
 @dataclass
 class Sample:
-    """One output of a request: tokens, log-probabilities where they were asked for, and how it ended, if it has."""
+    """One output of a request: tokens, log-probabilities where they were asked for, and how it ended, if it has.
+
+    ``reached``: tokens that were cached when its prompt was computed last, None where none were said since its last
+    token. ``names``: what R-workers may have of it beside what has its own name.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: TokenLogprobs = field(default_factory=list)
     ended: Ended | None = None
+    reached: int | None = None
+    names: dict[int, Named] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,17 +56,22 @@ class Past:
         """The first id after those of its sequences."""
         return self.asked.sequence_id + len(self.samples)
 
-    def cached_tokens(self) -> dict[int, list[int]]:
-        """By sequence the tokens that may be cached: of prompt and output all but the last, whose row samples the next.
+    def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
+        """What R-workers may have cached, by the name that they know it by: of prompt and output all but the last
+        token, whose row samples the next. ``whole_prompts``: also of a prompt of which it was not said how much.
 
         What R-workers have beyond these are draft tokens that were refused, or rows of a step that is not written here.
         """
-        prompt = self.asked.prompt_token_ids
-        return {
-            self.asked.sequence_id + index: (prompt + sample.token_ids)[:-1]
-            for index, sample in enumerate(self.samples)
-            if not sample.ended
-        }
+        found: dict[int, KnownTokens] = {}
+        for sequence_id, sample in enumerate(self.samples, self.asked.sequence_id):
+            reached = sample.reached if whole_prompts or sample.token_ids else sample.reached or 0
+            reached = None if sample.ended else reached
+            tokens = (self.asked.prompt_token_ids + sample.token_ids)[:-1][:reached]
+            found[sequence_id] = KnownTokens(sequence_id, 0, tokens)
+            found |= {each.cache_id: KnownTokens(sequence_id, each.start, tokens) for each in sample.names.values()}
+            if sample.ended:
+                del found[sequence_id]  # which no sequence will have again
+        return found
 
     def is_of(self, prompt_token_ids: list[int], params: SamplingParams) -> bool:
         """Whether this is what is asked now."""
@@ -91,7 +103,14 @@ class Past:
             [(each, sample.logprobs) for each, sample in by_id if sample.logprobs],
             [(each, *sample.ended) for each, sample in by_id if sample.ended],
         )
-        return [self.asked, step] if step.tokens or step.ended else [self.asked]
+        named = [each for sample in self.samples for each in sample.names.values()]
+        reached = [Reached(each, sample.reached) for each, sample in by_id if sample.reached is not None]
+        placed = Placed(named, reached)
+        return [
+            self.asked,
+            *([step] if step.tokens or step.ended else []),
+            *([placed] if named or reached else []),
+        ]
 
 
 def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
@@ -107,11 +126,25 @@ def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
         elif isinstance(record, Stepped):
             for sequence_id, token_ids in record.tokens:
                 samples[sequence_id].token_ids += token_ids
+                samples[sequence_id].reached = None
             for sequence_id, logprobs in record.logprobs:
                 samples[sequence_id].logprobs += logprobs
             for sequence_id, finish_reason, stop_reason in record.ended:
                 samples[sequence_id].ended = finish_reason, stop_reason
+        else:
+            _place(record, samples)
     return pasts
+
+
+def _place(record: Record, samples: dict[int, Sample]) -> None:
+    """Enter what ``record`` says of places; of requests that were dropped it is of no use."""
+    if isinstance(record, Placed):
+        for each in record.named:
+            if each.sequence_id in samples:
+                samples[each.sequence_id].names[each.cache_id] = each
+        for sequence_id, num_tokens in record.reached:
+            if sequence_id in samples:
+                samples[sequence_id].reached = num_tokens
 
 
 def asked(request: Request) -> Asked:

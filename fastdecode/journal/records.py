@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from fastdecode.core.held import Named, Reached
+
 MAGIC = b"FastDecode journal 1\n"
 
 _HEAD = struct.Struct("<II")
@@ -71,7 +73,14 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="dropped"):
     sequence_id: int
 
 
-Record = Began | Asked | Stepped | Dropped
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    """Where R-workers have tokens under other names than their sequence's, and how much of prompts is right there."""
+
+    named: list[Named]
+    reached: list[Reached]
+
+
+Record = Began | Asked | Stepped | Dropped | Placed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)

@@ -41,6 +41,10 @@ KILLS_PER_ROUND = 10
 MOST_UNCLEAN = 5
 """Rounds after which the command ends."""
 
+MOST_FAILED = 3
+"""Engines of a round that end by an error of their own, as where a busy machine lets them lose their R-workers while
+they start: they are started again, as by an operator."""
+
 END_SECONDS = 120.0
 """Most time until an engine that nothing befalls has answered a load."""
 
@@ -84,10 +88,15 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
         "max_num_seqs": rng.choice((8, 24)),
         "speculative_config": rng.choice(({}, {}, {"method": "ngram", "num_speculative_tokens": 3})),
     }
-    return Round(seed, kinds[seed % len(kinds)], settings, {str(n): _ask(rng, n) for n in range(12)}, folder)
+    asks = {str(number): _ask(rng, number) for number in range(12)}
+    settings |= rng.choice(({}, {"kv_replicas": 2}, {"kv_shard_tokens": 512, "max_model_len": 2048}))
+    if "kv_shard_tokens" in settings:
+        asks |= {str(number): _ask(rng, number, 48 + rng.randrange(64)) for number in range(0, 12, 4)}
+    return Round(seed, kinds[seed % len(kinds)], settings, asks, folder)
 
 
-def _ask(rng: random.Random, number: int) -> Ask:
+def _ask(rng: random.Random, number: int, length: int = 0) -> Ask:
+    """Request ``number``; ``length``: statements in its prompt, by default few."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -95,7 +104,7 @@ def _ask(rng: random.Random, number: int) -> Ask:
         {"temperature": 0.8, "seed": 3, "logprobs": 2, "presence_penalty": 0.5},
         {"structured_outputs": {"regex": "([a-z]{5,9} = [0-9]{3};){6}"}},
     ]
-    prompt = f"def function_{number}(x, y):" + " x = y + z;" * rng.randrange(16)
+    prompt = f"def function_{number}(x, y):" + " x = y + z;" * (length or rng.randrange(16))
     params = {"max_tokens": rng.randrange(40, 200), "ignore_eos": True} | kinds[number % len(kinds)]
     return Ask(0, prompt, params, None)
 
@@ -104,18 +113,28 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
     """Kill engines of the round ``most_kills`` times, fewer where it ends before, and compare what its client got.
     ``extra``: more settings of those that are killed."""
     found, rng = Found(), random.Random(drawn.seed + 1)
-    plain = {"r_workers": "inproc:1", "r_threads": 1, "kv_cache_memory": "64MiB"}
+    plain = {
+        "r_workers": "inproc:1",
+        "r_threads": 1,
+        "kv_cache_memory": "64MiB",
+        "kv_replicas": 1,
+        "kv_shard_tokens": None,
+    }
     _wait(_engine(drawn, plain, drawn.folder / "reference"), found, "the undisturbed engine")
     wanted = _read(drawn.folder / "reference")
     with ExitStack() as cleanup:
         workers = _Workers(drawn, cleanup)
         more = {"journal": str(drawn.folder / "journal"), **workers.settings(), **(extra or {})}
-        for _ in range(most_kills):
+        while found.counts["kills"] < most_kills and found.counts["failed"] < MOST_FAILED:
             pid = _engine(drawn, more, drawn.client)
-            if not _kill(pid, drawn, rng):
+            if _kill(pid, drawn, rng):
+                found.counts["kills"] += 1
+                workers.befall(rng)
+            elif os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0:  # type: ignore[union-attr]
                 break
-            found.counts["kills"] += 1
-            workers.befall(rng)
+            else:
+                os.waitpid(pid, 0)
+                found.counts["failed"] += 1
         else:
             pid = _engine(drawn, more, drawn.client)
         _wait(pid, found, "the last engine")
@@ -283,7 +302,7 @@ def _compare(wanted: Streams, got: Streams, found: Found) -> None:
                 found.faults.append(f"request {name}, sample {index}: {tokens} and not {expected}")
 
 
-COLUMNS = ("kills", "requests", "lost", "tokens", "more or fewer", "different", "known", "again")
+COLUMNS = ("kills", "failed", "requests", "lost", "tokens", "more or fewer", "different", "known", "again")
 
 
 def main() -> int:
@@ -296,11 +315,11 @@ def main() -> int:
     kinds = tuple(list(KINDS)[number] for number in options.kinds)
     totals: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     seed, unclean = options.seed, 0
-    while sum(each["kills"] for each in totals.values()) < options.kills and unclean < MOST_UNCLEAN:
+    while (left := options.kills - sum(each["kills"] for each in totals.values())) > 0 and unclean < MOST_UNCLEAN:
         with tempfile.TemporaryDirectory(prefix="killed-", ignore_cleanup_errors=True) as name:
             drawn = draw(seed, Path(name), kinds)
             start = time.monotonic()
-            found = run_round(drawn, KILLS_PER_ROUND)
+            found = run_round(drawn, min(left, KILLS_PER_ROUND))
             unclean += bool(found.faults)
             log = (drawn.folder / "log").read_text()[-3000:] if found.faults else ""
         totals[drawn.kind].update(found.counts)

@@ -106,7 +106,7 @@ class SecondPlacement:
         if not self.is_wanted:
             return -1
         if hit:
-            twin = self._store.prefixes.twin(hit)
+            twin = self._store.prefixes.twin(sequence, hit)
             if twin is None or self._workers[twin.prefix.worker].is_draining:
                 return -1
             return twin.prefix.worker if self._room.to_begin(sequence, twin.prefix.worker, twin) else -1
@@ -195,7 +195,9 @@ class SegmentPlacement:
         rest = place_segments(sizes[len(places) :], room, capacities, loads, load_room, self._speeds(sequence))
         if rest is None:
             return None
-        ids = [sequence.sequence_id, *(self._prefixes.new_id() for _ in needed[1:])]
+        ids = [each.prefix.prefix_id for each in pieces if self._prefixes.resumes(sequence, each)]
+        ids = ids or [sequence.sequence_id]
+        ids += [self._prefixes.new_id() for _ in needed[len(ids) :]]
         starting = starts(sequence.num_tokens, self._needs.segment_tokens)
         each = zip(ids, starting, needed, [*places, *rest], strict=True)
         segments = [Segment(cache_id, start, blocks, [worker]) for cache_id, start, blocks, worker in each]

@@ -1,8 +1,9 @@
 """What R-workers hold of sequences of an engine before this one: kept as it is until the sequence is asked for again.
 
-Each is a retained prefix under the name that the sequence has on its R-workers, with the tokens after its last full
-block. A sequence that comes back goes on in place: the blocks are counted as its own, and its R-workers need not be
-told. Until then they may be evicted like other prefixes, and others that begin alike may begin from their full blocks.
+Each piece, of one segment of a sequence, is a retained prefix under the name that it has on its R-workers, with the
+tokens after its last full block. A sequence that comes back goes on in place: the blocks are counted as its own, and
+its R-workers need not be told. Until then they may be evicted like other prefixes, and others that begin alike may
+begin from their full blocks.
 """
 
 from __future__ import annotations
@@ -11,49 +12,73 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as PySequence
 
-from fastdecode.core.held import HeldSequence
+from fastdecode.core.held import HeldSequence, KnownTokens
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.place import Block, Copy, Segment
 from fastdecode.scheduler.store.prefix_index import Hit, PrefixIndex, extend_hashes
 from fastdecode.scheduler.store.workers import Prefix, Workers
 
+Held = Mapping[int, PySequence[HeldSequence]]
+"""What each R-worker holds, by its index."""
+
 
 class Adoption:
-    """Prefixes by the id of the sequence that each is the beginning of."""
+    """Prefixes by the sequence, and its first token, that each is of."""
 
-    def __init__(self, workers: Workers, index: PrefixIndex) -> None:
-        self._workers, self._index = workers, index
-        self._waiting: set[int] = set()
+    def __init__(self, workers: Workers, index: PrefixIndex, segment_tokens: int) -> None:
+        self._workers, self._index, self._segment_tokens = workers, index, segment_tokens
+        self._names: dict[int, dict[int, list[int]]] = {}
+        self._hashes: dict[int, list[bytes]] = {}
 
-    def adopt(self, held: Mapping[int, PySequence[HeldSequence]], known: Mapping[int, list[int]]) -> dict[int, int]:
-        """R-workers hold these sequences, with their ``known`` tokens, by id: keep those of which something is known,
-        each as long as all R-workers have it, and have them forget the rest. Returns the tokens kept on each."""
-        lengths: dict[int, int] = {}
-        for each in (each for several in held.values() for each in several):
-            num_known = len(known.get(each.cache_id, ()))
-            lengths[each.cache_id] = min(each.num_tokens, lengths.get(each.cache_id, num_known))
-        kept = {cache_id: known[cache_id][:length] for cache_id, length in lengths.items() if length}
-        self._waiting |= kept.keys()
-        return {index: self._adopt_on(index, several, kept) for index, several in held.items()}
+    def adopt(self, held: Held, known: Mapping[int, KnownTokens]) -> dict[int, int]:
+        """R-workers hold these sequences, of ``known`` tokens, by name: keep those of which something is known, each as
+        long as all R-workers have it, and have them forget the rest. Returns the tokens kept on each."""
+        kept = {each.cache_id: known[each.cache_id] for one in held.values() for each in one if each.cache_id in known}
+        lengths = {name: len(tokens.token_ids) - tokens.start for name, tokens in kept.items()}
+        for each in (each for one in held.values() for each in one if each.cache_id in kept):
+            lengths[each.cache_id] = min(each.num_tokens, lengths[each.cache_id])
+        kept = {name: tokens for name, tokens in kept.items() if lengths[name] > 0}
+        for name, tokens in kept.items():
+            self._names.setdefault(tokens.sequence_id, {}).setdefault(tokens.start, []).append(name)
+            hashes = self._hashes.setdefault(tokens.sequence_id, [])
+            extend_hashes(hashes, tokens.token_ids[: tokens.start + lengths[name]], self._workers.block_size)
+        counts = {index: self._adopt_on(index, several, kept, lengths) for index, several in held.items()}
+        self._hashes.clear()
+        return counts
 
     def hits(self, sequence: Sequence) -> dict[int, Hit]:
-        """What R-workers have of ``sequence`` under its own name."""
-        if sequence.sequence_id not in self._waiting:
+        """What R-workers have of ``sequence`` itself, each the same; of several segments that which has the last."""
+        pieces = self.pieces(sequence)
+        if not pieces:
             return {}
-        size, found = self._workers.block_size, list(self._prefixes_of(sequence))
-        return {each.worker: Hit(len(each.blocks), each, len(each.blocks) * size + len(each.rest)) for each in found}
+        num_blocks, num_tokens = sum(each.num_blocks for each in pieces), sum(each.num_tokens for each in pieces)
+        return {
+            worker.index: Hit(num_blocks, prefix, num_tokens)
+            for worker in self._workers
+            if (prefix := worker.prefixes.get(pieces[-1].prefix.prefix_id))
+            and self._hit(prefix).num_tokens == pieces[-1].num_tokens
+        }
 
-    def has(self, prefix: Prefix) -> bool:
-        """Whether a sequence may go on in ``prefix`` in place."""
-        return prefix.prefix_id in self._waiting
+    def pieces(self, sequence: Sequence) -> list[Hit]:
+        """What there is of each segment, up to the first that is not whole."""
+        by_start = self._names.get(sequence.sequence_id, {})
+        pieces: list[Hit] = []
+        while by_start and all(each.num_tokens == self._segment_tokens for each in pieces[-1:]):
+            found = [self._hit(each) for each in self._prefixes(by_start.get(len(pieces) * self._segment_tokens, ()))]
+            if not found:
+                break
+            pieces.append(max(found, key=lambda hit: (hit.num_tokens, hit.prefix.prefix_id == sequence.sequence_id)))
+        return pieces
+
+    def is_of(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether ``prefix`` is a piece of ``sequence``, which may go on in it in place."""
+        by_start = self._names.get(sequence.sequence_id, {})
+        return any(prefix.prefix_id in names for names in by_start.values())
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the same on another R-worker, if there is one."""
-        for worker in self._workers:
-            other, rest = worker.prefixes.get(hit.prefix.prefix_id), hit.prefix.rest
-            if other and other is not hit.prefix and len(other.blocks) == hit.num_blocks and other.rest == rest:
-                return hit._replace(prefix=other)
-        return None
+        """Return the same on another R-worker, if there is one; ``hit`` itself may have been taken already."""
+        others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
+        return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
 
     def resume(self, segment: Segment, copy: Copy, hit: Hit) -> None:
         """``copy`` of ``segment`` is what ``hit`` has, where it is."""
@@ -63,44 +88,54 @@ class Adoption:
         self._index.let_go(hit.prefix)
 
     def close(self, sequence: Sequence) -> None:
-        """``sequence`` has begun, or is about to without what is kept of it, which is forgotten."""
-        if sequence.sequence_id in self._waiting:
-            for prefix in list(self._prefixes_of(sequence)):
+        """``sequence`` has begun, or is about to: what is kept of it under its name, and was not taken, is forgotten;
+        the rest is there like other prefixes."""
+        if self._names.pop(sequence.sequence_id, None) is not None:
+            for prefix in list(self._prefixes([sequence.sequence_id])):
                 self._index.shorten(prefix, 0)
-            self._waiting.discard(sequence.sequence_id)
 
-    def _prefixes_of(self, sequence: Sequence) -> Iterator[Prefix]:
-        found = (worker.prefixes.get(sequence.sequence_id) for worker in self._workers)
+    def _prefixes(self, names: PySequence[int]) -> Iterator[Prefix]:
+        found = (worker.prefixes.get(name) for name in names for worker in self._workers)
         return (prefix for prefix in found if prefix)
 
-    def _adopt_on(self, index: int, held: PySequence[HeldSequence], kept: Mapping[int, list[int]]) -> int:
+    def _hit(self, prefix: Prefix) -> Hit:
+        num_blocks = len(prefix.blocks)
+        return Hit(num_blocks, prefix, num_blocks * self._workers.block_size + len(prefix.rest))
+
+    def _adopt_on(
+        self,
+        index: int,
+        several: PySequence[HeldSequence],
+        kept: Mapping[int, KnownTokens],
+        wanted: Mapping[int, int],
+    ) -> int:
         worker, size = self._workers[index], self._workers.block_size
-        for each in held:
+        for each in several:
             if each.cache_id not in kept:
                 worker.release(each.cache_id)
-        ours = {each.cache_id: each for each in held if each.cache_id in kept}
-        lengths = self._lengths(ours, kept)
+        ours = {each.cache_id: each for each in several if each.cache_id in kept}
+        lengths = self._lengths(ours, wanted)
         blocks: defaultdict[int, Block] = defaultdict(lambda: Block(num_sequences=0))
-        for cache_id, length in lengths.items():
-            chain = [blocks[number] for number in ours[cache_id].blocks[: -(-length // size)]]
-            hashes: list[bytes] = []
-            extend_hashes(hashes, kept[cache_id][:length], size)
-            rest = kept[cache_id][len(hashes) * size : length]
-            self._index.add(Prefix(cache_id, index, hashes, chain[: len(hashes)], cache_id, chain[len(hashes) :], rest))
-            if length < ours[cache_id].num_tokens:
-                worker.truncate(cache_id, length)
+        for name, length in lengths.items():
+            chain, num_full = [blocks[number] for number in ours[name].blocks[: -(-length // size)]], length // size
+            sequence_id, start, token_ids = kept[name]
+            hashes = self._hashes[sequence_id][start // size : start // size + num_full]
+            rest = token_ids[start + num_full * size : start + length]
+            self._index.add(Prefix(name, index, hashes, chain[:num_full], name, chain[num_full:], rest))
+            if length < ours[name].num_tokens:
+                worker.truncate(name, length)
         worker.free -= len(blocks)
         worker.cached += len(blocks)
         return sum(lengths.values())
 
-    def _lengths(self, ours: Mapping[int, HeldSequence], kept: Mapping[int, list[int]]) -> dict[int, int]:
+    def _lengths(self, ours: Mapping[int, HeldSequence], wanted: Mapping[int, int]) -> dict[int, int]:
         """Tokens that are kept of each. A last block that is not full must be no other's, since more is written there:
         one that was cut within a block that others hold keeps its full blocks."""
         size = self._workers.block_size
-        last = {cache_id: -(-len(kept[cache_id]) // size) for cache_id in ours}
-        holders = Counter(block for cache_id, each in ours.items() for block in each.blocks[: last[cache_id]])
-        lengths = {cache_id: len(kept[cache_id]) for cache_id in ours}
-        for cache_id, each in ours.items():
-            if holders[each.blocks[last[cache_id] - 1]] > 1:
-                lengths[cache_id] -= lengths[cache_id] % size
-        return lengths
+        lengths = {name: wanted[name] for name in ours}
+        last = {name: -(-length // size) for name, length in lengths.items()}
+        holders = Counter(block for name, each in ours.items() for block in each.blocks[: last[name]])
+        for name, each in ours.items():
+            if holders[each.blocks[last[name] - 1]] > 1:
+                lengths[name] -= lengths[name] % size
+        return {name: length for name, length in lengths.items() if length}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as PySequence
 
-from fastdecode.core.held import HeldSequence
+from fastdecode.core.held import KnownTokens
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.adoption import Adoption
+from fastdecode.scheduler.store.adoption import Adoption, Held
+from fastdecode.scheduler.store.names import Names
 from fastdecode.scheduler.store.place import Block, Copy, Segment
 from fastdecode.scheduler.store.prefix_index import Hit, PrefixIndex, extend_hashes
 from fastdecode.scheduler.store.workers import Prefix, Workers
@@ -27,6 +27,7 @@ class PrefixCache:
         enabled: bool,
         segment_tokens: int = UNLIMITED,
         index: Callable[[Workers], PrefixIndex] = PrefixIndex,
+        names: Names | None = None,
     ) -> None:
         self.enabled = enabled
         self.segment_tokens = segment_tokens
@@ -34,7 +35,7 @@ class PrefixCache:
         self.num_hit_tokens = 0
         self._workers = workers
         self._index = index(workers)
-        self._adoption = Adoption(workers, self._index)
+        self._adoption, self._names = Adoption(workers, self._index, segment_tokens), names or Names(False)
         self._ids = itertools.count(-1, -1)
         self._computing: dict[bytes, Sequence] = {}
 
@@ -116,6 +117,8 @@ class PrefixCache:
 
     def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
         """Return what ``hit`` has of each range of ``sequence``."""
+        if own := self._adoption.pieces(sequence):
+            return [*own[:-1], own[-1]._replace(prefix=hit.prefix)]
         whole = self.segment_tokens // self._workers.block_size
         ends = range(whole, hit.num_blocks, whole)
         found = [self._index.holder(sequence.block_hashes[end - 1]) for end in ends]
@@ -142,7 +145,7 @@ class PrefixCache:
 
     def resumes(self, sequence: Sequence, hit: Hit) -> bool:
         """Whether ``sequence`` goes on in the blocks of ``hit``, also in those that are no other's."""
-        return self._adoption.has(hit.prefix) and hit.prefix.prefix_id == sequence.sequence_id
+        return self._adoption.is_of(sequence, hit.prefix)
 
     def share_with(self, segment: Segment, copy: Copy, hit: Hit) -> None:
         """``copy`` of ``segment`` begins with what ``hit`` has on the same R-worker."""
@@ -156,9 +159,9 @@ class PrefixCache:
         worker.hold(copy.shared)
         worker.fork(segment.cache_id, hit.prefix.prefix_id, segment.num_tokens)
 
-    def twin(self, hit: Hit) -> Hit | None:
-        """Return the same beginning on another R-worker, bit for bit, if there is one."""
-        if self._adoption.has(hit.prefix):
+    def twin(self, sequence: Sequence, hit: Hit) -> Hit | None:
+        """Return the same beginning of ``sequence`` on another R-worker, bit for bit, if there is one."""
+        if self._adoption.is_of(sequence, hit.prefix):
             return self._adoption.twin(hit)
         twin = self._index.twin(hit.prefix, hit.num_blocks)
         return hit._replace(prefix=twin) if twin else None
@@ -204,20 +207,20 @@ class PrefixCache:
         prefix = Prefix(self.new_id(), copy.worker, hashes, self.share(copy, count), origin)
         self._index.add(prefix)
         worker.fork(prefix.prefix_id, segment.cache_id, count * self._workers.block_size)
-        if before := worker.prefixes.get(copy.prefix_id or 0):
+        if copy.prefix_id is not None and (before := worker.prefixes.get(copy.prefix_id)):
             self._index.shorten(before, 0)
         copy.prefix_id = prefix.prefix_id
+        self._names.name(prefix.prefix_id, sequence.sequence_id, segment.start)
 
-    def adopt(self, held: Mapping[int, PySequence[HeldSequence]], known: Mapping[int, list[int]]) -> dict[int, int]:
-        """See :meth:`Adoption.adopt`: what R-workers hold of an engine before this one, whose ids come before those of
-        this one; of sequences of several segments nothing is kept."""
-        self._ids = itertools.count(min((each.cache_id for one in held.values() for each in one), default=0) - 1, -1)
-        whole = {each: tokens for each, tokens in known.items() if len(tokens) <= self.segment_tokens}
-        return self._adoption.adopt(held, whole if self.enabled else {})
+    def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
+        """See :meth:`Adoption.adopt`. Names that are given from here on come below ``lowest_name`` and those there."""
+        names = (each.cache_id for several in held.values() for each in several)
+        self._ids = itertools.count(min((lowest_name, *names)) - 1, -1)
+        return self._adoption.adopt(held, known if self.enabled else {})
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
         """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens: it is wrong."""
-        prefix = self._workers[copy.worker].prefixes.get(copy.prefix_id or 0)
+        prefix = None if copy.prefix_id is None else self._workers[copy.worker].prefixes.get(copy.prefix_id)
         if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
             self._index.shorten(prefix, num_tokens // self._workers.block_size)
 

@@ -11,11 +11,12 @@ A kept state counts as the blocks it takes, and goes before those of its beginni
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as PySequence
 
-from fastdecode.core.held import HeldSequence
+from fastdecode.core.held import KnownTokens
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.adoption import Held
+from fastdecode.scheduler.store.names import Names
 from fastdecode.scheduler.store.place import Block, Copy, Segment
 from fastdecode.scheduler.store.prefix import PrefixCache
 from fastdecode.scheduler.store.prefix_index import Hit, PrefixIndex, extend_hashes
@@ -81,8 +82,10 @@ class StateCache(PrefixCache):
 
     _index: StateIndex
 
-    def __init__(self, workers: Workers, enabled: bool, segment_tokens: int = UNLIMITED) -> None:
-        super().__init__(workers, enabled, segment_tokens, StateIndex)
+    def __init__(
+        self, workers: Workers, enabled: bool, segment_tokens: int = UNLIMITED, names: Names | None = None
+    ) -> None:
+        super().__init__(workers, enabled, segment_tokens, StateIndex, names)
         self._interval = 1
         while self._interval < STATES_SHARE * workers.state_blocks:
             self._interval *= 2
@@ -98,9 +101,9 @@ class StateCache(PrefixCache):
         while len(before) > MOST_SEEN:
             del before[next(iter(before))]
 
-    def adopt(self, held: Mapping[int, PySequence[HeldSequence]], known: Mapping[int, list[int]]) -> dict[int, int]:
+    def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
         """Nothing is kept of an engine before this one: what it had written of a state is not known."""
-        return super().adopt(held, {})
+        return super().adopt(held, {}, lowest_name)
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
         """A state that is gone on from is copied; where there is no room for two all is computed again."""

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastdecode.core.metrics import Pool
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.remote_prefill import StoredAt
 from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.holdings import Holdings, TransfersUnderWay
+from fastdecode.scheduler.store.names import Names, Notes
 from fastdecode.scheduler.store.parked import ParkedPrefixes
 from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.prefix import PrefixCache
@@ -37,7 +39,10 @@ class Store:
             limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts, limits.state_blocks
         )
         caches = StateCache if limits.state_blocks else PrefixCache
-        self.prefixes = caches(self.workers, limits.prefix_caching and retains, limits.placing.segment_tokens)
+        placing = limits.placing
+        self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
+        retains &= limits.prefix_caching
+        self.prefixes = caches(self.workers, retains, placing.segment_tokens, names=self.names)
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
         self.transfers = TransfersUnderWay(self)
@@ -61,6 +66,11 @@ class Store:
         self.num_sound = self.table.cached_of_several() if mini_batches else {}
         self.num_sound |= {each: self.residents.prompts[each].num_prefill - 1 for each in arrived}
 
+    def take_notes(self) -> Notes:
+        """What an engine after this one has to know, and was not taken before."""
+        self.names.progress(self.residents.prompts.values())
+        return self.names.take()
+
     def make_room(self, worker: int, num_blocks: int) -> bool:
         """Have ``num_blocks`` blocks free on R-worker ``worker``; False where not even evicted prefixes leave them."""
         return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
@@ -82,6 +92,7 @@ class Store:
             self._begin_second(sequence, second, hit)
         self.prefixes.begun(sequence)
         self.go_on(sequence)
+        self.names.segments(sequence, segments)
         self.residents.enter(sequence, may_use_scratch=hit is None)
 
     def go_on(self, sequence: Sequence) -> None:
@@ -101,6 +112,7 @@ class Store:
         segment = Segment(self.prefixes.new_id(), sequence.num_cached, workers=[worker])
         self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
+        self.names.segments(sequence, [segment])
         self.go_on(sequence)
 
     def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
@@ -153,6 +165,7 @@ class Store:
             sibling.block_hashes = list(parent.block_hashes)
             closed = [self._holdings.fork(each, self.prefixes.new_id()) for each in parent.closed]
             sibling.segments = [*closed, self._holdings.fork(parent.tail, sibling.sequence_id)]
+            self.names.segments(sibling, sibling.segments)
             sibling.num_closed = parent.num_closed
             self.table.open(sibling)
             self._count_tail(sibling, 1)
@@ -172,6 +185,7 @@ class Store:
                 self._holdings.give_up(segment, copy, is_known=sequence.job_id > 0, stays=stays)
         self.transfers.drop_of(sequence)
         self.table.close(sequence)
+        self.names.progress([sequence])
         sequence.job_id = 0
 
     def give_up(self, sequence: Sequence, segment: Segment, worker: int) -> None:
@@ -225,6 +239,7 @@ class Store:
             self.transfers.redirect(segment, worker)  # which ends one that has no source, by the name it had
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.new_id(), 0
+                self.names.segments(sequence, [segment])
         self.table.put(sequence)
         self._count_tail(sequence, 1)
 
@@ -232,7 +247,7 @@ class Store:
         """The only segment of ``sequence``, which just begins, is on ``worker`` too, from the twin of ``hit``."""
         segment, copy = sequence.tail, Copy(worker)
         if hit:
-            twin = self.prefixes.twin(hit)
+            twin = self.prefixes.twin(sequence, hit)
             if twin is None:
                 raise ValueError("a second copy can start from a twin only")
             self.prefixes.share_with(segment, copy, twin)

@@ -1,0 +1,117 @@
+"""Sequences that outlive their engine: another scheduler takes naive R-workers over between any two steps, and each of
+its steps is recounted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.examples import SEES_ALL
+from helpers.scheduler_harness import AMPLE, Job, Run
+
+from fastdecode.core.held import HeldSequence
+from fastdecode.core.placing import WHOLE, Placing
+from fastdecode.journal.past import Past, pasts_of
+from fastdecode.journal.records import Asked, Placed, Record, Stepped
+
+PLACINGS = {"whole": WHOLE, "copies": Placing(copies=2), "ranges": Placing(32), "both": Placing(32, 2)}
+
+
+def jobs_of(rng: np.random.Generator) -> list[Job]:
+    """Some of one sample and some of several; half begin alike."""
+    common = rng.integers(10, 99, 60).tolist()
+    jobs = []
+    for number in range(6):
+        own = rng.integers(10, 99, int(rng.integers(1, 90))).tolist()
+        lengths = rng.integers(1, 40, int(rng.choice([1, 1, 3]))).tolist()
+        jobs.append(Job((common if number % 2 else []) + own, 40, lengths))
+    return jobs
+
+
+class Journaled:
+    """A run, and what a journal has of it."""
+
+    def __init__(self, limits: Any, jobs: list[Job], schedule: str = "stall-free") -> None:
+        self.run = Run(schedule, limits, jobs)
+        self.run.scheduler.store.names.is_wanted = True
+        self.records: list[Record] = [
+            Asked(100 * number, "", None, job.prompt, {"n": len(job.lengths)}) for number, job in enumerate(jobs)
+        ]
+        self._written = Counter[int]()
+
+    def one_step(self) -> None:
+        self.run.one_step()
+        step = Stepped([], [], [])
+        for member in (member for group in self.run.members for member in group):
+            if new := member.output_token_ids[self._written[member.sequence_id] :]:
+                step.tokens.append((member.sequence_id, new))
+                self._written[member.sequence_id] += len(new)
+                if member.sequence_id not in self.run.alive:
+                    step.ended.append((member.sequence_id, "stop", None))
+        self.records += [step, Placed(*self.run.scheduler.store.take_notes())]
+
+    @property
+    def held(self) -> dict[int, list[HeldSequence]]:
+        """By R-worker; blocks that are shared have the same number."""
+        found: dict[int, list[HeldSequence]] = {}
+        numbers: dict[int, int] = {}
+        for (worker, cache_id), each in self.run.naive.held.items():
+            blocks = tuple(numbers.setdefault(id(block), len(numbers)) for block in each.blocks)
+            found.setdefault(worker, []).append(HeldSequence(cache_id, len(each.tokens), blocks))
+        return found
+
+
+def go_on(first: Journaled, second: Journaled, pasts: dict[int, Past], whole_prompts: bool) -> list[int]:
+    """``second`` takes over what ``first`` left, and ends all; returns for each sequence that had begun how many of its
+    tokens are computed again."""
+    run, again = second.run, []
+    known = {name: tokens for past in pasts.values() for name, tokens in past.cached_tokens(whole_prompts).items()}
+    run.naive.held = first.run.naive.held
+    run.scheduler.store.prefixes.adopt(first.held, known, min((0, *known)))
+    begin = run.scheduler.store.begin
+
+    def noting(sequence: Any, segments: Any, hit: Any, second: int = -1) -> None:
+        if sequence.outputs_at_start is None and sequence.output_token_ids:
+            again.append(max(0, sequence.num_tokens - 1 - (hit.num_tokens if hit else 0)))
+        begin(sequence, segments, hit, second)
+
+    run.scheduler.store.begin = noting  # type: ignore[method-assign]
+    run.step_number = 1
+    for group, past in zip(run.members, pasts.values(), strict=True):
+        for member, sample in zip(group, past.samples, strict=True):
+            member.output_token_ids += sample.token_ids
+        if any(sample.token_ids for sample in past.samples):
+            group[0].siblings = ()
+        waiting = [member for member, sample in zip(group, past.samples, strict=True) if not sample.ended]
+        run.alive |= {member.sequence_id: member for member in waiting}
+        for member in waiting if not group[0].siblings else waiting[:1]:
+            run.scheduler.add(member)
+    run.to_the_end()
+    return again
+
+
+@pytest.mark.parametrize("name", list(PLACINGS))
+@pytest.mark.parametrize("num_blocks", [1000, 60], ids=["room", "tight"])
+def test_sequences_go_on_where_they_lie(name: str, num_blocks: int) -> None:
+    """With room for all none of what was cached of those that decode is computed again, but where one R-worker in three
+    has come back empty."""
+    placing, num_again, num_begun = PLACINGS[name], 0, 0
+    for seed in range(12 if SEES_ALL else 3):
+        rng = np.random.default_rng(seed)
+        limits = replace(
+            AMPLE, block_size=4, num_blocks=(num_blocks,) * 3, bandwidths=(1.0,) * 3, placing=placing,
+            max_model_len=200, prefix_caching=True, max_num_batched_tokens=64,
+        )  # fmt: skip
+        jobs = jobs_of(rng)
+        first, second = Journaled(limits, jobs), Journaled(limits, jobs)
+        for _ in range(int(rng.integers(2, 24))):
+            if first.run.alive or not first.run.step_number:
+                first.one_step()
+        if is_lost := seed % 3 == 2:
+            first.run.naive.lose(seed % 2)
+        again = go_on(first, second, pasts_of(first.records), placing == WHOLE)
+        num_again, num_begun = num_again + sum(again) * (not is_lost), num_begun + len(again)
+    assert num_begun > 5 and (num_again == 0 or num_blocks < 1000), num_again
