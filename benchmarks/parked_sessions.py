@@ -5,24 +5,28 @@ python benchmarks/parked_sessions.py [--sessions 1024:200 16384:6] [--r-workers 
 A first engine, with R-workers of its own, answers each session and parks it as it ends. A second one, with new
 R-workers, answers the next turn of some of them: from the disk, then once more from memory, and a text that begins
 otherwise, of the same length, as a history that is computed; in turns, so that a machine whose speed drifts slows all
-three. The demo model with longer positions, float32. The disk is as warm as the first engine left it.
+three. Then `fastdecode cache ls` and `verify` over all files. The demo model with longer positions, float32. The disk
+is as warm as the first engine left it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import random
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.cli.main import main as run_command
 from fastdecode.core.parked import ParkPlace
 
 FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 ANSWER = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-MOST_MEASURED = 30
 
 
 def make_llm(args: argparse.Namespace, folder: str, num_tokens: int) -> LLM:
@@ -61,23 +65,40 @@ def measure(args: argparse.Namespace, num_tokens: int, count: int) -> None:
             start = time.perf_counter()
             sessions = answer(llm, histories(num_tokens, count))
             answered = time.perf_counter() - start
-        parked = time.perf_counter() - start - answered
+            chosen = random.Random(0).sample(sessions, min(count, args.measured))
+            nexts = [{"prompt_token_ids": [*prompt, 7]} for prompt in chosen]
+            undisturbed = [each.outputs[0].token_ids[0] for each in llm.generate(nexts, FIRST_TOKEN, use_tqdm=False)]
+            start_of_end = time.perf_counter()
+        parked = time.perf_counter() - start_of_end
         start = time.perf_counter()
         with make_llm(args, folder, num_tokens) as llm:
+            started = time.perf_counter() - start
             first_token(llm, [1] * 40)
+            listed = time.perf_counter() - start - started
             counts = llm.engine.scheduler.store.parked.counts
             rows: list[tuple[float, ...]] = []
-            for prompt in random.Random(0).sample(sessions, min(count, MOST_MEASURED)):
+            for prompt, expected in zip(chosen, undisturbed, strict=True):
                 disk, token = first_token(llm, [*prompt, 7])
                 memory, again = first_token(llm, [*prompt, 7])
                 computed, _ = first_token(llm, [255 - prompt[0], *prompt[1:], 7])
-                if token != again:
-                    raise SystemExit("the token of a session from disk is not that from memory")
+                if not token == again == expected:
+                    raise SystemExit("the token of a session from disk is not that of the first engine")
                 rows.append((disk, memory, computed))
             if (counts.num_woken, counts.num_failed) != (len(rows), 0):
                 raise SystemExit(f"{counts} of {len(rows)} sessions")
             on_disk = sum(llm.engine.parking.parked_bytes.values()) if llm.engine.parking else 0
-    report(num_tokens, count, rows, on_disk, f"answered in {answered:.1f} s, parked the last in {parked:.1f} s")
+        report(num_tokens, count, rows, on_disk, f"answered in {answered:.1f} s, parked the last in {parked:.1f} s")
+        print(f"  start {started:.2f} s, first step of all (in which R-workers list what they have) {listed:.2f} s")
+        look_at_files(folder)
+
+
+def look_at_files(folder: str) -> None:
+    """Time `fastdecode cache ls` and `verify` over all files, start of Python left out."""
+    for action in ("ls", "verify"):
+        start, said = time.perf_counter(), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            codes = [run_command(["cache", action, str(each)]) for each in sorted(Path(folder).iterdir())]
+        print(f"  cache {action:<7} {time.perf_counter() - start:.2f} s, exit {max(codes)}")
 
 
 def report(num_tokens: int, count: int, rows: list[tuple[float, ...]], on_disk: int, text: str) -> None:
@@ -97,6 +118,7 @@ def main(arguments: list[str] | None = None) -> Any:
     parser.add_argument("--sessions", nargs="+", default=["1024:200", "16384:6"], metavar="TOKENS:COUNT")
     parser.add_argument("--r-workers", default="spawn:1")
     parser.add_argument("--kv-cache-memory", default="800MiB")
+    parser.add_argument("--measured", type=int, default=30, help="sessions that go on, of each kind")
     parser.add_argument("--park-after", type=float, default=ParkPlace.after_seconds)
     args = parser.parse_args(arguments)
     for each in args.sessions:

@@ -25,7 +25,7 @@ VERSIONS = ("1.29", "1.37")
 VALUES = (
     "",
     "sWorker.gpus=1,sWorker.modelClaim=models,sWorker.model=llama,sWorker.flags={--max-model-len=8192}",
-    "rWorkers.image=fastdecode-r-worker:0.1.0,rWorkers.count=8,rWorkers.flags={--threads=3}",
+    "rWorkers.image=fastdecode-r-worker:0.1.0,rWorkers.count=8,rWorkers.parkDisk=100Gi,rWorkers.flags={--threads=3}",
 )
 
 

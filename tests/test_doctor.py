@@ -12,6 +12,7 @@ import pytest
 from helpers import mpi_jobs, r_workers
 
 from fastdecode.cli.doctor import LIBRARY_CODE, check_mpi, check_port
+from fastdecode.cli.doctor_parking import check_parking
 from fastdecode.cli.launch import describe_mpiexec
 from fastdecode.cli.main import main
 
@@ -36,6 +37,15 @@ def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert what in text
     assert "BROKEN" not in text
+
+
+def test_a_folder_for_parked_sessions_is_measured(tmp_path: Path) -> None:
+    [finding] = check_parking(str(tmp_path))
+    pattern = r"park_dir .*: 0 chains of 0\.00 GiB, .* GiB free; written with [\d,]+ MB/s .*, read with [\d,]+ MB/s"
+    assert finding.level == "ok" and re.fullmatch(pattern, finding.what) and not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for wrong in ("none", "file"):
+        assert [each.level for each in check_parking(str(tmp_path / wrong))] == ["broken"]
 
 
 def test_listening_r_workers_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,15 @@ def test_both_sides_get_the_same_security(given: list[str], hostfile: Path, caps
     assert " ".join(given) in s_line
 
 
+def test_r_workers_are_told_where_to_park(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = write(tmp_path, "a\nb\nc")
+    given = ["--park-dir", "/a disk", "--park-bytes", "1TiB", "--park-after", "9"]
+    text = printed(capsys, hosts, "ssh", *given, *S_COMMAND)
+    commands = [shlex.split(line)[3] for line in text.splitlines() if line.startswith("ssh")]
+    flags = "--park-dir '/a disk' --park-after 9.0 --park-bytes 1TiB"
+    assert len(commands) == 2 and all(flags in command for command in commands)
+
+
 def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, hostfile, "openmpi")
     assert text.startswith("OMPI_ALLOW_RUN_AS_ROOT=1 " if os.geteuid() == 0 else "mpirun ")
@@ -161,6 +170,8 @@ def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest
         (HOSTS, ["--format", "slurm"], "format slurm is for a shell: give --print"),
         (HOSTS, ["--print", "--threads", "0"], "threads must be from 1 to 1024, not 0"),
         (HOSTS, ["--print", "--kv-cache-memory", "banana"], "kv_cache_memory must be a positive number of bytes"),
+        ("a\nb slots=2", ["--print", "--park-dir", "/parked"], "park_dir: b has 2 R-workers, and each needs a folder"),
+        ("a\nb", ["--print", "--park-after", "5"], "park_after: there is no folder to park in"),
         (HOSTS, ["--print", "generate", "--r-workers", "mpi"], "--r-workers is what launch adds"),
         (HOSTS, ["--print", "generate", "--prefill-workers", "mpi:3"], "none is left for R-workers"),
         (HOSTS, ["--print", "generate", "--prefill-workers"], "prefill_workers must be spawn:N, mpi:N"),

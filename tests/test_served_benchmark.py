@@ -21,6 +21,7 @@ NUM_PROMPTS = 12
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     flags = ["--chat-template", CHAT_TEMPLATE, "--max-num-seqs", "8", "--kv-load-limit", "4000"]
+    flags += ["--park-dir", str(tmp_path_factory.mktemp("parked"))]
     with serving(tmp_path_factory.mktemp("server"), *flags, FASTDECODE_API_KEY="secret") as running:
         yield running
 

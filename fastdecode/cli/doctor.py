@@ -40,6 +40,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--r-workers", metavar="HOST:PORT,…", help="listening R-workers to measure")
     parser.add_argument("--key-file", metavar="FILE", help="secret shared with them")
     parser.add_argument("--journal", metavar="DIR", help="folder of an engine's journal to look at")
+    parser.add_argument("--park-dir", metavar="DIR", help="folder of an R-worker's parked sessions to look at")
     add_flags(parser, EngineConfig, ["security"])
     parser.add_argument("--port", type=int, default=5580, help="that an R-worker would listen on here (5580)")
     add_common_flags(parser)
@@ -68,7 +69,13 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         from fastdecode.cli.doctor_journal import check_journal
 
         journal = check_journal(args.journal)
-    return [*check_machine(), *check_kernels(), *check_mpi(), *check_ray(), check_port(args.port), *links, *journal]
+    parking: Iterable[Finding] = ()
+    if args.park_dir:
+        from fastdecode.cli.doctor_parking import check_parking
+
+        parking = check_parking(args.park_dir)
+    machine = [*check_machine(), *check_kernels(), *check_mpi(), *check_ray(), check_port(args.port)]
+    return [*machine, *links, *journal, *parking]
 
 
 MPI_SECONDS = 60

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.api.config import MAX_THREADS
-from fastdecode.api.settings import parse_kv_cache_memory, parse_prefill_workers
+from fastdecode.api.settings import parse_kv_cache_memory, parse_park, parse_prefill_workers
 from fastdecode.cli import launch_lines as lines
 from fastdecode.cli.flags import add_common_flags, model_words
 from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles
@@ -38,6 +38,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--format", choices=FORMATS, help="(that of the mpirun that is found, else openmpi)")
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="of each R-worker (its own default)")
     parser.add_argument("--threads", type=int, metavar="N", help="of each R-worker (one per core)")
+    parser.add_argument("--park-dir", metavar="DIR", help="of each R-worker, which parks prefixes there (none)")
+    parser.add_argument("--park-after", type=float, metavar="SECONDS", help="without use, after which it does (60)")
+    parser.add_argument("--park-bytes", metavar="BYTES", help="of all files in DIR (half of what is free)")
     parser.add_argument(
         "--key-file",
         default="pool.key",
@@ -85,7 +88,9 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
         raise ConfigError("launch: --r-workers is what launch adds; leave it out of the S-worker's command")
     words, num_prefill_workers = _without_ranks(command)
     r_hosts, p_hosts = lines.take_last(r_hosts, num_prefill_workers)
-    given = (("--kv-cache-memory", args.kv_cache_memory), ("--threads", args.threads))
+    _check_parking(args, r_hosts)
+    names = ("kv_cache_memory", "threads", "park_dir", "park_after", "park_bytes")
+    given = ((f"--{name.replace('_', '-')}", getattr(args, name)) for name in names)
     r_flags = "".join(f" {flag} {shlex.quote(str(value))}" for flag, value in given if value is not None)
     return lines.JobShape(
         s_host,
@@ -96,6 +101,17 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
         p_hosts=p_hosts,
         p_flags=_quoted(model_words(words)) if p_hosts else "",
     )
+
+
+def _check_parking(args: argparse.Namespace, r_hosts: Sequence[HostSlots]) -> None:
+    """A folder has one R-worker."""
+    parse_park(args.park_dir, args.park_after, args.park_bytes)
+    twice = next((host for host in r_hosts if host.slots > 1), None)
+    if args.park_dir is not None and twice:
+        raise ConfigError(
+            f"launch: park_dir: {twice.name} has {twice.slots} R-workers, and each needs a folder of its own: start "
+            f"them with `fastdecode r-worker --park-dir`, or give one R-worker per host"
+        )
 
 
 def _command(args: argparse.Namespace) -> tuple[list[str], list[str]]:

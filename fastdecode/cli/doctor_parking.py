@@ -1,0 +1,55 @@
+"""What ``fastdecode doctor`` says of a folder for parked sessions: whether it can be written, and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastdecode.cli.doctor import Finding
+from fastdecode.cluster.parking.directory import chain_files
+
+PROBE_BYTES = 32 << 20
+"""That are written, had on the disk and read back: so many that a disk's speed shows, so few that it takes a second."""
+
+
+def check_parking(folder: str) -> Iterator[Finding]:
+    """Leaves nothing behind; an R-worker may be at work there."""
+    path = Path(folder)
+    if not path.is_dir():
+        yield Finding("broken", f"park_dir {folder}: no folder", "an R-worker with --park-dir makes it")
+        return
+    try:
+        files = chain_files(path)
+        num_bytes, free = sum(each.stat().st_size for each in files), shutil.disk_usage(path).free
+        write, read = _speeds(path)
+    except OSError as error:
+        cure = "a folder that this user may write, on a disk with room"
+        yield Finding("broken", f"park_dir {folder}: {error.strerror}", cure)
+        return
+    held = f"{len(files):,} chains of {num_bytes / 2**30:.2f} GiB, {free / 2**30:.1f} GiB free"
+    speeds = f"written with {write / 1e6:,.0f} MB/s until it is on the disk, read with {read / 1e6:,.0f} MB/s"
+    yield Finding("ok", f"park_dir {folder}: {held}; {speeds}")
+
+
+def _speeds(folder: Path) -> tuple[float, float]:
+    """Bytes per second of writing with fdatasync, and of reading without the page cache where the system drops it."""
+    path, data = folder / f"doctor-{secrets.token_hex(4)}.tmp", os.urandom(1 << 20)
+    try:
+        start = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(PROBE_BYTES // len(data)):
+                file.write(data)
+            os.fdatasync(file.fileno())
+            written = time.perf_counter() - start
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.read(len(data)):
+                pass
+        return PROBE_BYTES / written, PROBE_BYTES / (time.perf_counter() - start)
+    finally:
+        path.unlink(missing_ok=True)
