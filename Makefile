@@ -2,7 +2,7 @@
 # make model  install, then fetch a chat model once (make demo does, too) and print its folder
 # make models   install, then try every architecture of transformers and write docs/models.md
 # make site   install, then build the site of docs/ into site/
-# make test   install, then lint, types, sanitizers and tests
+# make test   install, then lint, types, sanitizers and tests, and some of those under qemu as ARM
 # make test-all   the same with all examples of properties, all recorded runs of the scheduler, and thorough tests
 # make test-quick   for work in progress: the tests that are not marked slow, nothing else
 PYTHON ?= python3
@@ -16,8 +16,8 @@ TOOLS := $(VENV)/.tools
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-python portable compilers fuzz fuzz-api \
-  chaos kills site site-check lint-deployment wheels try-wheels clean
+.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-quick arm-python portable compilers fuzz \
+  fuzz-api chaos kills site site-check lint-deployment wheels try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -48,7 +48,7 @@ model: $(STAMP)
 # imports, or 10 where tests have no bytecode yet.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 test:
-	$(MAKE) -j4 lint sanitize-quick emulated pytest
+	$(MAKE) -j4 lint sanitize-quick emulated arm-quick pytest
 
 pytest: $(STAMP)
 	$(BIN)/pytest -q -n $(WORKERS)
@@ -105,14 +105,18 @@ emulated: $(STAMP)
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker
 
 # The C++ tests on ARM: cross-compiled, and run by qemu as a processor that has all extensions, and as one that has no
-# products of bfloat16 (Graviton2's cores).
+# products of bfloat16 (Graviton2's cores). Quick: rings, and each
+# instruction set against the scalar one.
 ARM_CPUS ?= max neoverse-n1
-arm: $(TOOLS)
+QEMU := qemu-aarch64-static -L /usr/aarch64-linux-gnu
+arm-quick: ARM_FLAVOR := -DFASTDECODE_KERNEL_OPTIMIZATION=-Og $(LITTLE_OPTIMIZATION)
+arm-quick: ARM_TESTS := rings kernels
+arm arm-quick: $(TOOLS)
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool > /dev/null || { \
-	  echo "make arm: skipped, for there is no $$tool (packages g++-aarch64-linux-gnu, qemu-user-static)"; exit 0; }; done; \
-	{ $(call build,out/arm,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/aarch64.cmake -DFASTDECODE_BUILD_TESTS=ON \
-	  -DFASTDECODE_BUILD_BINDINGS=OFF,rworker_tests); } && for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
-	  QEMU_CPU=$$cpu $(BIN)/ctest --test-dir out/arm/rworker_cpp --output-on-failure || exit 1; done
+	  echo "make $@: skipped, for there is no $$tool (packages g++-aarch64-linux-gnu, qemu-user-static)"; exit 0; }; done; \
+	{ $(call build,out/$@,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/aarch64.cmake -DFASTDECODE_BUILD_TESTS=ON \
+	  -DFASTDECODE_BUILD_BINDINGS=OFF $(ARM_FLAVOR),rworker_tests); } && for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
+	  QEMU_CPU=$$cpu $(QEMU) out/$@/rworker_cpp/rworker_tests $(ARM_TESTS) || exit 1; done
 
 # The tests of kernels in Python on ARM, by Debian's Python of ARM, which is fetched into out/arm-python once; then a pool
 # of an R-worker there and one here. What needs torch is left out.

@@ -1,5 +1,6 @@
 // The self-test finds nothing where all is well, and every fault that is put into a path.
 #include <algorithm>
+#include <cstdio>
 #include <utility>
 #include <vector>
 
@@ -130,8 +131,15 @@ void test_faults_of_latents() {
 
 }  // namespace
 
+/// Each instruction set that runs here against the scalar one.
+void run_kernel_tests() {
+    for (const Kernels* kernels : supported_kernels()) {
+        std::printf("  %s\n", kernels->isa);
+        CHECK(self_test(kernels->isa).empty());
+    }
+}
+
 void run_self_test_tests() {
-    for (const Kernels* kernels : supported_kernels()) CHECK(self_test(kernels->isa).empty());
     CHECK_THROWS(self_test("quantum"), Error);
     test_faults_of<0>("float32");
     test_faults_of<1>("float16");
