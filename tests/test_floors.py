@@ -37,7 +37,7 @@ OUTSIDE = {0: {"numpy"}, 1: {"numpy"}, 2: {"numpy"}}
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
 LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
 LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster", "ray": "cluster"}
-KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefills.worker", "cli.cache"}
+KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefills.worker", "cli.cache", "cli.doctor_parking"}
 """The engine's choice of a backend, processes that are R-workers and prefill workers, and what reads their disks."""
 
 IN_ONE_FILE = {"mpi4py", "zmq", "ray"}
