@@ -297,8 +297,9 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
         return
     others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and not one_piece else ""
     needed = (worker.state_blocks + -(-max_model_len // block_size)) * block_bytes
+    memory = needed + layout.weight_bytes
     raise CapacityError(
         f"one sequence of max_model_len {max_model_len} tokens takes {needed / 2**30:.3g} GiB of KV cache, and an "
         f"R-worker has {worker.num_blocks * block_bytes / 2**30:.3g} GiB{others}: give at least --kv-cache-memory "
-        f"{-(-needed // 2**20)}MiB, or at most --max-model-len {tokens}"
+        f"{-(-memory // 2**20)}MiB, or at most --max-model-len {tokens}"
     )

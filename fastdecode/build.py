@@ -34,7 +34,14 @@ from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import KVLayout, RWorkerInfo
 from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
-from fastdecode.engine_setup import check_index, make_parking, make_scheduler, pin_s_worker, prompt_tokens
+from fastdecode.engine_setup import (
+    check_index,
+    make_parking,
+    make_scheduler,
+    pin_s_worker,
+    prompt_tokens,
+    with_absorption,
+)
 from fastdecode.hybrids import check_hybrid
 from fastdecode.journal.journal import FileJournal, Journal, next_run
 from fastdecode.journal.pulse import Listening, Pulse
@@ -92,6 +99,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     ``cleanup`` frees what was begun, also after an error. Any FastDecodeError that a part raises. On another rank than
     the first this does not return.
     """
+    config = with_absorption(config)
     follow(config)
     if backend is None:
         prepare(config)

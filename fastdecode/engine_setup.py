@@ -25,6 +25,7 @@ from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.sworker import SModel, SWorker
+from fastdecode.sworker.loader import model_shape
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +191,22 @@ def _step_seconds(s_worker: SWorker, num_r_workers: int, num_tokens: int) -> flo
             s_worker.backend.abandon_step()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def with_absorption(config: EngineConfig) -> EngineConfig:
+    """``config`` with who absorbs latents decided, where it is left open and its profile has measured both: whichever
+    answers sooner. Every rank decides so by itself."""
+    if config.latent_absorption != "auto" or config.profile is None:
+        return config
+    shape, spec = model_shape(config), config.r_worker_spec
+    kv_dtype = shape.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    rows = config.max_num_seqs / (config.num_mini_batches or 2)
+    profile = load_profile(str(config.profile))
+    names = spec.addresses or (spec.kind,)
+    if shape.latent is None or not profile.absorbs_sooner_at_r_workers(shape, kv_dtype, rows, names):
+        return config
+    logger.info("R-workers multiply K and V of latents: by the profile they answer sooner so")
+    return replace(config, latent_absorption="r")
 
 
 def live_step_model(

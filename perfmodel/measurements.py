@@ -43,8 +43,8 @@ class SPartPoint:
 class RPartPoint:
     """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
 
-    ``r_worker``: "here", or the "host:port" of one elsewhere. ``kind``: "rows", or "scan" of an index, which scores all
-    keys and picks.
+    ``r_worker``: "here", or the "host:port" of one elsewhere. ``kind``: "rows"; "absorbing", rows of latents
+    with which the R-worker multiplies K and V too; or "scan" of an index, which scores all keys and picks.
     """
 
     kv_cache_dtype: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,9 @@ MEASURED_BY_ALL = (
     "all of the cores"
 )
 """Says how a profile comes to what one of --quick lacks."""
+
+MEAN_CONTEXT = 1024
+"""Tokens over which rows are compared, amid those that were measured."""
 
 FORMAT_VERSION = 3
 """Version of the JSON. Version 1 knew nothing of prefill workers, version 2 nothing of ranks; both are still read."""
@@ -99,7 +103,8 @@ class HardwareProfile:
             return RPart(share * whole.seconds_per_token, whole.call_seconds, share * whole.row_seconds)
         shape = shape or self.shape
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-        alike = self._r_points("rows", kv_dtype, r_worker)
+        kind = "absorbing" if shape.latent and shape.latent.at_r_workers else "rows"
+        alike = self._r_points(kind, kv_dtype, r_worker)
         points = [p for p in alike if (p.num_heads, p.num_kv_heads, p.head_dim) == heads]
         if not points:
             found = sorted({f"{p.kv_cache_dtype} with {p.num_heads} / {p.num_kv_heads} heads" for p in self.r_part})
@@ -109,6 +114,22 @@ class HardwareProfile:
             raise self.lacks(f"no R-part with {threads} thread(s)", measured)
         found_parts = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]
         return max(found_parts, key=lambda part: part.seconds_per_token)
+
+    def absorbs_sooner_at_r_workers(
+        self, shape: ModelShape, kv_dtype: str, rows: float, r_workers: Iterable[str]
+    ) -> bool:
+        """Say whether ``rows`` rows of a latent layer, each over MEAN_CONTEXT tokens, are back sooner from R-workers
+        that multiply K and V: by the way to the slowest of them and its work. False where one of the two was not
+        measured."""
+        seconds = []
+        for each in (shape.absorbing(False), shape.absorbing(True)):
+            try:
+                part = self.measured_r_part(kv_dtype, shape=each)
+            except ProfileError:
+                return False
+            ways = [self.transport(name, each.attending_row_bytes) for name in r_workers]
+            seconds.append(max(way.trip_seconds(rows) for way in ways) + part.seconds(rows * MEAN_CONTEXT, rows))
+        return seconds[1] < seconds[0]
 
     def measured_scan(self, kv_dtype: str, threads: int | None = None, r_worker: str | None = None) -> RPart:
         """The scan of all keys of the profile's model's index, as ``measured_r_part``; every rank scans all."""

@@ -109,7 +109,7 @@ class SModel:
     @property
     def shape(self) -> ModelShape:
         """Its sizes; UnsupportedModelError for a model that the performance model's equations do not know."""
-        return model_shape(self._config, self._hf_config)
+        return model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
 
     def first_layers(self, num_layers: int) -> torch.nn.Module:
         """Its first layers, norm and head as a model that shares its weights; see ``early_exit.first_layers``."""

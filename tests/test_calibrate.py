@@ -19,6 +19,7 @@ from fastdecode.cli.calibrate import summary_lines
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ProfileError
 from fastdecode.engine import LLMEngine
+from fastdecode.engine_setup import with_absorption
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.calibrator import CalibrationPlan, Calibrator
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
@@ -109,14 +110,23 @@ def test_everything_is_measured(folder: str) -> None:
 
 
 @pytest.mark.thorough
-def test_the_scan_of_an_index_is_measured(tmp_path: Path) -> None:
+def test_absorption_and_the_scan_of_an_index_are_measured(tmp_path: Path) -> None:
+    """An engine whose profile has them leaves K and V to R-workers where these answer sooner so."""
     sparse_zoo.build_model("deepseek_v32", num_hidden_layers=5).save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, r_workers="inproc")
     plan = dataclasses.replace(PLAN, groups=(4,), links=("inproc",), contended=())
     found = Calibrator(config, model_shape(config), plan, lambda: None).run()
     assert read_profile(write_profile(found)) == found
-    assert [p.kind for p in found.r_part] == ["rows", "scan"] * 2
+    assert [p.kind for p in found.r_part] == ["rows", "absorbing", "scan"] * 2
     assert found.measured_scan("float32").seconds_per_token > 0
+    for factor, chosen in ((1e-3, "r"), (1e3, "auto")):
+        points = [
+            dataclasses.replace(p, seconds=p.seconds * factor) if p.kind == "absorbing" else p for p in found.r_part
+        ]
+        path = tmp_path / "profile.json"
+        path.write_text(write_profile(dataclasses.replace(found, r_part=tuple(points))))
+        live = with_absorption(dataclasses.replace(config, profile=str(path)))
+        assert live.latent_absorption == chosen
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:

@@ -92,7 +92,7 @@ class EngineConfig:
     latent_absorption: str = setting(
         "auto", "who multiplies K and V of latent attention (MLA) with queries and outputs: the S-worker, or the "
         "R-workers, which hold them then and to which less travels", BATCHING, choices=("s", "r", "auto"),
-        unset="auto: s",
+        unset="auto: s, or r where --profile has measured that it answers sooner",
     )  # fmt: skip
     kv_cache_memory: int | str | None = setting(
         None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared",

@@ -55,9 +55,9 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
     if bare and args.profile:
         raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
-    if args.latent_absorption == "r" and (bare or args.profile):
+    if args.latent_absorption == "r" and bare:
         raise ConfigError(
-            "latent_absorption: r needs --gpu and --cpu: no profile and no number has the time of its products"
+            "latent_absorption: r needs --gpu and --cpu, or a profile: no number has the time of its products"
         )
     if args.tensor_parallel_size != 1 and bare:
         raise ConfigError("tensor_parallel_size has no place beside bare numbers, which say how fast the S-worker is")
@@ -129,15 +129,18 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     if args.cpu:
         raise ConfigError("cpu and profile are two ways to say how fast an R-worker is; give one")
     profile = load_profile(args.profile)
-    shape = profiled_shape(args, profile)
+    shape = profiled_shape(args, profile).absorbing(args.latent_absorption == "r")
     kv_dtype = _kv_dtype(args, shape)
     r_part = profile.measured_r_part(kv_dtype, shape=shape, num_ranks=args.tensor_parallel_size)
+    memory = _memory(args)
+    if memory:
+        memory = _beside_weights(memory, rank_shape(shape, args.tensor_parallel_size))
     link, num_ranks = profile.transport(), args.tensor_parallel_size
     rates = (parse_link(args.link) / num_ranks,) if args.link else link.hop_bytes_per_second
     planner = _planner(
         args, rank_shape(shape, num_ranks), kv_dtype, _profiled_s_part(args, profile, shape),
         _of_read_rows(args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None),
-        rates, link.latency_seconds, _memory(args), _per_host(args, 1),
+        rates, link.latency_seconds, memory, _per_host(args, 1),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
     one = find_gpu(args.gpu) if args.gpu else None
@@ -149,7 +152,13 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
         f"measured on {machine.host} with fastdecode {machine.fastdecode_version}: S-worker {machine.s_worker}, "
         f"R-worker {machine.r_worker} ({machine.isa})"
     )
-    assumptions = (whose, *(_figures(gpu) if gpu else ()), *_rank_lines(group), *_window_lines(shape, planner))
+    assumptions = (
+        whose,
+        *(_figures(gpu) if gpu else ()),
+        *_rank_lines(group),
+        *_absorption_lines(shape),
+        *_window_lines(shape, planner),
+    )
     return PlanInputs(
         planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
     )

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+import numpy as np
+
 from fastdecode.api.config import KV_CACHE_DTYPES, EngineConfig
 from fastdecode.core.machine import usable_cores
-from fastdecode.core.types import KVLayout
+from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.measure.samples import (
@@ -116,13 +118,16 @@ class Calibrator:
     def _r_points(
         self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
     ) -> Iterator[RPartPoint]:
-        """Rows of each group, and the scan of an index if there is one.
+        """Rows of each group, those of latents that R-workers absorb, and the scan of an index, if there are any.
 
         One R-worker serves one at a time, so those elsewhere have no anchor beside what is measured.
         """
         shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]
         kinds = [("rows", shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes]
         measured = [shape.layer_layout for shape in shapes]
+        if self.shape.latent:
+            kinds.append(("absorbing", *kinds[0][1:]))
+            measured.append(_with_weights(self.shape))
         if index := self.shape.index:
             kinds.append(("scan", index.num_heads, 1, index.head_dim))
             measured.append(index.picking_layout)
@@ -181,10 +186,21 @@ class Calibrator:
         self, r_worker: str, threads: int | None, layout: KVLayout, num_tokens: int
     ) -> closing[AttentionRig]:
         base = self.config if self.plan.is_here else self._given
-        config = r_worker_config(base, r_worker, threads, num_tokens * layout.kv_bytes_per_token)
+        num_bytes = num_tokens * layout.kv_bytes_per_token + layout.weight_bytes
+        config = r_worker_config(base, r_worker, threads, num_bytes)
         rig = AttentionRig(config, layout)
         self._isa = rig.r_workers[0].isa
         return closing(rig)
+
+
+def _with_weights(shape: ModelShape) -> LayerLayout:
+    """One latent layer as R-workers absorb it, with K and V that are zeros: these take as long as others."""
+    layer = shape.absorbing(True).layer_layout
+    sizes = layer.absorption
+    if sizes is None:
+        raise ValueError("this layer has no latents")
+    rows = np.zeros((layer.num_heads, sizes.nope_dim + sizes.value_dim, layer.value_head_dim), WIRE_DTYPE[shape.dtype])
+    return replace(layer, absorption=replace(sizes, weights=lambda: rows))
 
 
 CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256)

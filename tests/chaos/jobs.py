@@ -53,7 +53,7 @@ def run_mpi(drawn: Configuration, folder: Path, wanted: Reference) -> Result:
         (folder / name).unlink(missing_ok=True)
     wanted.write(folder / "wanted.json")
     settings = accepted_settings(drawn, lambda given: engine_config(drawn, folder, **given, r_workers="mpi"))
-    memory = str(cache_bytes(drawn, wanted.block_bytes, "kv_shard_tokens" in settings))
+    memory = str(cache_bytes(drawn, wanted, "kv_shard_tokens" in settings))
     r_worker = [mpi_jobs.r_workers.FASTDECODE, "r-worker", "--transport", "mpi", "--threads", "1"]
     r_worker += ["--kv-cache-memory", memory]
     engine = [sys.executable, "-m", "chaos.jobs", str(drawn.seed), drawn.kind, str(folder)]

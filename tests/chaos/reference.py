@@ -39,11 +39,13 @@ Answers = dict[int, list[Answer]]
 
 @dataclass(frozen=True)
 class Reference:
-    """What comes of the requests, in how many steps, and the bytes of a block of the model's cache."""
+    """What comes of the requests, in how many steps, and the bytes of a block of the model's cache, and of what
+    R-workers keep of its weights."""
 
     answers: Answers
     num_steps: int
     block_bytes: int
+    weight_bytes: int
 
     def write(self, path: Path) -> None:
         """As JSON, for another process."""
@@ -57,7 +59,7 @@ class Reference:
             int(number): [Answer(tuple(each["tokens"]), each["text"], each["finish_reason"]) for each in several]
             for number, several in told["answers"].items()
         }
-        return cls(answers, told["num_steps"], told["block_bytes"])
+        return cls(answers, told["num_steps"], told["block_bytes"], told["weight_bytes"])
 
 
 def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
@@ -101,7 +103,8 @@ def compute_reference(drawn: Configuration, folder: Path) -> Reference:
         while engine.has_unfinished_requests():
             take(engine.step(), wanted)
             num_steps += 1
-        return Reference(wanted, num_steps, block_bytes(engine.s_model.layout, engine.config.block_size))
+        layout = engine.s_model.layout
+        return Reference(wanted, num_steps, block_bytes(layout, engine.config.block_size), layout.weight_bytes)
     finally:
         engine.close()
 

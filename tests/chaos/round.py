@@ -76,7 +76,7 @@ class Round:
         """What of ``wanted`` does not come, or whatever is raised, is a fault."""
         try:
             with self._cleanup:
-                engine = self._begin(wanted.block_bytes)
+                engine = self._begin(wanted)
                 try:
                     self._befall(engine, wanted)
                 finally:
@@ -86,11 +86,11 @@ class Round:
             self.result.fault(f"exception: {traceback.format_exc()}")
         return self.result
 
-    def _begin(self, block_bytes: int) -> LLMEngine:
+    def _begin(self, wanted: Reference) -> LLMEngine:
         """The engine of the round, with as many of its settings as are taken together."""
         drawn = self.drawn
         settings = self._accepted()
-        memory = cache_bytes(drawn, block_bytes, "kv_shard_tokens" in settings)
+        memory = cache_bytes(drawn, wanted, "kv_shard_tokens" in settings)
         flags = ("--kv-cache-memory", str(memory))
         if drawn.pool == "tcp":
             settings |= {"r_workers": self._processes.listen(drawn.num_workers, *flags)}
@@ -214,9 +214,9 @@ class Round:
             self.result.fault("tokens: a sequence was given up that fits on an R-worker that is left")
 
 
-def cache_bytes(drawn: Configuration, block_bytes: int, has_ranges: bool) -> int:
+def cache_bytes(drawn: Configuration, wanted: Reference, has_ranges: bool) -> int:
     """Of each R-worker; without ranges it holds a longest sequence at least."""
     num_tokens = drawn.memory_tokens or AMPLE_TOKENS
     if not has_ranges:
         num_tokens = max(num_tokens, drawn.settings["max_model_len"] + 64)
-    return -(-num_tokens // drawn.settings["block_size"]) * block_bytes
+    return -(-num_tokens // drawn.settings["block_size"]) * wanted.block_bytes + wanted.weight_bytes

@@ -59,7 +59,7 @@ class ServedRound:
         """What of ``wanted`` does not come, or whatever is raised, is a fault."""
         try:
             with self._cleanup:
-                self._server = self._cleanup.enter_context(self._serve(wanted.block_bytes))
+                self._server = self._cleanup.enter_context(self._serve(wanted))
                 self._find_workers()
                 found = asyncio.run(self._befall(wanted))
                 self._compare(wanted, found)
@@ -69,9 +69,9 @@ class ServedRound:
             self.result.fault(f"exception: {traceback.format_exc()}")
         return self.result
 
-    def _serve(self, block_bytes: int) -> contextlib.AbstractContextManager[RunningServer]:
+    def _serve(self, wanted: Reference) -> contextlib.AbstractContextManager[RunningServer]:
         drawn = self.drawn
-        memory = ("--kv-cache-memory", str(cache_bytes(drawn, block_bytes, has_ranges=False)))
+        memory = ("--kv-cache-memory", str(cache_bytes(drawn, wanted, has_ranges=False)))
         flags = list(memory)
         for name in NAMES:
             if name in drawn.settings:

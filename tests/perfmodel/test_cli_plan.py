@@ -133,6 +133,28 @@ def test_a_profile_knows_the_scan_of_an_index(tmp_path: Path, capsys: pytest.Cap
     assert "no scan of an index over a float16 cache" in capsys.readouterr().err
 
 
+def test_a_profile_decides_who_absorbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By links and R-workers as measured: R-workers where the link is slow, the S-worker where their products are."""
+    shape = replace(BUILT_IN["deepseek-v3"], dtype="float16")
+    heads = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576}
+    sizes = ((1024, 256), (16, 4096), (16, 128), (256, 1024))
+    path = tmp_path / "profile.json"
+    for per_row, sooner in ((1e-6, True), (1e-3, False)):
+        points = [r_point(n, context, 1e-9 * n * context + 2e-5, **heads) for n, context in sizes]
+        points += [
+            r_point(n, context, 1e-9 * n * context + per_row * n + 2e-5, kind="absorbing", **heads)
+            for n, context in sizes
+        ]
+        measured = replace(profile(), shape=shape, r_part=tuple(points))
+        assert measured.absorbs_sooner_at_r_workers(shape, "float16", 64, ["r0", "r1"]) == sooner
+        path.write_text(write_profile(measured))
+        lengths = ["--seq-len", "16384", "--mini-batch-size", "64"]
+        found = plan(tmp_path, "--profile", str(path), *lengths)
+        assert found["latent_absorption"] == ("r" if sooner else "s")
+    assert not replace(measured, r_part=measured.r_part[:4]).absorbs_sooner_at_r_workers(shape, "float16", 64, ["r0"])
+    capsys.readouterr()
+
+
 def test_a_fixed_pool_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(tmp_path, *NAMES, "--num-r-workers", "5")
     assert (found["num_r_workers"], found["r_workers_set_by"], found["mini_batch_size"]) == (5, "pool", 256)

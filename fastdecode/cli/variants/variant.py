@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from fastdecode.cli.machine_inputs import PlanInputs, named_shape, read_inputs
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.sizing import Plan
 
 Line = tuple[str, str]
@@ -93,10 +94,17 @@ def as_json(figures: Any) -> Any:
 
 def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """The flags with each of the sides that may multiply K and V of latents, the S-worker first."""
-    by_name = args.model and args.gpu and args.cpu
-    is_open = args.latent_absorption == "auto" and by_name and named_shape(args.model).latent
-    for side in ("s", "r") if is_open else (args.latent_absorption,):
-        yield argparse.Namespace(**vars(args) | {"latent_absorption": side})
+    is_open = args.latent_absorption == "auto"
+    yield argparse.Namespace(**vars(args) | ({"latent_absorption": "s"} if is_open else {}))
+    if is_open and _knows_both(args):  # asked once the flags have proven right
+        yield argparse.Namespace(**vars(args) | {"latent_absorption": "r"})
+
+
+def _knows_both(args: argparse.Namespace) -> bool:
+    """Whether what is named, or measured, has the times of either side."""
+    if args.profile:
+        return any(point.kind == "absorbing" for point in load_profile(args.profile).r_part)
+    return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)
 
 
 def _mini_batch_size(args: argparse.Namespace, planner: Planner) -> int:
