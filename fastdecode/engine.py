@@ -22,7 +22,6 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.cycle import Cycle
-from fastdecode.journal.journal import Journal
 from fastdecode.live import Sampled
 from fastdecode.scheduler import Scheduler
 
@@ -41,7 +40,8 @@ class LLMEngine:
     ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
     token. ``cycle`` runs the steps in ``world``; ``membership``, and where there are some ``prefills`` and
     ``speculation``, are its companions. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests
-    that have not ended. ``trouble``: why no step is taken though there are requests, "" where nothing is wrong.
+    that have not ended; ``journal``: what these are written to. ``trouble``: why no step is taken though there are
+    requests, "" where nothing is wrong.
     """
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
@@ -60,7 +60,8 @@ class LLMEngine:
         self.membership, self.parking = self._parts.membership, self._parts.parking
         self.backend, self.r_workers = self.world.backend, self.world.r_workers
         self._requests, self.in_flight = self._parts.requests, self._parts.requests.in_flight
-        self._ids = itertools.count(self._requests.journal.next_sequence_id)
+        self.journal = self._requests.journal
+        self._ids = itertools.count(self.journal.next_sequence_id)
         self.cycle: Cycle[Sampled] = Cycle(self._parts.scheduler, self.world, self._requests, self._parts.companions)
         if config.trace:
             self.world.start_tracing()
@@ -76,11 +77,6 @@ class LLMEngine:
     def scheduler(self) -> Scheduler:
         """What decides which rows the next step has."""
         return self.cycle.scheduler
-
-    @property
-    def journal(self) -> Journal:
-        """What requests and tokens are written to."""
-        return self._requests.journal
 
     @property
     def on_step(self) -> Callable[[StepRecord], None] | None:
