@@ -45,6 +45,9 @@ MOST_FAILED = 3
 """Engines of a round that end by an error of their own, as where a busy machine lets them lose their R-workers while
 they start: they are started again, as by an operator."""
 
+START_SECONDS = 30.0
+"""Most time until an R-worker listens again where it did."""
+
 END_SECONDS = 120.0
 """Most time until an engine that nothing befalls has answered a load."""
 
@@ -168,9 +171,15 @@ class _Workers:
             self._running[index] = self._start(address)
 
     def _start(self, address: str = "127.0.0.1:0") -> tuple[Any, str, ExitStack]:
-        one = self._cleanup.enter_context(ExitStack())
-        process, where = one.enter_context(r_workers.listening(listen=f"tcp://{address}"))
-        return process, where, one
+        one, deadline = self._cleanup.enter_context(ExitStack()), time.monotonic() + START_SECONDS
+        while True:
+            try:
+                process, where = one.enter_context(r_workers.listening(listen=f"tcp://{address}"))
+            except RuntimeError:  # its port may be another's for a moment
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return process, where, one
 
 
 def _engine(drawn: Round, more: dict[str, Any], client: Path) -> int:
