@@ -44,7 +44,7 @@ class AnswersRun:
             worker.opened()
             worker.begin_step(plan)
             worker.begun()
-            worker.submit(0, 0, q, k, v, o[:0] if in_ranges else o, partials)
+            worker.submit(0, 0, (q, k, v, o[:0] if in_ranges else o, partials))
             worker.wait(0)
             worker.end_step()
             times = worker.ended()
