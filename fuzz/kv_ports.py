@@ -76,6 +76,7 @@ class KvPortRun:
         self._provider = atheris.FuzzedDataProvider(data)
         self._layout = self._provider.PickValueInList(list(LAYOUTS))
         self._worker = KeptWorker.make(self._layout, BLOCK_SIZE, HOST.size)
+        self._give_weights()
         self._port = FuzzPort(kv_port.RowStore(self._worker, self._layout))
         self._missing = {
             (job, layer, token)
@@ -84,6 +85,13 @@ class KvPortRun:
             for token in range(begin, end)
         }
         self._numbers = [0, 0]
+
+    def _give_weights(self) -> None:
+        """Without those of latent layers nothing begins."""
+        for number, layer in enumerate(self._layout.layers):
+            if layer.absorption:
+                shape = layer.num_heads, layer.absorption.nope_dim + layer.absorption.value_dim, layer.value_head_dim
+                self._worker.set_weights(number, 0, np.zeros(shape, WIRE_DTYPE[self._layout.model_dtype]))
 
     def run(self) -> None:
         """A frame is stored or refused as a set of rows says it should be, and jobs can be committed once whole."""

@@ -117,7 +117,7 @@ class SessionRun:
     def _weights(self) -> list[bytes]:
         """Of heads of the one layer that has them, mostly."""
         first, count = self._near(0, 4), self._near(1, 4)
-        rows = bytes(max(0, count) * (8 + 12) * 16 * 2 if self._provider.ConsumeIntInRange(0, 15) else 7)
+        rows = bytes(min(max(0, count), 99) * (8 + 12) * 16 * 2 if self._provider.ConsumeIntInRange(0, 15) else 7)
         layer = self._provider.ConsumeIntInRange(0, 1)
         return self._frame(Kind.WEIGHTS, messages.FIRST_HEAD.pack(first), rows, layer=layer)
 

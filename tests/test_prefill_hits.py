@@ -203,5 +203,5 @@ def test_r_workers_are_killed_while_prompts_go_on_from_their_prefixes(folder: Pa
             while engine.has_unfinished_requests():
                 tokens += engine.step()
             assert list(tokens[-1].outputs[0].token_ids) == expected(0)
-        assert len(run.policy.started_jobs) == 2
+        assert len(run.policy.started_jobs) >= 2  # a third where a broken connection is heard of first
         assert_nothing_held(engine)

@@ -198,7 +198,7 @@ BAD_SETTINGS = [
 
 STATE = StateLayout("delta", 1, 8, 4, 1, silu=True, norm=True, row_elements=1, filters=b"")
 BAD_LAYERS = [
-    ([4, 2, 64, 64, 0.1], "LayerLayout; it lacks num_heads, num_kv_heads, .*, picked_by, state$"),
+    ([4, 2, 64, 64, 0.1], "LayerLayout; it lacks num_heads, num_kv_heads, .*, picked_by, absorption, state$"),
     (SimpleNamespace(**{name: each for name, each in vars(LAYER).items() if name not in ("scale", "picks")}),
      r"^layers\[1\] must have the fields of a LayerLayout; it lacks scale, picks$"),
     (replace(LAYER, window="16"), r"^layers\[1\].window is '16', which cannot be one$"),
