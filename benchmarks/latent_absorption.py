@@ -20,7 +20,7 @@ import torch
 
 from fastdecode import _rworker
 from fastdecode.core.absorption import Absorption
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 from fastdecode.sworker.latents import multiplied_by_head
 
 HEADS, RANK, ROPE, NOPE, VALUE = 128, 512, 64, 128, 128

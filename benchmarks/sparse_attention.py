@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.types import READ_AHEAD, LayerLayout
+from fastdecode.core.layout import LayerLayout
+from fastdecode.core.types import READ_AHEAD
 
 DEEPSEEK = (
     LayerLayout(64, 1, 128, 1, 0.1, values_in_keys=True, picks=2048),

@@ -19,8 +19,9 @@ import numpy as np
 from sparse_attention import APPENDED, BLOCK_SIZE, SHAPES, rows
 
 from fastdecode import _rworker
+from fastdecode.core.layout import LayerLayout, from_wire
 from fastdecode.core.routes import node_widths
-from fastdecode.core.types import SPLIT_TOKENS, LayerLayout, SpanMode, from_wire
+from fastdecode.core.types import SPLIT_TOKENS, SpanMode
 
 NO_CONTROLS = np.zeros((0, 4), np.int64)
 

@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.types import WIRE_DTYPE, LayerLayout, StateLayout
+from fastdecode.core.layout import WIRE_DTYPE, LayerLayout, StateLayout
 
 SHAPES = {"delta": (32, 16, 128, 128), "scan": (80, 1, 128, 64)}
 """Heads, groups, key_dim and value_dim."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastdecode.core.errors import FastDecodeError, SupersededError
-from fastdecode.core.types import KVLayout, RWorkerInfo, best_common_isa
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.types import RWorkerInfo, best_common_isa
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener

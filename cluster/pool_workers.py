@@ -15,8 +15,14 @@ from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, 
 from fastdecode.cluster.r_worker.session import open_kv_port
 from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import ParkPlace
-from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.types import (
+    KvAddress,
+    RWorkerInfo,
+    WorkerPlan,
+    WorkerReport,
+)
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort

@@ -49,7 +49,8 @@ from fastdecode.core.errors import (
     interrupts_deferred,
 )
 from fastdecode.core.held import HeldSequence
-from fastdecode.core.types import KVLayout, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 
 Answer = TypeVar("Answer")
 

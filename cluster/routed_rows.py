@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.routes import Merge, MiniBatchRoutes, Rows
-from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 """q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
-from fastdecode.core.types import KVLayout, RWorkerInfo
+from fastdecode.core.types import RWorkerInfo
 from fastdecode.journal.records import Run
 
 if TYPE_CHECKING:

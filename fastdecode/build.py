@@ -27,11 +27,12 @@ from fastdecode.backends import (
     with_key_of,
 )
 from fastdecode.core.errors import BackendError
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
-from fastdecode.core.types import KVLayout, RWorkerInfo
+from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import (

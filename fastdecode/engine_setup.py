@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.layout import ITEM_BYTES, KVLayout
 from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
 from fastdecode.core.parked import Parks
 from fastdecode.core.placing import WHOLE
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.core.types import ITEM_BYTES, KVLayout, RWorkerInfo
+from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Parking
 from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
 from fastdecode.perfmodel.equations import token_budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import KVLayout
+from fastdecode.core.layout import KVLayout
 
 ASKED = {
     "kv_shard_tokens": "a state is that of all tokens of a sequence, so no range of them has one",

@@ -23,12 +23,9 @@ from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.parked import ParkPlace
-from fastdecode.core.types import (
-    KVLayout,
-    LayerLayout,
-    Verb,
-)
+from fastdecode.core.types import Verb
 
 LAYOUTS = (
     KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import ITEM_BYTES
+from fastdecode.core.layout import ITEM_BYTES
 
 FLOPS_EFFICIENCY = 0.62
 """The part of nominal 16-bit tensor FLOP/s that large products reach: the FastDecode paper's A10."""

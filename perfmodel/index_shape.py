@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 
 
 @dataclass(frozen=True)

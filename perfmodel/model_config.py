@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.core.types import ITEM_BYTES
+from fastdecode.core.layout import ITEM_BYTES
 from fastdecode.perfmodel.index_shape import (
     BLOCK_SPARSE,
     INDEXED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import ITEM_BYTES, KVLayout, LayerLayout
+from fastdecode.core.layout import ITEM_BYTES, KVLayout, LayerLayout
 from fastdecode.perfmodel.index_shape import IndexShape
 from fastdecode.perfmodel.latent_shape import LatentShape
 from fastdecode.perfmodel.state_shape import StateShape

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import LayerLayout, is_quantized
+from fastdecode.core.layout import LayerLayout, is_quantized
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second, products_per_second
 from fastdecode.perfmodel.model_shape import ModelShape
 

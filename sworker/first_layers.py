@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
-from fastdecode.core.types import KVLayout
+from fastdecode.core.layout import KVLayout
 from fastdecode.sworker.support import probe_layers
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 from fastdecode.sworker.latents import LatentRows
 
 PROOF_ROWS = 24

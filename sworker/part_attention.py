@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
-from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, Verb
+from fastdecode.core.types import SpanMode, Verb
 from fastdecode.sworker.index import picked
 from fastdecode.sworker.prompts import (
     Sight,

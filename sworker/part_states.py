@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fastdecode.core.types import KVLayout, LayerLayout, SpanMode, StateLayout
+from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
+from fastdecode.core.types import SpanMode
 from fastdecode.sworker.part_attention import SEQUENCE_ID, LayerCache, MakeCache, release, step_of
 from fastdecode.sworker.staging import from_numpy, to_numpy
 

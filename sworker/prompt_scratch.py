@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.step import MiniBatch
-from fastdecode.core.types import KVLayout
 from fastdecode.sworker.index import picked
 from fastdecode.sworker.prompts import prompt_attention, reference_attention
 from fastdecode.sworker.staging import PromptRows

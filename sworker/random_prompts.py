@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from fastdecode.core.layout import KVLayout, to_wire
 from fastdecode.core.step import MiniBatch, ScheduledStep
-from fastdecode.core.types import KVLayout, to_wire
 from fastdecode.sworker.s_worker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
 

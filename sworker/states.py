@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from greenlet import getcurrent
 
-from fastdecode.core.types import LayerLayout, StateLayout
+from fastdecode.core.layout import LayerLayout, StateLayout
 from fastdecode.sworker.pipeline import ModelGreenlet
 
 CONVOLUTION = "causal_conv1d_fn"

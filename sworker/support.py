@@ -16,7 +16,7 @@ import torch
 
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
-from fastdecode.core.types import MAX_HEAD_DIM, KVLayout, LayerLayout
+from fastdecode.core.layout import MAX_HEAD_DIM, KVLayout, LayerLayout
 from fastdecode.sworker.index import INDEX_ARGUMENTS
 from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
 from fastdecode.sworker.pipeline import ModelGreenlet

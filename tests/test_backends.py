@@ -37,8 +37,9 @@ from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError, CapacityError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import KVLayout, LayerLayout, StepPlan, Verb
+from fastdecode.core.types import StepPlan, Verb
 
 BACKENDS = os.environ.get("FASTDECODE_TEST_BACKENDS", "fake,inproc,spawn,tcp").split(",")
 Makers = dict[str, Callable[[], AttentionBackend]]

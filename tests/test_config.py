@@ -15,8 +15,9 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import WorkerSpec, parse_bytes
 from fastdecode.backends import check_room, kv_cache_bytes
 from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import total_memory_bytes
-from fastdecode.core.types import KVLayout, LayerLayout, RWorkerInfo
+from fastdecode.core.types import RWorkerInfo
 from fastdecode.engine_setup import scratch_tokens
 
 BAD: list[tuple[str, Any]] = [

@@ -19,8 +19,8 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.metrics import StepRecord
-from fastdecode.core.types import KVLayout, LayerLayout, StateLayout
 from fastdecode.hybrids import check_hybrid
 
 pytestmark = pytest.mark.slow

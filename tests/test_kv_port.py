@@ -33,16 +33,14 @@ from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security, read_security
 from fastdecode.cluster.wire.messages import KV_ROWS, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import BackendError
+from fastdecode.core.layout import KV_BITS, KVLayout, to_wire
 from fastdecode.core.types import (
     CONTROL,
-    KV_BITS,
     SPAN,
-    KVLayout,
     RWorkerInfo,
     StepPlan,
     Verb,
     WorkerPlan,
-    to_wire,
 )
 
 LENGTH, JOB, PATIENCE_SECONDS = 70, 7, 30.0

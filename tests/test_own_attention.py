@@ -19,7 +19,7 @@ from helpers.tiny_configs import tiny_config
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 from fastdecode.sworker import SModel
 
 NAMES = ["falcon-40b", "falcon-rw", "bloom", "gptj"]

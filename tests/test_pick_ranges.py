@@ -9,8 +9,8 @@ from fastdecode import _rworker
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import WorkerLostError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.core.types import KVLayout, LayerLayout
 
 RANGE, NUM_CLOSED, TAIL = 512, 3, 70
 WHOLE, CUT = 7, 1

@@ -10,8 +10,8 @@ import torch
 
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker import prompts
 from fastdecode.sworker.prompt_scratch import PromptScratch
 from fastdecode.sworker.prompts import PromptCache, prompt_attention, reference_attention

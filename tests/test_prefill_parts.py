@@ -36,8 +36,8 @@ from fastdecode.cluster.prefill.messages import Place, PlacedRows, Prompt, decod
 from fastdecode.cluster.prefill.rows import Arrays, EarlyRows
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
 from fastdecode.core.errors import BackendError, FrameError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
-from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.perfmodel.prefill_times import chain_traffic_tokens
 from fastdecode.sworker import SModel
 from fastdecode.sworker.part_attention import (

@@ -39,7 +39,8 @@ from fastdecode.cluster.wire.messages import FIRST_HEAD, Hello, encode_hello
 from fastdecode.cluster.wire.payload import encode_plan
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError
-from fastdecode.core.types import SPAN, KVLayout, LayerLayout, StepPlan, WorkerPlan
+from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.core.types import SPAN, StepPlan, WorkerPlan
 
 pytestmark = pytest.mark.slow
 

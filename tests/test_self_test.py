@@ -14,7 +14,8 @@ from fastdecode.cli.doctor import Finding, check_kernels
 from fastdecode.cluster.r_worker import host as local
 from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.core.errors import BackendError, ConfigError
-from fastdecode.core.types import ISAS, KVLayout, LayerLayout
+from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.core.types import ISAS
 
 REFUSAL = "instruction set avx512 is broken here: the attention of a int8 cache; set FASTDECODE_ISA=avx2"
 LAYOUT = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")

@@ -20,8 +20,8 @@ from helpers.sparse_zoo import CONFIGS, SETTINGS, build_model, prompts
 from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.r_worker.host import make_layer_cache
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
-from fastdecode.core.types import KVLayout, LayerLayout
 from fastdecode.sworker.index import BlockIndexer, TokenIndexer, picked, use_index
 from fastdecode.sworker.latents import use_latent_rows
 from fastdecode.sworker.part_attention import StoredAttention, TorchAttention

@@ -21,7 +21,8 @@ from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker import tuning
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import ISAS, READ_AHEAD, KVLayout, LayerLayout, best_common_isa
+from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.core.types import ISAS, READ_AHEAD, best_common_isa
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,8 @@ from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Securi
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import MAX_HELLO_BYTES, Hello, decode_hello, encode_refusal
 from fastdecode.core.errors import ConfigError, FrameError
-from fastdecode.core.types import KVLayout, RWorkerInfo
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.types import RWorkerInfo
 
 GREETING_BYTES = 10
 SETTLE_SECONDS = LEASE_SECONDS + 0.5

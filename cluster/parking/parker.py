@@ -25,8 +25,8 @@ from fastdecode.cluster.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.wire.messages import fingerprint
 from fastdecode.core.errors import CapacityError, ChainError
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
-from fastdecode.core.types import KVLayout
 
 READ_AHEAD = 4
 """Pieces that the disk's thread reads before they are wanted."""

@@ -13,8 +13,8 @@ import numpy as np
 from fastdecode.cluster.prefill.messages import Prompt
 from fastdecode.cluster.prefill.rows import Arrays, LayerRows
 from fastdecode.core.errors import FastDecodeError, FrameError
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.remote_prefill import PromptKV
-from fastdecode.core.types import KVLayout
 
 TICK_SECONDS = 0.2
 """How long a wait for another's keys and values lasts before the S-worker is looked after again."""

@@ -16,7 +16,7 @@ from fastdecode.cluster.prefill.messages import PlacedRows
 from fastdecode.cluster.prefill.rows import Arrays
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.core.layout import KVLayout, LayerLayout
 
 
 class PortHeads:

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 
 from fastdecode.core.errors import FrameError
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
-from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
 
 MOST_EARLY_BYTES = 1 << 28
 """Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""

@@ -34,7 +34,7 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import KVLayout
+from fastdecode.core.layout import KVLayout
 
 MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""

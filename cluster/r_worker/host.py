@@ -17,6 +17,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import (
     CAN_BIND,
     KV_CACHE_SHARE,
@@ -27,7 +28,7 @@ from fastdecode.core.machine import (
     usable_cores,
 )
 from fastdecode.core.parked import ParkPlace
-from fastdecode.core.types import KVLayout, LayerLayout, WorkerPlan, WorkerReport
+from fastdecode.core.types import WorkerPlan, WorkerReport
 
 LAYER_CACHE_BLOCK = 256
 """Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""

@@ -12,7 +12,7 @@ from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
 from fastdecode.core.errors import FrameError
-from fastdecode.core.types import WIRE_DTYPE, KVLayout
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 
 NICENESS = 10
 """Beside threads that attend or wait for the next layer on the same core, the port's get about a tenth of it: rows come

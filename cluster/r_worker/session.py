@@ -41,7 +41,7 @@ from fastdecode.cluster.wire.messages import (
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
 from fastdecode.core.absorption import FRAME_BYTES
 from fastdecode.core.errors import CapacityError, FrameError
-from fastdecode.core.types import WIRE_DTYPE, KVLayout
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort

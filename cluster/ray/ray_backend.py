@@ -20,7 +20,8 @@ from fastdecode.cluster.joining import JoinListener
 from fastdecode.cluster.links.tcp import JoiningBackend
 from fastdecode.cluster.wire.handshake import Security, read_secret
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
-from fastdecode.core.types import KVLayout, RWorkerInfo
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.types import RWorkerInfo
 
 CODE = "from fastdecode.cluster.ray.driver import main; main()"
 

@@ -18,18 +18,17 @@ from fastdecode.cluster.wire.json_bodies import MAX_TEXT, Text, decode_json, enc
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import ConfigError, FrameError
-from fastdecode.core.types import (
-    ISAS,
+from fastdecode.core.layout import (
     KV_BITS,
     KV_ROTATION,
     MAX_HEAD_DIM,
-    SPLIT_TOKENS,
     STATE_KINDS,
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,
     StateLayout,
 )
+from fastdecode.core.types import ISAS, SPLIT_TOKENS
 
 MAX_HELLO_BYTES = 1 << 27
 """Of a HELLO, which has the filters of a hybrid's convolutions, and of Mamba-1 a factor for each number of a state:

@@ -24,9 +24,10 @@ from fastdecode.backends import make_backend
 from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import available_memory_bytes, is_trapped, usable_cores
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import CONTROL, KVLayout, LayerLayout, StepPlan, WorkerPlan
+from fastdecode.core.types import CONTROL, StepPlan, WorkerPlan
 
 MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.metrics import MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend, Drafter, DraftRequest
-from fastdecode.core.types import KVLayout
 from fastdecode.cycle import Companion, Cycle
 from fastdecode.drafting.draft_model import DraftModelDrafter
 from fastdecode.drafting.early_exit import EarlyExitDrafter

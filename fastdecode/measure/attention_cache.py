@@ -10,8 +10,9 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.backends import tuning
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.layout import ITEM_BYTES, from_wire, to_wire
 from fastdecode.core.machine import available_memory_bytes, usable_cores
-from fastdecode.core.types import ITEM_BYTES, SPLIT_TOKENS, SpanMode, Verb, from_wire, to_wire
+from fastdecode.core.types import SPLIT_TOKENS, SpanMode, Verb
 from fastdecode.measure.attention_shape import BLOCK_SIZE, AttentionShape
 
 PAYLOAD_BYTES = 16 << 20

@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.types import MAX_HEAD_DIM, KVLayout, LayerLayout, is_quantized
+from fastdecode.core.layout import (
+    MAX_HEAD_DIM,
+    KVLayout,
+    LayerLayout,
+    is_quantized,
+)
 
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""

@@ -11,8 +11,8 @@ from itertools import product
 import numpy as np
 
 from fastdecode.api.config import KV_CACHE_DTYPES, EngineConfig
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.machine import usable_cores
-from fastdecode.core.types import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.measure.attention_rig import AttentionRig
 from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.measure.samples import (

@@ -10,9 +10,15 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import BackendError
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import WIRE_DTYPE, KVLayout, RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.core.types import (
+    RWorkerInfo,
+    StepPlan,
+    StepReport,
+    WorkerReport,
+)
 from fastdecode.engine import LLMEngine
 from fastdecode.sworker import set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fastdecode.api.config import EngineConfig
+from fastdecode.core.layout import ITEM_BYTES
 from fastdecode.core.protocols import PrefillPolicy
-from fastdecode.core.types import ITEM_BYTES, RWorkerInfo
+from fastdecode.core.types import RWorkerInfo
 from fastdecode.engine_setup import profile_steps, s_thread_count
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_rates import MANY_ROWS, TILE_ROWS, measured_forecast

@@ -11,8 +11,14 @@ import numpy as np
 
 from fastdecode.core import errors
 from fastdecode.core.errors import BackendError, FastDecodeError, WorkerLostError
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import KvAddress, KVLayout, RWorkerInfo, StepPlan, StepReport
+from fastdecode.core.types import (
+    KvAddress,
+    RWorkerInfo,
+    StepPlan,
+    StepReport,
+)
 from fastdecode.sworker.sharding import Rank
 from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
 

@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastdecode.core.errors import BackendError
-from fastdecode.core.types import (
+from fastdecode.core.layout import (
     WIRE_DTYPE,
     KVLayout,
     LayerLayout,
+    from_wire,
+    to_wire,
+)
+from fastdecode.core.types import (
     RWorkerInfo,
     StepPlan,
     StepReport,
     Verb,
     WorkerReport,
-    from_wire,
-    to_wire,
 )
 
 

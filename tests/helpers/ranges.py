@@ -8,9 +8,10 @@ from functools import cache
 
 import numpy as np
 
+from fastdecode.core.layout import KVLayout, LayerLayout, to_wire
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.core.types import KVLayout, LayerLayout, StepReport, Verb, to_wire
+from fastdecode.core.types import StepReport, Verb
 
 MOST_TOKENS = 1 << 14
 

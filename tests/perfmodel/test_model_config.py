@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fastdecode.api.config import DEMO_MODEL, EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.core.types import KV_BITS
+from fastdecode.core.layout import KV_BITS
 from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_config import find_shape, read_shape

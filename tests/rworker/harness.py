@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 
 from .oracle import attended, attention, from_bits, rounded, to_bits
 from .rounding import Roundings

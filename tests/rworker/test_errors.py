@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.core.types import StateLayout
+from fastdecode.core.layout import StateLayout
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, make_worker, random_rows, table
 

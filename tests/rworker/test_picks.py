@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastdecode import _rworker
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 from fastdecode.sworker.index import picked
 from fastdecode.sworker.prompts import reference_attention
 from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 
 from .harness import TRUNCATE, Harness, Layer, Rows, random_rows
 from .oracle import attention, relative_error

@@ -13,7 +13,15 @@ import torch
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import make_layer_cache
-from fastdecode.core.types import STATE_KINDS, KVLayout, LayerLayout, StateLayout, Verb, from_wire, to_wire
+from fastdecode.core.layout import (
+    STATE_KINDS,
+    KVLayout,
+    LayerLayout,
+    StateLayout,
+    from_wire,
+    to_wire,
+)
+from fastdecode.core.types import Verb
 from fastdecode.sworker.part_states import PartStates
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
