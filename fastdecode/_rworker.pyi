@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode.core.types import LayerLayout
+from fastdecode.core.layout import LayerLayout
 
 def supported_isas() -> list[str]:
     """Which of "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16" and "avx512_amx", on ARM "neon",

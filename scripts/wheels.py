@@ -27,7 +27,8 @@ PROCESSORS = ("x86_64", "aarch64")
 VERSIONS = tuple(f"3.{minor}" for minor in range(10, 15))
 GLIBC = "2.28"
 GXX = "{}-linux-gnu-g++"  # Debian: the packages g++ and g++-aarch64-linux-gnu
-TOOLS = ("scikit-build-core>=1.1", "pybind11>=3.0")  # as [build-system] of pyproject.toml
+TOOLS = ("pip>=23.1", "scikit-build-core>=1.1", "pybind11>=3.0")
+"""For `pip wheel -C`, and as [build-system] of pyproject.toml."""
 
 
 def run(*command: str | Path, **environment: str) -> None:
