@@ -72,7 +72,7 @@ import resource
 import psutil
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.core.errors import CapacityError
-from fastdecode.core.types import KVLayout, LayerLayout
+from fastdecode.core.layout import KVLayout, LayerLayout
 layout = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
 make_rworker(layout, 16, RWorkerSize(1 << 20, 1)).close()
 most = psutil.Process().memory_info().vms + (64 << 20)
