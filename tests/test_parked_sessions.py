@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import model_zoo, r_workers
+from helpers import latent_zoo, model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
 from helpers.scheduler_harness import AMPLE
 
@@ -101,6 +101,23 @@ def test_sessions_go_on_after_all_was_started_anew(folder: Path, tmp_path: Path,
         assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # from memory
         assert_nothing_held(llm.engine)
         assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # the weights may be others
+
+
+@pytest.mark.slow
+def test_latents_that_r_workers_absorb(tmp_path: Path) -> None:
+    """Their weights are no part of what is parked, nor of what lies in a block."""
+    latent_zoo.build_model("deepseek_v3").save_pretrained(folder := tmp_path / "model")
+    settings = {"latent_absorption": "r", "park_dir": str(tmp_path / "parked"), "park_after": 0.0}
+    with make_llm(folder, latent_absorption="r", enable_prefix_caching=False) as llm:
+        first = run(llm, chats(2))
+        wanted = run(llm, following := next_turns(chats(2), first))
+    llm = make_llm(folder, **settings)
+    assert run(llm, chats(2)) == first
+    wait_until_parked(llm)
+    crash(llm)
+    with make_llm(folder, **settings) as llm:
+        assert run(llm, following) == wanted
+        assert llm.engine.scheduler.store.parked.counts.num_woken == 2
 
 
 @pytest.mark.parametrize("num_running", [0, 3, 40])

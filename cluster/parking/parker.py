@@ -40,7 +40,7 @@ def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
     """A hash of how blocks of ``worker``, whose cache has this layout, lie in memory: that of one of known tokens.
     So a build that lays them out otherwise reads no chain of this one."""
     size = RWorkerSize(worker.block_bytes, 1)
-    probe = make_rworker(replace(layout, isa=worker.isa), worker.block_size, size)
+    probe = make_rworker(replace(layout.absorbed, isa=worker.isa), worker.block_size, size)
     tokens = np.resize(np.arange(251, dtype=np.uint8), worker.block_size * layout.kv_bytes_per_token)
     probe.import_(0, worker.block_size, tokens)
     block = probe.export_blocks(0, 0, worker.block_size)
