@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
+from fastdecode.cli.doctor_parking import check_parking
 from fastdecode.cli.main import main
 from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.parking.directory import ParkDirectory
@@ -70,6 +71,15 @@ def _repeat(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
 
 
 WRONGS: list[Callable[[bytes, np.random.Generator, bytes], bytes]] = [_truncate, _flip, _zero, _cross, _repeat]
+
+
+def test_systems_that_take_no_advice_of_how_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS, which has no fdatasync either."""
+    for name in ("fdatasync", "posix_fadvise"):
+        monkeypatch.delattr(os, name)
+    chain = _chain(1, 3)
+    assert _read(_write(ParkDirectory(ParkPlace(tmp_path, 1 << 20, 0.0)), chain))[0] == chain.marks
+    assert [each.level for each in check_parking(str(tmp_path))] == ["ok"]
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.thorough)])

@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from fastdecode import _rworker
 from fastdecode.core.errors import ChainError
+from fastdecode.core.machine import advise_cache, force_to_disk
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks
 
 MAGIC = b"FDCHAIN2"
@@ -103,7 +104,7 @@ class ChainWriter:
 
     def finish(self) -> None:
         """Have the file on the disk, and then in its place."""
-        getattr(os, "fdatasync", os.fsync)(self._file.fileno())  # macOS has the latter alone
+        force_to_disk(self._file.fileno())
         self._file.close()
         self._aside.rename(self._path)
 
@@ -128,7 +129,7 @@ class ChainReader:
         self.path = path
         self._file = path.open("rb", buffering=0)
         try:
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            advise_cache(self._file.fileno(), "SEQUENTIAL")
             self.head, self.marks = self._read_start()
         except BaseException:
             self._file.close()

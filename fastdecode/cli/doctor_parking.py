@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fastdecode.cli.doctor import Finding
 from fastdecode.cluster.parking.directory import chain_files
+from fastdecode.core.machine import advise_cache, force_to_disk
 
 PROBE_BYTES = 32 << 20
 """That are written, had on the disk and read back: so many that a disk's speed shows, so few that it takes a second."""
@@ -36,16 +37,16 @@ def check_parking(folder: str) -> Iterator[Finding]:
 
 
 def _speeds(folder: Path) -> tuple[float, float]:
-    """Bytes per second of writing with fdatasync, and of reading without the page cache where the system drops it."""
+    """Bytes per second of writing to the disk, and of reading without the page cache where the system drops it."""
     path, data = folder / f"doctor-{secrets.token_hex(4)}.tmp", os.urandom(1 << 20)
     try:
         start = time.perf_counter()
         with path.open("wb", buffering=0) as file:
             for _ in range(PROBE_BYTES // len(data)):
                 file.write(data)
-            os.fdatasync(file.fileno())
+            force_to_disk(file.fileno())
             written = time.perf_counter() - start
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            advise_cache(file.fileno(), "DONTNEED")
         start = time.perf_counter()
         with path.open("rb", buffering=0) as file:
             while file.read(len(data)):

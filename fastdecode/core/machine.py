@@ -35,6 +35,18 @@ def allowed_cores() -> set[int]:
     return set(os.sched_getaffinity(0)) if CAN_BIND else set(range(os.cpu_count() or 1))
 
 
+def force_to_disk(descriptor: int) -> None:
+    """Wait until what was written there is on the disk; metadata too where the system (macOS) cannot do without."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
+def advise_cache(descriptor: int, advice: str) -> None:
+    """Tell the page cache how a file is read, by the end of a name that begins POSIX_FADV_; nothing where the system
+    takes no advice."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, getattr(os, f"POSIX_FADV_{advice}"))
+
+
 def usable_cores() -> list[int]:
     """``allowed_cores`` in order, cut to the cgroup's CPU quota where one is set."""
     cores = sorted(allowed_cores())
