@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.server.answers import INVALID
 
 RETRY_SECONDS = 1
@@ -19,3 +20,13 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """When to come again, where that may help."""
         return {"retry-after": str(RETRY_SECONDS)} if self.status == 503 else {}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What ``error`` is answered with; one that is none of ours may say what is no client's business."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError | ConfigError):
+        return ApiError(400, str(error))
+    message = str(error) if isinstance(error, FastDecodeError) else "the server made a mistake"
+    return ApiError(503, message, "server_error")

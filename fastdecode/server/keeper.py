@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdecode.api.settings import parse_bytes
-from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
+from fastdecode.core.errors import ConfigError
 from fastdecode.server.api_request import ApiRequest
-from fastdecode.server.errors import ApiError
+from fastdecode.server.errors import ApiError, api_error
 from fastdecode.server.exchanges import DisconnectedError, EngineDeadError, Exchange, ShutdownError
 from fastdecode.server.kept_files import Failure, KeptFiles, KeptRequest, kept_outputs
 from fastdecode.server.server_settings import ServerSettings
@@ -165,7 +165,8 @@ class Keeper:
             if exchange.error is None:
                 kept.outputs = kept_outputs(exchange.outputs)
             else:
-                kept.failure = failure_of(exchange.error)
+                failed = api_error(exchange.error)
+                kept.failure = Failure(failed.status, str(failed), failed.kind)
             self._write(self._files.write, kept).add_done_callback(lambda done: self._is_stored(held, done.result()))
             return
         held.is_written = True
@@ -204,14 +205,3 @@ def _logging(function: Callable[..., Any], *args: Any) -> Any:
     except OSError as error:
         logger.error("journal: %s: %s: the request goes on without it", error.filename, error.strerror)
         return None
-
-
-def failure_of(error: Exception) -> Failure:
-    """What ``error`` is answered with."""
-    if isinstance(error, ApiError):
-        return Failure(error.status, str(error), error.kind)
-    if isinstance(error, RequestError | ConfigError):
-        return Failure(400, str(error), ApiError(400, "").kind)
-    return Failure(
-        503, str(error) if isinstance(error, FastDecodeError) else "the server made a mistake", "server_error"
-    )

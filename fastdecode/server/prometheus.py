@@ -227,14 +227,17 @@ class Metrics:
             ("stored_responses", "Responses that are stored", count),
             ("stored_response_bytes", "Bytes that they take on disk", num_bytes),
         ):
-            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
+            yield self._gauge(name, text, value)
         text = "Seconds in which steps have waited for the journal"
         yield self._counter("journal_seconds", text, session.journal_seconds)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
 
@@ -255,9 +258,7 @@ class Metrics:
             "server_tasks": ("Tasks of the server's event loop, this request's among them", self.num_tasks),
         }
         for name, (text, value) in gauges.items():
-            family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
+            yield self._gauge(name, text, value)
         if state.session:
             yield from self._session_families(state.session)
         text = "Sequences that hold a cache, by the number of R-workers that hold it"

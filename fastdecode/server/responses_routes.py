@@ -11,8 +11,8 @@ from fastdecode.core.errors import RequestError
 from fastdecode.server.api_request import ApiRequest
 from fastdecode.server.archive import LAST_EVENT_ID
 from fastdecode.server.bodies import read_request
-from fastdecode.server.errors import ApiError
-from fastdecode.server.keeper import CANCELLED, failure_of
+from fastdecode.server.errors import ApiError, api_error
+from fastdecode.server.keeper import CANCELLED
 from fastdecode.server.openapi import takes
 from fastdecode.server.responses_answer import ResponseForm, whole_response
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest
@@ -91,7 +91,7 @@ def response_of(request: ApiRequest) -> dict[str, Any]:
         error = failed
     if error is None:
         return form.response("queued" if exchange.outputs[0] is None else "in_progress")
-    failure = failure_of(error)
-    if failure.kind == CANCELLED:
+    told = api_error(error)
+    if told.kind == CANCELLED:
         return form.response("cancelled")
-    return form.response("failed", error={"code": "server_error", "message": failure.message})
+    return form.response("failed", error={"code": "server_error", "message": str(told)})

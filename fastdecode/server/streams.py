@@ -16,7 +16,7 @@ from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.server.answers import AnswerForm, GrowingChoice, chunk, error_body, first_choice, usage_of, whole_answer
 from fastdecode.server.api_request import ApiRequest
 from fastdecode.server.archive import REQUEST_ID
-from fastdecode.server.errors import ApiError
+from fastdecode.server.errors import ApiError, api_error
 from fastdecode.server.exchanges import DisconnectedError, EngineDeadError, ShutdownError
 from fastdecode.server.protocol import GenerationRequest, StreamOptions
 from fastdecode.server.responses_answer import GrowingResponse, ResponseForm, whole_response
@@ -240,11 +240,8 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body of an answer in OpenAI's error shape."""
-    if isinstance(error, ApiError):
-        return error.status, error_body(str(error), error.kind, error.status, error.param)
-    if isinstance(error, ValueError):  # RequestError, ConfigError
-        return 400, error_body(str(error))
-    return 503, error_body(str(error), "server_error", 503)
+    found = api_error(error)
+    return found.status, error_body(str(found), found.kind, found.status, found.param)
 
 
 def error_response(error: Exception) -> Response:
