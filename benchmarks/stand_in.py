@@ -9,12 +9,7 @@ import numpy as np
 
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout
-from fastdecode.core.types import (
-    RWorkerInfo,
-    StepPlan,
-    StepReport,
-    WorkerReport,
-)
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.measure.decode_rig import InstantBackend
 from fastdecode.perfmodel.simulate import Timeline, WorkerEvent
 

@@ -21,12 +21,7 @@ from fastdecode.core.errors import BackendError, NoRWorkerError, WorkerLostError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.routes import routes_of_spans
-from fastdecode.core.types import (
-    RWorkerInfo,
-    StepPlan,
-    StepReport,
-    WorkerReport,
-)
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener

@@ -17,12 +17,7 @@ from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import ParkPlace
-from fastdecode.core.types import (
-    KvAddress,
-    RWorkerInfo,
-    WorkerPlan,
-    WorkerReport,
-)
+from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort

@@ -14,12 +14,7 @@ from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Welcome
 from fastdecode.core.errors import BackendError, CapacityError
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    WorkerPlan,
-    WorkerReport,
-)
+from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
 
 class AnswersRun:

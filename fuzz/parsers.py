@@ -26,12 +26,7 @@ from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.core.errors import CapacityError, ChainError, FrameError
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.parked import Chain, Parked, Progress
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    WorkerPlan,
-    WorkerReport,
-)
+from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"

@@ -21,13 +21,7 @@ from fastdecode.cluster.r_worker import session
 from fastdecode.cluster.wire import messages, parked, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.core.parked import Chain
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    SPLIT_TOKENS,
-    SpanMode,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, SPLIT_TOKENS, SpanMode, WorkerPlan
 
 
 class SessionRun:

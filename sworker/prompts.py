@@ -18,14 +18,7 @@ from fastdecode.core.errors import interrupts_deferred
 from fastdecode.core.layout import LayerLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    SpanMode,
-    StepPlan,
-    Verb,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, Verb, WorkerPlan
 from fastdecode.sworker.staging import PromptRows, from_numpy, to_numpy
 
 TILE_ROWS = 256

@@ -22,12 +22,7 @@ from fastdecode.cluster.worker_info import NUM_PINGS
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError, WorkerLostError
 from fastdecode.core.layout import KVLayout, LayerLayout
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    WorkerPlan,
-    WorkerReport,
-)
+from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
 LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"

@@ -34,14 +34,7 @@ from fastdecode.cluster.wire.handshake import Security, read_security
 from fastdecode.cluster.wire.messages import KV_ROWS, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import BackendError
 from fastdecode.core.layout import KV_BITS, KVLayout, to_wire
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    RWorkerInfo,
-    StepPlan,
-    Verb,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, StepPlan, Verb, WorkerPlan
 
 LENGTH, JOB, PATIENCE_SECONDS = 70, 7, 30.0
 LAYOUT = replace(contract.LAYOUT, kv_port="loopback")

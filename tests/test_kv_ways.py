@@ -19,13 +19,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import FrameError
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout, to_wire
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    StepPlan,
-    Verb,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 
 LENGTH, START, TICKET, PATIENCE_SECONDS = 70, 512, 7, 30.0
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float16", "int4")]

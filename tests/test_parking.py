@@ -33,13 +33,7 @@ from fastdecode.cluster.wire.parked import (
 from fastdecode.core.errors import BackendError, FrameError
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.parked import Chain, Parked, ParkPlace, Progress
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    StepPlan,
-    Verb,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 
 LAYOUT = KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3)), "float32", "int8")
 NUM_BLOCKS, BLOCK_SIZE = 85, 16  # two whole pieces of 512 tokens, and 336

@@ -15,13 +15,7 @@ from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.routes import MiniBatchRoutes, Rows, routes_of_spans
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    SpanMode,
-    StepPlan,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, WorkerPlan
 
 LAYOUT = KVLayout((LayerLayout(4, 2, 8, 6, 0.3), LayerLayout(2, 1, 8, 8, 0.3)), "float32", "float32")
 RANGE_TOKENS = 1024

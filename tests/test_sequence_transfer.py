@@ -13,13 +13,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    StepPlan,
-    Verb,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 
 LAYERS = (LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3))
 LAYOUT = KVLayout(LAYERS, "float32", "float32")

@@ -13,13 +13,7 @@ from fastdecode.cluster.wire.messages import MAX_ROWS
 from fastdecode.core.errors import FrameError
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.routes import node_widths
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    SpanMode,
-    WorkerPlan,
-    WorkerReport,
-)
+from fastdecode.core.types import CONTROL, SPAN, SpanMode, WorkerPlan, WorkerReport
 
 ALIGNMENT = 64
 """Bytes; a cache line."""

@@ -11,13 +11,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.backends import make_backend
 from fastdecode.core.layout import KVLayout, to_wire
 from fastdecode.core.machine import usable_cores
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    StepPlan,
-    Verb,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 
 CHUNK_ROWS = 2048
 """Tokens appended at once while the cache is filled."""

@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import (
-    MAX_HEAD_DIM,
-    KVLayout,
-    LayerLayout,
-    is_quantized,
-)
+from fastdecode.core.layout import MAX_HEAD_DIM, KVLayout, LayerLayout, is_quantized
 
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""

@@ -13,12 +13,7 @@ from fastdecode.core.errors import BackendError
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import (
-    RWorkerInfo,
-    StepPlan,
-    StepReport,
-    WorkerReport,
-)
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.engine import LLMEngine
 from fastdecode.sworker import set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts

@@ -13,12 +13,7 @@ from fastdecode.core import errors
 from fastdecode.core.errors import BackendError, FastDecodeError, WorkerLostError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import (
-    KvAddress,
-    RWorkerInfo,
-    StepPlan,
-    StepReport,
-)
+from fastdecode.core.types import KvAddress, RWorkerInfo, StepPlan, StepReport
 from fastdecode.sworker.sharding import Rank
 from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
 

@@ -14,20 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastdecode.core.errors import BackendError
-from fastdecode.core.layout import (
-    WIRE_DTYPE,
-    KVLayout,
-    LayerLayout,
-    from_wire,
-    to_wire,
-)
-from fastdecode.core.types import (
-    RWorkerInfo,
-    StepPlan,
-    StepReport,
-    Verb,
-    WorkerReport,
-)
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout, from_wire, to_wire
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, Verb, WorkerReport
 
 
 @dataclass

@@ -11,12 +11,7 @@ from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.routes import node_widths
-from fastdecode.core.types import (
-    RWorkerInfo,
-    SpanMode,
-    WorkerPlan,
-    WorkerReport,
-)
+from fastdecode.core.types import RWorkerInfo, SpanMode, WorkerPlan, WorkerReport
 
 
 class Kept(NamedTuple):

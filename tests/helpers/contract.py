@@ -11,14 +11,7 @@ from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.core.types import (
-    CONTROL,
-    SPAN,
-    StepPlan,
-    StepReport,
-    Verb,
-    WorkerPlan,
-)
+from fastdecode.core.types import CONTROL, SPAN, StepPlan, StepReport, Verb, WorkerPlan
 
 LAYERS = (
     LayerLayout(4, 2, 8, 16, 0.3),

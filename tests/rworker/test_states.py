@@ -13,14 +13,7 @@ import torch
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import make_layer_cache
-from fastdecode.core.layout import (
-    STATE_KINDS,
-    KVLayout,
-    LayerLayout,
-    StateLayout,
-    from_wire,
-    to_wire,
-)
+from fastdecode.core.layout import STATE_KINDS, KVLayout, LayerLayout, StateLayout, from_wire, to_wire
 from fastdecode.core.types import Verb
 from fastdecode.sworker.part_states import PartStates
 
