@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import parse_bytes
+from fastdecode.cli.assumptions import absorption_lines, figures, rank_lines, state_lines, token_lines, window_lines
 from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
-from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu, find_cpu_host, find_gpu, parse_link
+from fastdecode.perfmodel.hardware import CpuHost, Gpu, find_cpu_host, find_gpu, parse_link
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner
@@ -23,7 +24,6 @@ from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape
 from fastdecode.perfmodel.sizing import Prices, Workload
 from fastdecode.perfmodel.stages import (
-    PROMPT_ROWS_PER_STATE,
     GpuSPart,
     MeasuredSPart,
     RPart,
@@ -110,16 +110,16 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     )  # fmt: skip
     server = _server(planner, shape, kv_dtype, gpu, group)
     assumptions = (
-        *_figures(gpu),
-        *_figures(host),
+        *figures(gpu),
+        *figures(host),
         f"link {link / 1e9:.4g} GB/s, PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s (nominal)",
     )
     assumptions += (
-        *_rank_lines(group),
-        *_token_lines(of_rank, kv_dtype, planner),
-        *_absorption_lines(of_rank),
-        *_window_lines(shape, planner),
-        *_state_lines(of_rank, planner.workload),
+        *rank_lines(group),
+        *token_lines(of_rank, kv_dtype, planner),
+        *absorption_lines(of_rank),
+        *window_lines(shape, planner),
+        *state_lines(of_rank, planner.workload),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
     )
     return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
@@ -154,10 +154,10 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     )
     assumptions = (
         whose,
-        *(_figures(gpu) if gpu else ()),
-        *_rank_lines(group),
-        *_absorption_lines(shape),
-        *_window_lines(shape, planner),
+        *(figures(gpu) if gpu else ()),
+        *rank_lines(group),
+        *absorption_lines(shape),
+        *window_lines(shape, planner),
     )
     return PlanInputs(
         planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
@@ -183,7 +183,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
         args, shape, kv_dtype, s_part, _of_read_rows(args, shape, RPart(args.r_part_seconds_per_token)), rates,
         memory=_memory(args), r_workers_per_host=_per_host(args, 1),
     )  # fmt: skip
-    assumptions = ("S and R times as given", *(_window_lines(shape, planner) if shape else ()))
+    assumptions = ("S and R times as given", *(window_lines(shape, planner) if shape else ()))
     return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", assumptions)
 
 
@@ -346,73 +346,3 @@ def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelS
     shape = asked_shape(args)
     check_alike(profile, shape)
     return shape
-
-
-def _figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
-    """One line per figure, with its efficiency and source."""
-    values = {field.name: getattr(preset, field.name) for field in fields(preset)}
-    return tuple(f"{preset.name} {name}: {value}" for name, value in values.items() if isinstance(value, Figure))
-
-
-def _rank_lines(group: RankGroup) -> tuple[str, ...]:
-    """Say what the collectives rest on."""
-    if group.size == 1 or group.link is None:
-        return ()
-    link = group.link
-    return (
-        f"{group.size} ranks, {link.name} bytes_per_second: {link.bytes_per_second}",
-        f"{link.name}: {link.step_seconds * 1e6:g} us for each message of an all-reduce (assumed)",
-    )
-
-
-def _token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
-    """Say what a cached token costs R-workers: memory, reading, arithmetic."""
-    layer = shape.layer_layout
-    operations = 2 * layer.products_per_element * layer.kv_elements_per_token / layer.kv_bytes_per_token(kv_dtype)
-    return (
-        f"a cached token: {planner.kv_bytes_per_token:,} bytes held over all layers, "
-        f"{planner.kv_bytes_read_per_token:,.0f} of them read in a step; {operations:.3g} operations for a byte of its "
-        f"rows",
-    )
-
-
-def _absorption_lines(shape: ModelShape) -> tuple[str, ...]:
-    """Say who multiplies K and V of latents, and what that costs."""
-    if shape.latent is None:
-        return ()
-    row = f"{shape.num_layers * shape.attending_row_bytes / 1e6:.3g} MB of a token on the link"
-    if not shape.latent.at_r_workers:
-        return (f"the S-worker multiplies K and V of latents (--latent-absorption s): {row}",)
-    weights = shape.kv_layout(shape.dtype).weight_bytes
-    return (f"R-workers multiply K and V of latents, {weights / 1e9:.3g} GB each (--latent-absorption r): {row}",)
-
-
-def _window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Say what windows or an index leave of the reading, and that they leave all of the memory."""
-    windows = sorted({window for window in shape.windows if window})
-    if not windows:
-        return ()
-    count, tokens = sum(map(bool, shape.windows)), " or ".join(map(str, windows))
-    if shape.index:
-        return (
-            f"{count} of {len(shape.windows)} layers read {tokens} tokens, which an index in {shape.index.num_layers} "
-            f"layers picks by a scan of all: a step reads {planner.read_share:.1%} of the bytes that it holds",
-        )
-    seen = "chunks of " * shape.chunked + f"{tokens} tokens"
-    return (
-        f"{count} of {len(shape.windows)} layers see {seen}: the mean layer reads {planner.read_share:.0%} of "
-        f"a context; R-workers keep all of it, the GPU alone what it reads",
-    )
-
-
-def _state_lines(shape: ModelShape, workload: Workload) -> tuple[str, ...]:
-    """Say what the states of recurrent layers take beside the cache."""
-    if not shape.state:
-        return ()
-    size = shape.state_bytes_per_sequence
-    context = workload.mean_context * shape.kv_bytes_per_token(shape.dtype)
-    return (
-        f"{shape.state.num_layers} of {shape.num_layers} layers are recurrent: {size / 1e6:.4g} MB of states for each "
-        f"sequence, read and written in each step, beside {context / 1e6:.4g} MB of cache for a mean context; of a "
-        f"prompt once for {PROMPT_ROWS_PER_STATE} tokens, and its own attention on R-workers is not counted",
-    )
