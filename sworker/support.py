@@ -204,9 +204,7 @@ class _Recorder:
     ) -> torch.Tensor:
         """One layer's call, or that of an index; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
         if recurrence:
-            self.layers[self.num_calls] = recurrence.layout(key.shape[3])
-            self.num_calls += 1
-            self.dtype, self.has_states = key.dtype, True
+            self._record_state(recurrence, key)
             return self.answer(module, query, key, value, recurrence=recurrence)
         self._check(module, query, key, kwargs)
         sight = Sight(sliding_window or 0) if attention_mask is None else self._sight(attention_mask)
@@ -233,6 +231,11 @@ class _Recorder:
             absorption=absorption,
         )
         return self.answer(module, query, key, value, values_in_keys=values_in_keys, absorption=absorption)
+
+    def _record_state(self, recurrence: Recurrence, key: torch.Tensor) -> None:
+        self.layers[self.num_calls] = recurrence.layout(key.shape[3])
+        self.num_calls += 1
+        self.dtype, self.has_states = key.dtype, True
 
     def in_order(self) -> tuple[LayerLayout, ...]:
         """The layers as they are called, indexes before those that see what they pick."""

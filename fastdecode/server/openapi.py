@@ -77,9 +77,6 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
     """Of all bodies by name; of those whose name means something else in one body, under that body's name."""
     token_ids = _list(_numbers("integer", 0, vocab_size - 1), 1)
     named = _object(("name",), name=_TEXT)
-    part = _object(("type", "text"), type={"enum": ["input_text", "output_text"]}, text={"type": "string"})
-    item = {**_MESSAGE["properties"], "content": {"anyOf": [{"type": "string"}, _list(part)]}}
-    item["role"] = {"enum": ["system", "user", "assistant", "developer"]}
     return {
         "model": {"enum": list(model_names)},
         "n": _numbers("integer", 1, 128),
@@ -114,14 +111,22 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
             "prompt": {"anyOf": [_TEXT, token_ids, _list(_TEXT, 1), _list(token_ids, 1)]},
             "logprobs": _numbers("integer", 0, 20),
         },
-        "ResponsesRequest": {
-            "input": {"anyOf": [_TEXT, _list(_object(("role", "content"), **item), 1)]},
-            "include": _list({"const": LOGPROBS}),
-            "tools": _list(_object(("type", "name"), type=_IS_FUNCTION, **_FUNCTION)),
-            "tool_choice": {"anyOf": [{"enum": _CHOICES}, _object(("type", "name"), type=_IS_FUNCTION, name=_TEXT)]},
-            **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NULL),
-            "store": {"type": "boolean"},
-            "background": {"const": False},
-            "truncation": {"const": "disabled"},
-        },
+        "ResponsesRequest": _of_responses(),
+    }
+
+
+def _of_responses() -> Schema:
+    """What means something else in the body of a response."""
+    part = _object(("type", "text"), type={"enum": ["input_text", "output_text"]}, text={"type": "string"})
+    item = {**_MESSAGE["properties"], "content": {"anyOf": [{"type": "string"}, _list(part)]}}
+    item["role"] = {"enum": ["system", "user", "assistant", "developer"]}
+    return {
+        "input": {"anyOf": [_TEXT, _list(_object(("role", "content"), **item), 1)]},
+        "include": _list({"const": LOGPROBS}),
+        "tools": _list(_object(("type", "name"), type=_IS_FUNCTION, **_FUNCTION)),
+        "tool_choice": {"anyOf": [{"enum": _CHOICES}, _object(("type", "name"), type=_IS_FUNCTION, name=_TEXT)]},
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _NULL),
+        "store": {"type": "boolean"},
+        "background": {"const": False},
+        "truncation": {"const": "disabled"},
     }
