@@ -105,8 +105,7 @@ emulated: $(STAMP)
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker
 
 # The C++ tests on ARM: cross-compiled, and run by qemu as a processor that has all extensions, and as one that has no
-# products of bfloat16 (Graviton2's cores). Quick: rings, and each
-# instruction set against the scalar one.
+# products of bfloat16 (Graviton2's cores). Quick: rings, and each instruction set against the scalar one.
 ARM_CPUS ?= max neoverse-n1
 QEMU := qemu-aarch64-static -L /usr/aarch64-linux-gnu
 arm-quick: ARM_FLAVOR := -DFASTDECODE_KERNEL_OPTIMIZATION=-Og $(LITTLE_OPTIMIZATION)
