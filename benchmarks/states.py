@@ -1,8 +1,9 @@
 """One decode step of a recurrent layer over the states of many sequences, beside a loop that reads and writes as much.
 
 Gated delta rule (32 heads of 128 x 128, as Qwen3-Next has them) and Mamba-2's scan (80 heads of 128 x 64), in turns
-with numpy multiplying an array of the states' size by a constant in place, in as many threads. Prints the
-R-worker's GB/s, counting each state once read and once written, and the median of its ratios to the loop.
+with numpy multiplying an array of the states' size by a constant in place, in as many threads, and one that is larger
+by what the convolution and the rows read and write. Prints the R-worker's GB/s, counting each state once read and once
+written, and the median of its ratios to both loops.
 """
 
 from __future__ import annotations
@@ -34,33 +35,37 @@ def main() -> None:
     args = parser.parse_args()
     for kind in SHAPES:
         for threads in args.threads:
-            seconds, loop, state_bytes = times(kind, threads, args)
+            seconds, loop, whole, state_bytes = times(kind, threads, args)
             ratios = [bare / own for own, bare in zip(seconds, loop, strict=True)]
+            of_all = median(bare / own for own, bare in zip(seconds, whole, strict=True))
             rate = 2 * state_bytes / median(seconds) / 1e9
             print(
                 f"{kind:6} {args.dtype} {threads} threads: {rate:5.1f} GB/s, {median(seconds) * 1e3:.1f} ms, "
                 f"{median(ratios):.2f} of the loop "
-                f"({min(ratios):.2f} to {max(ratios):.2f})"
+                f"({min(ratios):.2f} to {max(ratios):.2f}), {of_all:.2f} of all bytes'"
             )
 
 
-def times(kind: str, threads: int, args: argparse.Namespace) -> tuple[list[float], list[float], int]:
-    """Seconds of the R-worker's steps, and of the loop's, in turns; bytes of all states."""
-    heads, _, key_dim, value_dim = SHAPES[kind]
+def times(kind: str, threads: int, args: argparse.Namespace) -> tuple[list[float], list[float], list[float], int]:
+    """Seconds of the R-worker's steps, of the loop's and of that over all bytes, in turns; bytes of all states."""
+    heads, groups, key_dim, value_dim = SHAPES[kind]
     num_bytes = args.num_sequences * heads * key_dim * value_dim * WIRE_DTYPE[args.dtype].itemsize
-    states = np.ones((threads, num_bytes // 4 // threads), np.float32)
+    channels, outputs = heads * value_dim + 2 * groups * key_dim, heads * value_dim
+    beside = (TAPS - 1) + 1 + TAPS + 1  # of a channel: its window read, a row of it written, its filter, its input
+    more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # a loop reads and writes each of its bytes
+    arrays = [np.ones((threads, size // 4 // threads), np.float32) for size in (num_bytes, num_bytes + more)]
     step = decode_steps(kind, threads, args.num_sequences, args.dtype)
     with ThreadPoolExecutor(threads) as pool:
 
-        def bare() -> None:
-            list(pool.map(lambda part: np.multiply(part, np.float32(0.9999), out=part), states))
+        def bare(parts: np.ndarray) -> Callable[[], None]:
+            return lambda: list(pool.map(lambda part: np.multiply(part, np.float32(0.9999), out=part), parts)).clear()
 
-        step(), bare()
-        seconds, loop = [], []
-        for _ in range(args.repeats):
-            seconds.append(timed(step))
-            loop.append(timed(bare))
-    return seconds, loop, states.nbytes
+        turns = [step, *map(bare, arrays)]
+        for turn in turns:
+            turn()
+        rounds = [[timed(turn) for turn in turns] for _ in range(args.repeats)]
+    seconds, loop, whole = ([one[i] for one in rounds] for i in range(3))
+    return seconds, loop, whole, num_bytes
 
 
 def decode_steps(kind: str, threads: int, num_sequences: int, dtype: str) -> Callable[[], None]:

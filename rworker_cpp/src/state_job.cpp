@@ -34,12 +34,12 @@ const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
 }
 
 StateJob::StateJob(const KVCache& cache, const StateKernels& kernels, DType dtype, int num_threads)
-    : cache_(cache), kernels_(kernels), dtype_(dtype), scratch_(num_threads), convolved_(num_threads) {
+    : cache_(cache), kernels_(kernels), dtype_(dtype), hands_(num_threads) {
     std::int64_t floats = 0;
     for (const LayerSpec& layer : cache.layers())
         if (layer.state)
             floats = std::max(floats, state_scratch_floats(layer.state->key_dim, layer.state->value_dim, layer.state->taps));
-    for (std::vector<float>& scratch : scratch_) scratch.resize(floats);
+    for (Hand& hand : hands_) hand.scratch.resize(floats);
 }
 
 void StateJob::plan(std::span<const Span> spans) {
@@ -72,7 +72,7 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     const LayerSpec& of = cache_.layers()[layer];
     spec_ = of.state.get();
     payload_ = payload;
-    convolved_.assign(convolved_.size(), {});
+    for (Hand& hand : hands_) hand.convolved = {}, hand.next.item = -1;
     const std::int64_t head_bytes = spec_->value_dim * (spec_->key_dim * item_bytes(spec_->dtype) + 4 * (spec_->taps - 1));
     std::int64_t cost = 0;
     for (const Rows& rows : rows_)
@@ -83,11 +83,51 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     begin(layer, num_rows * spec_->heads, cost, num_rows * spec_->heads * head_bytes);
 }
 
-StateChannels StateJob::channels(std::int64_t first, std::int64_t dim, std::int64_t window, const Rows& rows,
-                                 std::vector<float*>& pointers) const {
-    pointers.resize((spec_->taps - 1) * cache_.states().rows_of(dim));
-    cache_.state_rows(rows.blocks, window, pointers);
-    return {first, int(dim), pointers.data()};
+/// Finds where the state of an item's head lies.
+void StateJob::find(std::int64_t item, Head& head) const {
+    const LayerSpec& of = cache_.layers()[layer()];
+    const StatePlaces& places = cache_.states();
+    const std::int32_t* const blocks = rows_[item / spec_->heads].blocks;
+    const std::int64_t index = item % spec_->heads, group = index / spec_->heads_per_group(), earlier = spec_->taps - 1;
+    const auto fill = [&](std::vector<float*>& rows, std::int64_t first, std::int64_t count) {
+        rows.resize(count);
+        cache_.state_rows(blocks, first, rows);
+    };
+    fill(head.value, places.value_window(of, layer(), index), earlier * places.rows_of(spec_->value_dim));
+    if (spec_->groups) {
+        fill(head.query, places.query_window(of, layer(), group), earlier * places.rows_of(spec_->key_dim));
+        fill(head.key, places.key_window(of, layer(), group), earlier * places.rows_of(spec_->key_dim));
+    }
+    if (spec_->key_dim) fill(head.matrix, places.matrix(of, layer(), index), spec_->key_dim);
+    head.item = item;
+}
+
+/// Lists what an item's call will read; filters are near.
+void StateJob::look_ahead(std::int64_t item, Hand& hand) const {
+    hand.next_reads.clear();
+    if (item < 0) return;
+    find(item, hand.next);
+    const auto add = [&](const void* data, std::int64_t bytes) {
+        const auto* const first = static_cast<const std::uint8_t*>(data);
+        if (!hand.next_reads.empty() && hand.next_reads.back().first + hand.next_reads.back().bytes == first)
+            hand.next_reads.back().bytes += bytes;
+        else
+            hand.next_reads.push_back({first, bytes});
+    };
+    const auto add_rows = [&](const std::vector<float*>& rows) {
+        for (const float* const row : rows) add(row, 4 * cache_.states().row_floats());
+    };
+    const auto add_part = [&](std::int64_t channel, std::int64_t dim, const std::vector<float*>& window) {
+        add_rows(window);
+        add(advanced(payload_of(rows_[item / spec_->heads]), channel, dtype_), dim * item_bytes(dtype_));
+    };
+    const std::int64_t index = item % spec_->heads, group = index / spec_->heads_per_group(), key_dim = spec_->key_dim;
+    add_part(spec_->first_value() + index * spec_->value_dim, spec_->value_dim, hand.next.value);
+    if (spec_->groups && index % spec_->heads_per_group() == 0) {
+        add_part(spec_->first_query() + group * key_dim, key_dim, hand.next.query);
+        add_part(spec_->first_key() + group * key_dim, key_dim, hand.next.key);
+    }
+    add_rows(hand.next.matrix);
 }
 
 const void* StateJob::payload_of(const Rows& rows) const {
@@ -145,7 +185,7 @@ void StateJob::advance_kept(StateArgs args, const Rows& rows) const {
     args.rows = kept_of(rows);
     args.num_rows = rows.num_kept;
     args.position = rows.position - rows.num_kept;
-    args.next_matrix = nullptr;
+    args.num_next_reads = 0;
     advance_silently(args);
 }
 
@@ -158,28 +198,23 @@ void StateJob::advance_silently(StateArgs args) const {
     kernels_.advance(args);
 }
 
-void StateJob::matrix_of(std::int64_t item, std::vector<float*>& rows) const {
-    const std::int64_t first = cache_.states().matrix(cache_.layers()[layer()], layer(), item % spec_->heads);
-    rows.resize(spec_->key_dim);
-    cache_.state_rows(rows_[item / spec_->heads].blocks, first, rows);
-}
-
-void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
-    thread_local std::vector<float*> query_window, key_window, value_window, matrix, next_matrix;
-    thread_local Aside aside;
+/// What is the same for all tokens of a head, which lies where `at` says; without what a thread has at hand.
+StateArgs StateJob::args_of(const Rows& rows, const Head& at) const {
     const StateSpec& spec = *spec_;
-    const LayerSpec& of = cache_.layers()[layer()];
-    const StatePlaces& places = cache_.states();
-    const Rows& rows = rows_[item / spec.heads];
-    const std::int64_t head = item % spec.heads, group = spec.groups ? head / spec.heads_per_group() : 0;
-    const std::int64_t numbers = spec.channels() * item_bytes(dtype_), dim = spec.value_dim;
+    const std::int64_t head = at.item % spec.heads, group = head / spec.heads_per_group(), dim = spec.value_dim;
+    const std::int64_t numbers = spec.channels() * item_bytes(dtype_);
+    const auto part = [](std::int64_t first, std::int64_t width, const std::vector<float*>& window) {
+        return StateChannels{first, int(width), window.data()};
+    };
     StateArgs args{};
     args.dtype = dtype_;
     args.rows = payload_of(rows);
     args.row_stride = spec.row_elements(item_bytes(dtype_));
     args.num_rows = rows.count;
     args.position = rows.position;
-    args.value = channels(spec.first_value() + head * dim, dim, places.value_window(of, layer(), head), rows, value_window);
+    args.value = part(spec.first_value() + head * dim, dim, at.value);
+    if (spec.groups) args.query = part(spec.first_query() + group * spec.key_dim, spec.key_dim, at.query);
+    if (spec.groups) args.key = part(spec.first_key() + group * spec.key_dim, spec.key_dim, at.key);
     args.filters = spec.filters.data();
     args.bias = spec.bias.data();
     args.channels = spec.channels();
@@ -194,29 +229,37 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     args.factor_stride = spec.heads * dim;
     args.scale = spec.scale;
     args.skip = spec.skip.empty() ? 0.0f : spec.skip[head];
-    args.row_floats = int(places.row_floats());
+    args.matrix = spec.key_dim ? at.matrix.data() : nullptr;
+    args.row_floats = int(cache_.states().row_floats());
     args.state_dtype = spec.dtype;
     if (rows.attends)
         args.out = const_cast<void*>(advanced(payload_.out, (rows.first * spec.heads + head) * dim, dtype_));
     args.out_stride = spec.heads * dim;
-    args.scratch = scratch_[thread].data();
-    if (spec.groups) {
-        const std::int64_t wide = spec.key_dim;
-        args.query = channels(spec.first_query() + group * wide, wide, places.query_window(of, layer(), group), rows, query_window);
-        args.key = channels(spec.first_key() + group * wide, wide, places.key_window(of, layer(), group), rows, key_window);
-    }
-    if (spec.key_dim) {
-        matrix_of(item, matrix);
-        args.matrix = matrix.data();
-        if (next_item >= 0) matrix_of(next_item, next_matrix);
-        args.next_matrix = next_item >= 0 ? next_matrix.data() : nullptr;
-    }
+    return args;
+}
+
+void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
+    thread_local Aside aside;
+    const StateSpec& spec = *spec_;
+    const StatePlaces& places = cache_.states();
+    const Rows& rows = rows_[item / spec.heads];
+    const std::int64_t head = item % spec.heads, group = head / spec.heads_per_group();
+    Hand& hand = hands_[thread];
+    if (hand.next.item == item)
+        std::swap(hand.here, hand.next);
+    else
+        find(item, hand.here);
+    look_ahead(next_item, hand);
+    StateArgs args = args_of(rows, hand.here);
+    args.next_reads = hand.next_reads.data();
+    args.num_next_reads = int(hand.next_reads.size());
+    args.scratch = hand.scratch.data();
     const StateArgs here = args;
     const bool computes = rows.attends || (rows.count && !rows.coming);
     const bool alone = computes && rows.count == 1 && !rows.num_kept;
     const Convolved convolved = alone ? Convolved{item / spec.heads, group} : Convolved{};
-    args.shares = alone && convolved == convolved_[thread];
-    convolved_[thread] = convolved;
+    args.shares = alone && convolved == hand.convolved;
+    hand.convolved = convolved;
     if (rows.num_kept && args.matrix) advance_kept(args, rows);
     if (rows.num_kept && computes) {
         args.value = moved_on(here.value, rows, aside.value, aside.value_rows);

@@ -35,12 +35,29 @@ class StateJob final : public LayerJob {
         bool attends;          // else there is no place for the outputs of those that come
     };
     struct Aside;
+    /// Where the state of an item's head lies: rows of windows and of the matrix.
+    struct Head {
+        std::int64_t item = -1;  // none
+        std::vector<float*> query, key, value, matrix;
+    };
+    /// Whose query and key a thread's scratch has; row -1: none's.
+    struct Convolved {
+        std::int64_t row = -1, group = -1;
+        bool operator==(const Convolved&) const = default;
+    };
+    /// What a thread has at hand.
+    struct alignas(64) Hand {
+        std::vector<float> scratch;
+        Convolved convolved;
+        Head here, next;
+        std::vector<Stretch> next_reads;
+    };
 
     void reserve_counters();
 
-    StateChannels channels(std::int64_t first, std::int64_t dim, std::int64_t window, const Rows& rows,
-                           std::vector<float*>& pointers) const;
-    void matrix_of(std::int64_t item, std::vector<float*>& rows) const;
+    void find(std::int64_t item, Head& head) const;
+    void look_ahead(std::int64_t item, Hand& hand) const;
+    StateArgs args_of(const Rows& rows, const Head& at) const;
     StateChannels moved_on(const StateChannels& part, const Rows& rows, std::vector<float>& floats,
                            std::vector<float*>& pointers) const;
     void keep(const StateChannels& part, const void* payload, std::int64_t count, std::int64_t position) const;
@@ -60,14 +77,7 @@ class StateJob final : public LayerJob {
     std::vector<Rows> rows_;
     std::unique_ptr<std::atomic<std::int32_t>[]> heads_left_;  // of each sequence and group
     std::size_t num_counters_ = 0;
-    /// Whose query and key a thread's scratch has; row -1: none's.
-    struct alignas(64) Convolved {
-        std::int64_t row = -1, group = -1;
-        bool operator==(const Convolved&) const = default;
-    };
-
-    std::vector<std::vector<float>> scratch_;  // per thread
-    std::vector<Convolved> convolved_;         // per thread
+    std::vector<Hand> hands_;
 };
 
 /// Advance the state of a sequence to that after its first `num_tokens` tokens, by rows that it lacks.

@@ -13,6 +13,12 @@ struct StateChannels {
     float* const* window;
 };
 
+/// Bytes of memory that lie one after another.
+struct Stretch {
+    const uint8_t* first;
+    int64_t bytes;
+};
+
 /// What becomes of a head's matrix; see state_spec.hpp.
 enum class Recurrence : int { none, delta, scan, selective, lru };
 
@@ -35,7 +41,8 @@ struct StateArgs {
     int64_t factor_stride;
     float scale, skip;
     float* const* matrix;       // [key_dim] rows, of elements of state_dtype
-    float* const* next_matrix;  // the one of the call that follows, asked for meanwhile; or null
+    const Stretch* next_reads;  // what the call that follows reads: asked for meanwhile
+    int num_next_reads;
     int row_floats;        // that a row of the state has room for
     DType state_dtype;     // of matrices
     void* out;
