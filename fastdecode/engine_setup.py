@@ -227,6 +227,7 @@ def live_step_model(
         r_worker=names[0],
         separate_cores=config.separate_cores or model.on_gpu,
         r_workers_per_core=_r_workers_per_core(config, r_workers),
+        longest_context=model.max_model_len,
     )
     each = (
         deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names

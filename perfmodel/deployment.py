@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from fastdecode import __version__
 from fastdecode.core.errors import ProfileError
@@ -13,6 +13,7 @@ from fastdecode.perfmodel.measurements import HERE, MachineIdentity
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.rank_costs import rank_shape
+from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import Contention, RPart
 from fastdecode.perfmodel.step_model import StepModel
 
@@ -24,7 +25,8 @@ SHARED = Contention(2.0, 2.0)
 class Deployment:
     """``r_worker``: "inproc", "spawn" or the "host:port" of R-workers elsewhere. ``separate_cores``: S and R share no
     core. ``r_workers_per_core``: R-workers pinned to the same cores, which take turns. ``num_ranks``: S-worker
-    processes that share the model, each with so many threads and R-workers; all on ``cores`` cores of this machine."""
+    processes that share the model, each with so many threads and R-workers; all on ``cores`` cores of this machine.
+    ``longest_context``: where an index picks, contexts are spread evenly up to it; 0: all of them is read."""
 
     s_threads: int
     r_threads: int
@@ -35,6 +37,7 @@ class Deployment:
     r_workers_per_core: int = 1
     num_ranks: int = 1
     cores: int | None = None
+    longest_context: int = 0
 
     @property
     def on_this_machine(self) -> bool:
@@ -80,14 +83,30 @@ def deployed_step_model(
 
 
 def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
-    """One rank's R-worker. Those of several ranks of this machine read at the same time: all together they are as fast
-    as one that has the threads of all, which holds all heads."""
-    num_ranks = deployment.num_ranks
+    """One rank's R-worker; where an index picks, rows read a part of a context, and the index's keys are scanned."""
+    rows = _rows_r_part(profile, shape, kv_dtype, deployment)
+    if shape.index is None:
+        return rows
+    here = deployment.on_this_machine
+    threads = deployment.anchor_threads[1] if here else deployment.r_threads
+    scan = profile.measured_scan(kv_dtype, threads, HERE if here else deployment.r_worker)
+    longest = deployment.longest_context
+    share = Workload(longest, 0).read_share(shape.windows) if longest else 1.0
+    rows = replace(rows, seconds_per_token=share * rows.seconds_per_token)
+    scans = scan.times(deployment.num_ranks) if here else scan
+    return rows.beside_scan(scans, shape.index.num_layers / shape.num_layers)
+
+
+def _rows_r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
+    """The same where every row reads all. R-workers of several ranks of this machine read at the same time: all
+    together they are as fast as one that has the threads of all, which holds all heads. Latents each of them holds."""
+    num_ranks, own = deployment.num_ranks, rank_shape(shape, deployment.num_ranks)
     if not deployment.on_this_machine:
         return profile.measured_r_part(kv_dtype, deployment.r_threads, shape, deployment.r_worker, num_ranks)
-    whole = profile.measured_r_part(kv_dtype, deployment.anchor_threads[1], shape, HERE)
-    copies = num_ranks * rank_shape(shape, num_ranks).num_kv_heads / shape.num_kv_heads
-    return RPart(copies * whole.seconds_per_token, whole.call_seconds, copies * whole.row_seconds)
+    threads = deployment.anchor_threads[1]
+    one = profile.measured_r_part(kv_dtype, threads, shape, HERE, num_ranks if shape.latent else 1)
+    copies = num_ranks * own.num_kv_heads / shape.num_kv_heads
+    return RPart(copies * one.seconds_per_token, one.call_seconds, copies * one.row_seconds)
 
 
 def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: int) -> Contention:

@@ -38,6 +38,10 @@ class LatentShape:
         queries = self.q_rank * (hidden_size + query) if self.q_rank else hidden_size * query
         return queries + hidden_size * self.row_dim + self.kv_rank * expanded + num_heads * self.value * hidden_size
 
+    def shared_parameters(self, hidden_size: int) -> int:
+        """Those of them that make the latents, which all heads share."""
+        return hidden_size * (self.q_rank + self.row_dim)
+
     def layer_layout(self, num_heads: int) -> LayerLayout:
         """One layer as an R-worker sees it: one KV head."""
         scale = (self.nope + self.rope) ** -0.5

@@ -32,6 +32,8 @@ MEASURED_BY_ALL = (
 )
 """Says how a profile comes to what one of --quick lacks."""
 
+MEASURED_FOR_RANKS = "`fastdecode calibrate --tensor-parallel-size {}` measures them"
+
 MEAN_CONTEXT = 1024
 """Tokens over which rows are compared, amid those that were measured."""
 
@@ -70,7 +72,7 @@ class HardwareProfile:
         """
         of_ranks = [point for point in self.s_part if point.tensor_parallel_size == num_ranks]
         if self.s_part and not of_ranks:
-            cure = f"`fastdecode calibrate --tensor-parallel-size {num_ranks}` measures them"
+            cure = MEASURED_FOR_RANKS.format(num_ranks)
             raise self.lacks(f"no S-part of {num_ranks} rank(s)", sorted(self.measured_rank_counts), cure)
         measured = sorted({point.threads for point in of_ranks})
         threads = threads or (measured[-1] if measured else 1)
@@ -95,13 +97,18 @@ class HardwareProfile:
         """R with that many threads (the most measured) of the heads of ``shape`` (the profile's) in that KV dtype.
 
         Of the slowest R-worker measured unless one is named. One that holds the heads of one of ``num_ranks`` takes a
-        share of the time of a token and of a row, and no less for a call.
+        share of the time of a token and of a row, and no less for a call; of latents, whose rows each rank reads
+        whole, the time of so many heads must have been measured.
         """
-        if num_ranks > 1:
-            whole = self.measured_r_part(kv_dtype, threads, shape, r_worker)
-            share = rank_shape(shape or self.shape, num_ranks).num_kv_heads / (shape or self.shape).num_kv_heads
-            return RPart(share * whole.seconds_per_token, whole.call_seconds, share * whole.row_seconds)
         shape = shape or self.shape
+        own = rank_shape(shape, num_ranks)
+        if num_ranks > 1 and not shape.latent:
+            whole, share = (
+                self.measured_r_part(kv_dtype, threads, shape, r_worker),
+                own.num_kv_heads / shape.num_kv_heads,
+            )
+            return RPart(share * whole.seconds_per_token, whole.call_seconds, share * whole.row_seconds)
+        shape = own
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         kind = "absorbing" if shape.latent and shape.latent.at_r_workers else "rows"
         alike = self._r_points(kind, kv_dtype, r_worker)
@@ -109,7 +116,10 @@ class HardwareProfile:
         if not points:
             found = sorted({f"{p.kv_cache_dtype} with {p.num_heads} / {p.num_kv_heads} heads" for p in self.r_part})
             where = "" if r_worker in (None, HERE) else f" of {r_worker}"
-            raise self.lacks(f"no R-part{where} for {kv_dtype} with {heads[0]} / {heads[1]} heads of {heads[2]}", found)
+            raise self.lacks(
+                f"no R-part{where} for {kv_dtype} with {heads[0]} / {heads[1]} heads of {heads[2]}", found,
+                MEASURED_FOR_RANKS.format(num_ranks) if num_ranks > 1 else MEASURED_BY_ALL,
+            )  # fmt: skip
         if threads is not None and threads not in (measured := sorted({point.threads for point in points})):
             raise self.lacks(f"no R-part with {threads} thread(s)", measured)
         found_parts = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]

@@ -98,7 +98,8 @@ class RankSPart:
 def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
     """Return one of ``num_ranks``'s part of ``shape``: heads, widths of MLPs and the head's vocabulary divided.
 
-    KV heads that are fewer than ranks are on several of them. PlanError where heads cannot be dealt evenly.
+    KV heads that are fewer than ranks are on several of them, and so are latent rows, which all heads share, and what
+    makes them. PlanError where heads cannot be dealt evenly.
     """
     if num_ranks == 1:
         return shape
@@ -114,14 +115,21 @@ def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
         num_kv_heads=max(1, kv_heads // num_ranks),
         intermediate_size=math.ceil(shape.intermediate_size / num_ranks),
         shared_intermediate_size=math.ceil(shape.shared_intermediate_size / num_ranks),
+        dense_intermediate_size=math.ceil(shape.dense_intermediate_size / num_ranks),
         vocab_size=math.ceil(shape.vocab_size / num_ranks),
         state=shape.state.of_rank(num_ranks, shape.name) if shape.state else None,
     )
 
 
 def replicated_bytes(shape: ModelShape, num_ranks: int) -> int:
-    """Weights that all ranks but the first hold once more: the input embedding, which no plan of transformers cuts."""
-    return (num_ranks - 1) * shape.head_parameters * shape.item_bytes
+    """Weights that all ranks but the first hold once more: the input embedding, which no plan of transformers cuts,
+    what makes latents, and an index that picks single tokens."""
+    whole = shape.head_parameters
+    if shape.latent:
+        whole += shape.attention_layers * shape.latent.shared_parameters(shape.hidden_size)
+    if shape.index and shape.index.weighs_heads:
+        whole += shape.index.num_layers * shape.index.parameters(shape.hidden_size)
+    return (num_ranks - 1) * whole * shape.item_bytes
 
 
 def gpu_peer_link(gpu: Gpu) -> PeerLink:

@@ -145,6 +145,15 @@ class RPart:
             factor * self.prompt_row_seconds, self.arithmetic_over_reads,
         )  # fmt: skip
 
+    def beside_scan(self, scan: RPart, share: float) -> RPart:
+        """Return the mean layer's work where ``share`` of the layers have an index, whose ``scan`` takes so long."""
+        return replace(
+            self,
+            seconds_per_token=self.seconds_per_token + share * scan.seconds_per_token,
+            call_seconds=self.call_seconds + share * scan.call_seconds,
+            row_seconds=self.row_seconds + share * scan.row_seconds,
+        )
+
 
 def host_r_part(
     shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0

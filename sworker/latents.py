@@ -98,6 +98,21 @@ def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
     return bool(modules)
 
 
+def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
+    """Styles, as in transformers' plans for ranks, of modules of latent rows: a rank has some heads and whole rows.
+
+    transformers' own plans leave all heads of some architectures to every rank.
+    """
+    styles = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+    owners = [(name, module) for name, module in model.named_modules() if isinstance(module, LatentRows)]
+    parts = (
+        (f"{name}.{part}", getattr(module, part, None), style)
+        for name, module in owners
+        for part, style in styles.items()
+    )
+    return {name: style for name, linear, style in parts if isinstance(linear, torch.nn.Linear)}
+
+
 @torch.no_grad()
 def _is_known(module: Any) -> bool:
     """Say whether scores and outputs over latent rows are those over what ``module`` expands, on random rows."""

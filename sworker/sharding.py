@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.sworker.index import plan_of_picked_heads
+from fastdecode.sworker.latents import plan_of_latent_heads
 from fastdecode.sworker.shared_exchange import SharedExchange, SharedMemory, whereabouts
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
@@ -154,7 +155,7 @@ def leave(rank: Rank | None = None) -> None:
 
 def shard(model: Any, hf_config: Any, rank: Rank) -> None:
     """Leave ``model``, which is whole, this rank's part, and have it work with the others."""
-    plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model)
+    plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     _untie(model, plan)
     modules, num_kv_heads = dict(model.named_modules()), _num_kv_heads(hf_config)
     for name, style in plan.items():

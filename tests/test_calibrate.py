@@ -114,10 +114,11 @@ def test_absorption_and_the_scan_of_an_index_are_measured(tmp_path: Path) -> Non
     """An engine whose profile has them leaves K and V to R-workers where these answer sooner so."""
     sparse_zoo.build_model("deepseek_v32", num_hidden_layers=5).save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, r_workers="inproc")
-    plan = dataclasses.replace(PLAN, groups=(4,), links=("inproc",), contended=())
+    plan = dataclasses.replace(PLAN, groups=(4,), links=("inproc",), contended=(), num_ranks=2)
     found = Calibrator(config, model_shape(config), plan, lambda: None).run()
     assert read_profile(write_profile(found)) == found
-    assert [p.kind for p in found.r_part] == ["rows", "absorbing", "scan"] * 2
+    assert [p.kind for p in found.r_part] == ["rows", "rows", "absorbing", "absorbing", "scan"] * 2
+    assert found.measured_r_part("float32", num_ranks=2).seconds_per_token > 0
     assert found.measured_scan("float32").seconds_per_token > 0
     for factor, chosen in ((1e-3, "r"), (1e3, "auto")):
         points = [

@@ -46,8 +46,6 @@ WAYS: dict[str, dict[str, Any]] = {
 NUMBERS = [(workers, mini_batches) for workers in (1, 2, 3) for mini_batches in (1, 2, 3)]
 PLANNED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "longcat_flash", "youtu")
 """Those for which transformers has a plan for ranks."""
-CUT = ("deepseek_v2", "glm4_moe_lite", "longcat_flash")
-"""Those of them whose attention it cuts, by heads."""
 SPARSE = tuple(sparse_zoo.CONFIGS)
 
 
@@ -72,9 +70,11 @@ def pairs() -> Iterator[Any]:
 
 
 def numbers(way: str, seed: int, all_of_them: bool) -> list[tuple[int, int]]:
-    """Numbers of R-workers and of mini-batches, or one pair of them."""
+    """Numbers of R-workers and of mini-batches, or one pair of them; where R-workers absorb, each number once."""
     least = 2 if {"copies", "kill"} & set(way.replace(",", "").split()) else 1
-    able = [pair for pair in NUMBERS if pair[0] >= least and (way != "ranks" or pair[0] < 3)]
+    able = [pair for pair in NUMBERS if pair[0] >= least and ("ranks" not in way or pair[0] < 3)]
+    if all_of_them and "absorbed" in way:
+        return [pair for pair in able if (sum(pair) + seed) % 3 == 0]
     return able if all_of_them else [able[seed % len(able)]]
 
 
@@ -103,7 +103,7 @@ def run(name: str, way: str, root: Path, num_workers: int, num_mini_batches: int
         layers = llm.engine.s_model.layout.layers
         if name not in SPARSE:
             assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(1, 40, 0)}
-            assert {each.num_heads for each in layers} == {2 if "ranks" in way and name in CUT else 4}
+            assert {each.num_heads for each in layers} == {2 if "ranks" in way else 4}
         if "absorbed" in way:
             assert {each.output_dim for each in layers if not each.picks} == {12}
         if "drafts" in way:

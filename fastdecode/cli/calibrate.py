@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     kv_dtype = shape.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     links, on_gpu = _links(config), bool(device_name(config))
     plan = quick_plan(shape, kv_dtype, links, on_gpu) if args.quick else full_plan(shape, links, on_gpu)
+    plan = replace(plan, num_ranks=num_ranks)
     with progress_bar(plan.num_measurements, "it") as bar:
         profile = Calibrator(without_prefill_workers(config), shape, plan, bar.update).run()
     if num_ranks > 1:

@@ -286,13 +286,7 @@ def _of_read_rows(
     own = replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
     if scan is None or shape.index is None:
         return own
-    owners = shape.index.num_layers / shape.num_layers
-    return replace(
-        own,
-        seconds_per_token=own.seconds_per_token + owners * scan.seconds_per_token,
-        call_seconds=own.call_seconds + owners * scan.call_seconds,
-        row_seconds=own.row_seconds + owners * scan.row_seconds,
-    )
+    return own.beside_scan(scan, shape.index.num_layers / shape.num_layers)
 
 
 def _workload(args: argparse.Namespace) -> Workload:

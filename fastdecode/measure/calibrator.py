@@ -47,6 +47,7 @@ from fastdecode.perfmodel.measurements import (
 )
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.rank_costs import rank_shape
 
 
 class Calibrator:
@@ -123,11 +124,13 @@ class Calibrator:
         One R-worker serves one at a time, so those elsewhere have no anchor beside what is measured.
         """
         shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]
+        if self.shape.latent and self.plan.num_ranks > 1:
+            shapes.append(rank_shape(self.shape, self.plan.num_ranks))
         kinds = [("rows", shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes]
         measured = [shape.layer_layout for shape in shapes]
         if self.shape.latent:
-            kinds.append(("absorbing", *kinds[0][1:]))
-            measured.append(_with_weights(self.shape))
+            kinds += [("absorbing", heads, kv_heads, dim) for _, heads, kv_heads, dim in kinds]
+            measured += map(_with_weights, shapes)
         if index := self.shape.index:
             kinds.append(("scan", index.num_heads, 1, index.head_dim))
             measured.append(index.picking_layout)
@@ -213,7 +216,8 @@ GPU_BATCH_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 class CalibrationPlan:
     """``s_threads`` and ``r_threads``: of S-worker and R-workers here, each measured alone. ``r_shapes``: (sequences,
     context). ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, which is repeated up to
-    ``most_tries`` times while its anchor moves. ``contended``: (S threads, R threads) measured beside each other."""
+    ``most_tries`` times while its anchor moves. ``num_ranks``: latents are measured with the heads of one of so many
+    too. ``contended``: (S threads, R threads) measured beside each other."""
 
     batch_sizes: tuple[int, ...]
     s_threads: tuple[int, ...]
@@ -226,6 +230,7 @@ class CalibrationPlan:
     contended: tuple[tuple[int, int], ...]
     rounds: int
     most_tries: int
+    num_ranks: int = 1
 
     @property
     def is_here(self) -> bool:

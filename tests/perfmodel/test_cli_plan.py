@@ -17,6 +17,7 @@ from helpers.hardware import profile, r_point
 
 from fastdecode.cli.machine_inputs import read_inputs
 from fastdecode.cli.main import build_parser, main
+from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.measurements import PrefillPoint
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
@@ -128,6 +129,11 @@ def test_a_profile_knows_the_scan_of_an_index(tmp_path: Path, capsys: pytest.Cap
     args = build_parser().parse_args(["plan", "--profile", str(path), *lengths])
     share = (3 + 57 * 2048 / (122880 + 4096)) / 60
     assert read_inputs(args).planner.r_part.seconds_per_token == pytest.approx(share * 4e-9 + 57 / 60 * 1e-9, rel=1e-3)
+    live = deployed_step_model(
+        read_profile(path.read_text()), shape, "float16", Deployment(1, 32, longest_context=8192)
+    )
+    share = (3 + 57 * (2048 - 2048**2 / 16384) / 4096) / 60  # contexts are spread up to the longest
+    assert live.r_part.seconds_per_token == pytest.approx(share * 4e-9 + 57 / 60 * 1e-9, rel=1e-3)
     path.write_text(write_profile(replace(profile(), shape=shape, r_part=rows)))
     assert main(["plan", "--profile", str(path), *lengths]) != 0
     assert "no scan of an index over a float16 cache" in capsys.readouterr().err

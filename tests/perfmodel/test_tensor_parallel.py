@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.hardware import profile
+from helpers.hardware import profile, r_point
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,6 +103,26 @@ def test_ranks_share_weights_and_cache(name: str, num_ranks: int) -> None:
     layouts = own.kv_layout("bfloat16"), shape.kv_layout("bfloat16")
     assert num_ranks * layouts[0].kv_bytes_per_token == layouts[1].kv_bytes_per_token
     assert replicated_bytes(shape, num_ranks) == (num_ranks - 1) * shape.hidden_size * shape.vocab_size * 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_ranks_hold_latent_rows_whole_and_heads_of_their_own(num_ranks: int) -> None:
+    """Weights that make latents are on every rank, and every rank's R-workers keep every row."""
+    shape, own = BUILT_IN["deepseek-v3"], rank_shape(BUILT_IN["deepseek-v3"], num_ranks)
+    assert own.kv_layout("bfloat16").kv_bytes_per_token == shape.kv_layout("bfloat16").kv_bytes_per_token
+    assert own.layer_layout.num_heads == 128 // num_ranks
+    latents = 7168 * (1536 + 576)
+    more = 61 * latents + shape.head_parameters
+    assert replicated_bytes(shape, num_ranks) == (num_ranks - 1) * more * 2
+    assert num_ranks * (own.layer_parameters - latents) == pytest.approx(shape.layer_parameters - latents, rel=1e-3)
+    heads, points = (128, 128 // num_ranks), []
+    for each, rate in zip(heads, (1e-6, 4e-7), strict=True):
+        points += [r_point(n, 1024, rate * n * 1024, num_heads=each, num_kv_heads=1, head_dim=576) for n in (16, 64)]
+    found = dataclasses.replace(profile(), shape=shape, r_part=tuple(points))
+    parts = [found.measured_r_part("float16", num_ranks=ranks) for ranks in (1, num_ranks)]
+    assert [part.seconds_per_token for part in parts] == pytest.approx([1e-6, 4e-7])
+    with pytest.raises(ProfileError, match=r"with 32 / 1 heads.*calibrate --tensor-parallel-size 4` measures them"):
+        found.measured_r_part("float16", num_ranks=4)
 
 
 def test_too_few_kv_heads_are_held_twice_and_odd_numbers_refused() -> None:
