@@ -61,15 +61,15 @@ void test_submitted_jobs_finish_before_the_pool_ends() {
     CHECK(first.finished() && second.finished());
 }
 
-/// Output of three layers and two mini-batches in flight, 8 sequences of growing length.
+/// Output of two layers and two mini-batches in flight, 4 sequences of growing length.
 std::vector<float> run_worker(int num_threads) {
-    constexpr std::int64_t layers = 3, heads = 4, dim = 16, each = 4;
+    constexpr std::int64_t layers = 2, heads = 4, dim = 16, each = 2;
     const LayerSpec layer{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}};
     Worker worker(
         {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 16, 4000, num_threads, {}, "auto"});
     std::vector<float> outputs;
     std::int64_t length = 0;
-    for (const std::int64_t rows : {640, 60, 1, 1, 30, 1}) {
+    for (const std::int64_t rows : {530, 60, 1, 1, 30, 1}) {
         std::vector<std::vector<Span>> spans(2);
         const SpanMode mode = length ? SpanMode::attend : SpanMode::append;
         for (std::int64_t i = 0; i < 2 * each; ++i) spans[i % 2].push_back({i, length, rows, mode});
@@ -131,7 +131,7 @@ void test_shared_prefixes() {
 
 /// Outputs of sequences of 90 tokens that had more, which their full tiles still held, or never had.
 std::vector<float> run_cuts(int num_threads, bool had_more, bool in_one_call) {
-    constexpr std::int64_t layers = 4, heads = 2, dim = 64, count = 24, kept = 90;
+    constexpr std::int64_t layers = 3, heads = 2, dim = 64, count = 8, kept = 90;
     const LayerSpec layer{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}};
     Worker worker(
         {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 32, 1000, num_threads, {}, "auto"});
