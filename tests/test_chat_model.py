@@ -119,6 +119,7 @@ def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]
         assert_nothing_held(llm.engine)
 
 
+@pytest.mark.thorough
 def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
     """16-bit and int8 within half a percent, of float32 and of each other; int4 within 5 percent.
 

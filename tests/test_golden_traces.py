@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the command above
 
-from helpers.examples import SEES_ALL
+from helpers.examples import SEES_ALL, thinned
 from helpers.golden import GoldenRun
 
 RECORDED = Path(__file__).parent / "golden_traces.json"
@@ -23,7 +23,7 @@ STRIDE = 1 if SEES_ALL else 16
 """Every run is repeated by ``make test-all``, one in sixteen by ``make test``."""
 
 
-@pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, NUM_GROUPS))])
+@pytest.mark.parametrize("group", thinned(range(NUM_GROUPS), 2))
 def test_decisions_are_those_recorded(group: int) -> None:
     """A difference says in which run; its events say what to look at."""
     recorded = json.loads(RECORDED.read_text())

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 from helpers import model_zoo, r_workers
+from helpers.examples import thinned
 from helpers.forks import true_starts
 from helpers.processes import script, segments_of
 from helpers.sessions import HELLO, PATIENCE_SECONDS, frame, log_of, make_key, opened, works
@@ -112,7 +113,7 @@ WANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("security", ["encrypt", "authenticate"])
+@pytest.mark.parametrize("security", thinned(["encrypt", "authenticate"], 2))
 def test_a_job_goes_on_with_the_right_tokens(
     security: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

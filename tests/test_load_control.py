@@ -42,7 +42,7 @@ def known_runs(draw: st.DrawFn) -> Run:
     return Run(draw(st.sampled_from(["sls", "stall-free"])), limits, jobs)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @given(known_runs(), st.integers(0, 30))
 @settings(max_examples=examples(600))
 def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
@@ -209,7 +209,7 @@ def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
 @pytest.mark.parametrize(
     ("num_jobs", "shortest", "longest", "steps", "most"),
     [
-        (600, (20, 30), (120, 180), slice(100, 450), 0.85),
+        pytest.param(600, (20, 30), (120, 180), slice(100, 450), 0.85, marks=pytest.mark.thorough),
         pytest.param(900, (20, 60), (120, 360), slice(200, 1340), 0.75, marks=pytest.mark.thorough),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import model_zoo
 from helpers.engine_checks import assert_nothing_held
-from helpers.examples import examples
+from helpers.examples import examples, thinned
 from helpers.scheduler_harness import AMPLE, Job, Run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -153,7 +153,7 @@ def long_run(
     return moves, seconds
 
 
-@pytest.mark.parametrize("price", [0.0, 0.01])
+@pytest.mark.parametrize("price", thinned([0.0, 0.01], 2))
 def test_moves_keep_their_share_and_nobody_moves_twice_at_once(price: float) -> None:
     """One R-worker takes thrice as long as it was said, and all of them jitter."""
     moves, seconds = long_run((3.0, 1.0, 1.0), price, noise=0.2)

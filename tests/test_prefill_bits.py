@@ -134,6 +134,7 @@ def test_a_killed_r_worker_changes_no_token(folder: Path, workers: tuple[str, st
             assert_nothing_held(llm.engine)
 
 
+@pytest.mark.thorough
 def test_preemptions_change_no_token(folder: Path, workers: tuple[str, str]) -> None:
     """What is preempted is computed again by whoever has time."""
     dtype, addresses = workers

@@ -109,8 +109,10 @@ def handed_out(llm: LLM) -> list[RemotePrefill]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "kv_cache_dtype"),
-    [("inproc:1", "int4"), ("spawn:1", "bfloat16")]
-    + [pytest.param(*each, marks=pytest.mark.thorough) for each in [("inproc:1", "float32"), ("spawn:1", "int8")]],
+    [
+        ("inproc:1", "int4"),
+        *(pytest.param("spawn:1", each, marks=pytest.mark.thorough) for each in ("bfloat16", "float32", "int8")),
+    ],
 )
 def test_every_cache_dtype(folder: Path, addresses: str, kind: str, kv_cache_dtype: str) -> None:
     """Log-probabilities of the first token are as near to transformers' as without prefill workers."""

@@ -53,9 +53,9 @@ def simulated(scheduler: Scheduler, items: list[WorkItem]) -> list[StepRecord]:
 @pytest.mark.parametrize(
     ("settings", "lengths"),
     [
-        ({"schedule": "fcfs"}, FIXED),
+        pytest.param({"schedule": "fcfs"}, FIXED, marks=pytest.mark.thorough),
         ({"schedule": "stall-free"}, FIXED),
-        ({"schedule": "sls", "kv_load_limit": 500}, FIXED),
+        pytest.param({"schedule": "sls", "kv_load_limit": 500}, FIXED, marks=pytest.mark.thorough),
         ({"schedule": "sls", "kv_load_limit": 600, "prefill_scratch": "64KiB"}, VARIED),
         ({"schedule": "stall-free"}, SHARED),
         ({"schedule": "prefill-first", "kv_cache_memory": "1MiB"}, VARIED),

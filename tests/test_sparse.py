@@ -76,7 +76,7 @@ def test_every_architecture_matches_generate(model: tuple[str, Any, Path]) -> No
 
 
 @pytest.mark.parametrize("model", MORE, indirect=True)
-@pytest.mark.parametrize("kv_cache_memory", ["16MiB", "1MiB"])
+@pytest.mark.parametrize("kv_cache_memory", [pytest.param("16MiB", marks=pytest.mark.thorough), "1MiB"])
 def test_prompts_here_drafts_prefixes_and_preemption(model: tuple[str, Any, Path], kv_cache_memory: str) -> None:
     """Chunks that attend on the S-worker, several draft tokens at once, texts that begin alike, and too few blocks."""
     _, own, folder = model

@@ -68,7 +68,12 @@ WATCHING = """
 
 @pytest.mark.parametrize(
     ("code", "how"),
-    [(HOLD, "idle"), (HOLD, "busy"), (PREFILL_WORKERS, "idle"), (WATCHING, "PARENT")],
+    [
+        pytest.param(HOLD, "idle", marks=pytest.mark.thorough),
+        (HOLD, "busy"),
+        pytest.param(PREFILL_WORKERS, "idle", marks=pytest.mark.thorough),
+        (WATCHING, "PARENT"),
+    ],
     ids=["idle", "busy", "thread", "watching"],
 )
 def test_kill_9_of_the_parent_leaves_no_child_and_no_segment(code: str, how: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from helpers import model_zoo, r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
-from helpers.examples import examples
+from helpers.examples import examples, thinned
 from helpers.servers import MODEL, metrics, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,7 +194,7 @@ def test_an_r_worker_killed_while_it_verifies(folder: Path, moment: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sls", "stall-free", "prefill-first", "request-level"])
+@pytest.mark.parametrize("schedule", thinned(["stall-free", "sls", "request-level", "prefill-first"], 2))
 def test_preemption_moves_and_kept_prefixes(folder: Path, schedule: str) -> None:
     """A cache that is too small, budgets that leave few rows for drafts, and the same prompts twice."""
     prompts, wanted, drafter = clairvoyant(0.2)
@@ -212,7 +212,7 @@ def test_preemption_moves_and_kept_prefixes(folder: Path, schedule: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", [pytest.param("float16", marks=pytest.mark.thorough), "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", thinned(["int4", "int8", "float16"], 3))
 def test_other_cache_dtypes_give_what_they_give_without_drafts(folder: Path, kv_dtype: str) -> None:
     """Tokens are stored one by one: what was rejected leaves nothing behind."""
     prompts, _, drafter = clairvoyant(0.3)

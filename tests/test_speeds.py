@@ -62,7 +62,7 @@ def test_what_is_as_expected_but_for_chance_stays() -> None:
     assert speeds.lasting.tolist() == [10.0, 20.0]
 
 
-@pytest.mark.parametrize("schedule", ["sls", "stall-free"])
+@pytest.mark.parametrize("schedule", [pytest.param("sls", marks=pytest.mark.thorough), "stall-free"])
 def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(schedule: str) -> None:
     """The scheduler is not told of the weights, 2:1, and equal loads look like 1.33:1; yet newcomers settle at 2:1."""
     limits = replace(AMPLE, max_num_seqs=200, num_blocks=(9999, 9999), bandwidths=(1.0, 1.0))

@@ -105,6 +105,7 @@ def test_a_trace_and_a_gpu_alone(tmp_path: Path) -> None:
     assert at_once["elapsed_time"] < 1 and at_once["config"]["request_rate"] == "inf"
 
 
+@pytest.mark.thorough
 def test_a_capacity_keeps_its_slo_and_a_looser_one_is_no_less(tmp_path: Path) -> None:
     """The report is of the run at that rate."""
     flags = [*ALONE, "--num-prompts", "60", "--schedule", "stall-free"]
