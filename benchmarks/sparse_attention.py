@@ -4,7 +4,7 @@ One decode of one layer over random rows of a long sequence, on one R-worker in 
 (64 index heads of 128 dims, 2,048 tokens picked; 128 query heads over latent rows of 576) and at MiniMax-M3's (4 index
 heads of 128 dims, 16 blocks of 128 tokens picked per KV head; 64 query heads, 4 KV heads of 128 dims), in bfloat16.
 Printed for each length: milliseconds of the index's scan and of attention, medians; GB/s of what each reads, beside
-reads of the same pieces in random order; and the share of the multiply-add peak.
+reads of the same pieces in random order; the share of the multiply-add peak; and that of the lower of both.
 """
 
 from __future__ import annotations
@@ -77,7 +77,13 @@ def measured(
     macs = peaks.multiply_add(kv_dtype="bfloat16")
     index_macs = num_tokens * index.num_heads * index.key_head_dim
     layer_macs = seen * layer.num_heads * (layer.key_head_dim + layer.value_head_dim)
+    index_limit, layer_limit = (
+        min(scattered, macs * num_bytes / num_macs)
+        for num_bytes, num_macs in ((index_bytes, index_macs), (seen * row_bytes, layer_macs))
+    )
     return {
+        "index_of_limit": round(index_bytes / index_seconds / 1e9 / index_limit, 3),
+        "attention_of_limit": round(seen * row_bytes / seconds / 1e9 / layer_limit, 3),
         "index_ms": round(1e3 * index_seconds, 3),
         "index_gb_per_s": round(index_bytes / index_seconds / 1e9, 2),
         "index_of_multiply_adds": round(index_macs / index_seconds / 1e9 / macs, 3),
