@@ -25,8 +25,9 @@ def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
         return
     if config.state_on == "s":
         raise ConfigError(
-            "state_on: states lie on R-workers, where they are forked, moved and kept with the blocks of their "
-            "sequences; 's' is not built, so give r, auto or nothing"
+            "state_on: states lie on R-workers, whose memory they take and whose memory's bandwidth each step needs "
+            "for them, and where they are forked, moved, copied and lost with the blocks of their sequences. An "
+            "S-worker keeps nothing of a sequence between steps, so 's' is not built: give r, auto or nothing"
         )
     defaults = EngineConfig(model=config.model, device=config.device)
     for name, reason in ASKED.items():

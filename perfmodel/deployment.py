@@ -14,7 +14,7 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import Contention, RPart
+from fastdecode.perfmodel.stages import Contention, RPart, beside_states
 from fastdecode.perfmodel.step_model import StepModel
 
 SHARED = Contention(2.0, 2.0)
@@ -85,11 +85,14 @@ def deployed_step_model(
 def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
     """One rank's R-worker; where an index picks, rows read a part of a context, and the index's keys are scanned."""
     rows = _rows_r_part(profile, shape, kv_dtype, deployment)
-    if shape.index is None:
-        return rows
     here = deployment.on_this_machine
     threads = deployment.anchor_threads[1] if here else deployment.r_threads
-    scan = profile.measured_scan(kv_dtype, threads, HERE if here else deployment.r_worker)
+    r_worker = HERE if here else deployment.r_worker
+    if shape.state:
+        return beside_states(rows, shape, profile.measured_state(kv_dtype, threads, r_worker))
+    if shape.index is None:
+        return rows
+    scan = profile.measured_scan(kv_dtype, threads, r_worker)
     longest = deployment.longest_context
     share = Workload(longest, 0).read_share(shape.windows) if longest else 1.0
     rows = replace(rows, seconds_per_token=share * rows.seconds_per_token)

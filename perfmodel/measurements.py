@@ -44,7 +44,8 @@ class RPartPoint:
     """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
 
     ``r_worker``: "here", or the "host:port" of one elsewhere. ``kind``: "rows"; "absorbing", rows of latents
-    with which the R-worker multiplies K and V too; or "scan" of an index, which scores all keys and picks.
+    with which the R-worker multiplies K and V too; "scan" of an index, which scores all keys and picks; or "state" of a
+    recurrent layer, whose groups stand for KV heads and whose values' width for the heads', whatever the context.
     """
 
     kv_cache_dtype: str

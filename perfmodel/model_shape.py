@@ -157,6 +157,10 @@ class ModelShape:
         """All attending layers as an R-worker sees them."""
         return KVLayout((self.layer_layout,) * self.attention_layers, self.dtype, kv_dtype)
 
+    def some_layers(self, number: int) -> KVLayout:
+        """``number`` attending layers, whose cache has the model's dtype."""
+        return KVLayout((self.layer_layout,) * number, self.dtype, self.dtype)
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes that one token takes in the cache over all layers, the keys of an index included."""
         return self.kv_layout(kv_dtype).kv_bytes_per_token + self._index_bytes

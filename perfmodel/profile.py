@@ -149,6 +149,24 @@ class HardwareProfile:
         found = [_fit_r_part(points, name, threads) for name in sorted({point.r_worker for point in points})]
         return max(found, key=lambda part: part.seconds_per_token)
 
+    def measured_state(
+        self, kv_dtype: str, threads: int | None = None, r_worker: str | None = None
+    ) -> tuple[float, float]:
+        """Seconds of a call of one recurrent layer of the profile's model, and of each sequence's state in it, of the
+        slowest R-worker; ProfileError where none was measured."""
+        points = self._r_points("state", kv_dtype, r_worker)
+        points = [point for point in points if point.threads == (threads or max(each.threads for each in points))]
+        if not points:
+            raise self.lacks(f"no state of a recurrent layer beside a {kv_dtype} cache", [])
+        names = sorted({point.r_worker for point in points})
+        found = []
+        for name in names:
+            own = [point for point in points if point.r_worker == name]
+            columns = np.array([(p.num_sequences, 1.0) for p in own])
+            found.append(fit_parts(columns, np.array([p.seconds for p in own])).tolist())
+        per_row, per_call = max(found)
+        return per_call, per_row
+
     def _r_points(self, kind: str, kv_dtype: str, r_worker: str | None) -> list[RPartPoint]:
         of_kind = [point for point in self.r_part if point.kind == kind and point.kv_cache_dtype == kv_dtype]
         return [point for point in of_kind if r_worker in (None, point.r_worker)]

@@ -185,6 +185,25 @@ def host_r_part(
     )
 
 
+def beside_states(rows: RPart, shape: ModelShape, state: tuple[float, float], prompt_context: float = 0.0) -> RPart:
+    """The mean layer of a hybrid, whose attending layers take as long as ``rows``, and whose recurrent ones ``state``:
+    the seconds of a call and of one sequence's state.
+
+    Rows of a prompt advance a state in less time, as PROMPT_ROWS_PER_STATE says, and read no less than rows of decode.
+    """
+    if shape.state is None:
+        return rows
+    recurrent, attending = (layers / shape.num_layers for layers in (shape.state.num_layers, shape.attention_layers))
+    own, (call_seconds, state_seconds) = rows.times(attending), state
+    reading = own.row_seconds + own.seconds_per_token * prompt_context
+    return replace(
+        own,
+        call_seconds=own.call_seconds + recurrent * call_seconds,
+        row_seconds=own.row_seconds + recurrent * state_seconds,
+        prompt_row_seconds=reading + recurrent * state_seconds / PROMPT_ROWS_PER_STATE,
+    )
+
+
 def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]:
     """Seconds of the mean layer's call and of each of its rows for K and V of latents, where R-workers multiply them.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastdecode.core.errors import PlanError, UnsupportedModelError
+from fastdecode.core.layout import LayerLayout, StateLayout
 
 STATE_ITEM_BYTES = 4
 """Bytes of an element of a state: float32. Matrices may have 16 bits."""
@@ -53,6 +54,30 @@ class StateShape:
         """Bytes that the states of one sequence take over all layers: the last inputs of convolutions, and matrices."""
         windows = (self.taps - 1) * (self.wide if self.by_channel else self.channels)
         return self.num_layers * (windows * STATE_ITEM_BYTES + self.key_dim * self.wide * self.item_bytes)
+
+    @property
+    def kind(self) -> Literal["delta", "scan", "window", "selective", "lru"]:
+        """The recurrence, as R-workers call it."""
+        if not self.key_dim:
+            return "window"
+        if self.by_channel:
+            return "selective" if self.groups else "lru"
+        return "delta" if self.rates == 2 or self.decays > 1 else "scan"
+
+    def layer_layout(self, model_item_bytes: int) -> LayerLayout:
+        """One layer as R-workers are told it, with filters of zeros, of a model whose elements have so many bytes.
+
+        Where channels decay by themselves, an engine has a layer of its own for what is convolved; here one does both.
+        """
+        numbers = (self.wide if self.by_channel else self.heads * (self.decays + 1)) if self.key_dim else 0
+        factors = b"" if self.kind != "selective" else bytes(4 * self.key_dim * self.wide)
+        filters = b"" if self.taps == 1 else bytes(4 * self.taps * self.channels)
+        state = StateLayout(
+            self.kind, self.groups, self.key_dim, self.taps, 0 if self.by_channel or not numbers else self.decays,
+            True, self.kind == "delta", self.channels + numbers * 4 // model_item_bytes, filters, factors=factors,
+            dtype="float32" if self.item_bytes == STATE_ITEM_BYTES else "bfloat16",
+        )  # fmt: skip
+        return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, 1.0, state=state)
 
     def row_bytes(self, item_bytes: int) -> int:
         """Bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""

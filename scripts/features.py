@@ -16,14 +16,17 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from chaos.configuration import Configuration, accepted_settings, draw  # noqa: E402
+from chaos.configuration import HYBRIDS, Configuration, accepted_settings, draw  # noqa: E402
 
 from fastdecode.api.config import EngineConfig  # noqa: E402
 from fastdecode.core.errors import ConfigError  # noqa: E402
+from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout  # noqa: E402
+from fastdecode.hybrids import check_hybrid  # noqa: E402
 
 PAGE = ROOT / "docs" / "features.md"
 NUM_ROUNDS = 1000
 
+STATES = "recurrent states"
 SETTINGS: dict[str, dict[str, Any]] = {
     "ranges": {"kv_shard_tokens": 512},
     "two copies": {"kv_replicas": 2},
@@ -44,8 +47,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Ray": {"r_workers": "ray:2"},
     "parked prefixes": {"park_dir": "parked"},
     "server": {},
+    STATES: {},
 }
 """What a user turns on, with settings that do so."""
+
+LAYOUT = KVLayout(
+    (
+        LayerLayout(1, 1, 16, 16, 1.0),
+        LayerLayout(1, 1, 16, 16, 1.0, state=StateLayout("window", 0, 0, 3, 0, False, False, 16, b"")),
+    ),
+    "float32",
+    "float32",
+)
+"""Of a hybrid: a layer that attends, and one that keeps a state."""
 
 Test = Callable[[Configuration, dict[str, Any]], bool]
 
@@ -69,6 +83,7 @@ DRAWN: dict[str, Test] = {
     "Ray": lambda drawn, settings: drawn.pool == "ray",
     "parked prefixes": lambda drawn, settings: "park_dir" in settings,
     "server": lambda drawn, settings: drawn.kind == "serve",
+    STATES: lambda drawn, settings: drawn.architecture in HYBRIDS,
     "a kill": lambda drawn, settings: _has(drawn, "kill"),
     "a drain": lambda drawn, settings: _has(drawn, "drain") or _has(drawn, "terminate"),
     "a join": lambda drawn, settings: _has(drawn, "join"),
@@ -83,7 +98,8 @@ HEAD = f"""# Which features go together
 `python scripts/features.py` writes this page; a test compares it. Every pair of settings must give the tokens that one
 undisturbed R-worker gives, but those that are refused (no). A number counts the rounds of `make chaos`, of
 {NUM_ROUNDS:,} (seeds from 0 on), that draw both; a dot: accepted, and no round draws both. Rounds of ranks are greedy
-and in float32, since their sums are added in another order.
+and in float32, since their sums are added in another order. Recurrent states are those of hybrids and of models of
+states alone (Qwen3-Next, Bamba, Mamba-2).
 
 """
 
@@ -104,7 +120,7 @@ def rendered() -> str:
         cells = [_cell(name, other, counts, refusals, reasons) for other in settings]
         lines.append(f"| **{name}** | " + " | ".join(cells) + " |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return HEAD + "\n".join(lines) + "\n\nRefused:\n\n" + "\n".join(notes) + "\n"
+    return HEAD + "\n".join(lines) + "\n\nRefused:\n\n" + "\n".join(notes) + "\n" + _of_states() + "\n"
 
 
 def _cell(name: str, other: str, counts: Counter[frozenset[str]], refusals: dict[Any, str], reasons: list[str]) -> str:
@@ -135,6 +151,11 @@ def _counts() -> Counter[frozenset[str]]:
 def _refusals() -> dict[frozenset[str], str]:
     """Why a pair is refused, of those that are; both are accepted alone."""
     found = {}
+    for name, settings in SETTINGS.items():
+        try:
+            check_hybrid(EngineConfig(device="cpu", **settings), LAYOUT, on_gpu=False)
+        except ConfigError as error:
+            found[frozenset((name, STATES))] = str(error)
     for (name, one), (other, two) in combinations(SETTINGS.items(), 2):
         if not set(one) & set(two):
             try:
@@ -142,6 +163,17 @@ def _refusals() -> dict[frozenset[str], str]:
             except ConfigError as error:
                 found[frozenset((name, other))] = str(error)
     return found
+
+
+def _of_states() -> str:
+    """What a model with recurrent states is refused besides."""
+    found = []
+    for settings, on_gpu in (({"state_on": "s"}, False), ({"prefill_parallel": "tsp"}, False), ({}, True)):
+        try:
+            check_hybrid(EngineConfig(device="cpu", **settings), LAYOUT, on_gpu)
+        except ConfigError as error:
+            found.append(f"- {error}")
+    return "\nOf recurrent states also:\n\n" + "\n".join(found)
 
 
 def _method(settings: dict[str, Any]) -> str:

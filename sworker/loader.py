@@ -187,7 +187,8 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
 
 
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
-    """Set known configuration keys; per-layer lists are cut to a smaller ``num_hidden_layers``."""
+    """Set known configuration keys; per-layer lists are cut, or repeated, to a smaller or larger
+    ``num_hidden_layers``."""
     for name, value in overrides.items():
         if not hasattr(hf_config, name):
             raise ModelLoadError(f"hf_overrides: {hf_config.model_type} has no configuration key {name!r}")
@@ -198,7 +199,8 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     text_config = hf_config.get_text_config()
     layer_types = vars(text_config).get("layer_types")  # some models compute it instead
     if layer_types and "layer_types" not in overrides:
-        text_config.layer_types = layer_types[: text_config.num_hidden_layers]
+        number = text_config.num_hidden_layers
+        text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
 
 
 def _check_complete(model: str, info: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import model_zoo, r_workers, sparse_zoo
+from helpers import model_zoo, r_workers, sparse_zoo, tiny_hybrids
 
 from fastdecode._rworker import supported_isas
 from fastdecode.api.config import EngineConfig
@@ -128,6 +128,22 @@ def test_absorption_and_the_scan_of_an_index_are_measured(tmp_path: Path) -> Non
         path.write_text(write_profile(dataclasses.replace(found, r_part=tuple(points))))
         live = with_absorption(dataclasses.replace(config, profile=str(path)))
         assert live.latent_absorption == chosen
+
+
+@pytest.mark.thorough
+def test_states_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_hybrids.built("qwen3_next").save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, r_workers="inproc")
+    plan = dataclasses.replace(PLAN, groups=(2,), links=("inproc",), contended=((1, 1),))
+    found = Calibrator(config, model_shape(config), plan, lambda: None).run()
+    assert read_profile(write_profile(found)) == found
+    assert [p.kind for p in found.r_part] == ["rows", "state"] * 2
+    assert found.measured_state("float32")[1] > 0
+    assert any(line.startswith("states here, float32 cache, 1 thread(s): ") for line in summary_lines(found))
+    path = tmp_path / "profile.json"
+    path.write_text(write_profile(found))
+    assert main(["plan", "--profile", str(path), "--seq-len", "64"]) == 0
+    assert "3 of 4 layers are recurrent" in capsys.readouterr().out
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:

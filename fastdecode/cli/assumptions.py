@@ -78,5 +78,5 @@ def state_lines(shape: ModelShape, workload: Workload) -> tuple[str, ...]:
     return (
         f"{shape.state.num_layers} of {shape.num_layers} layers are recurrent: {size / 1e6:.4g} MB of states for each "
         f"sequence, read and written in each step, beside {context / 1e6:.4g} MB of cache for a mean context; of a "
-        f"prompt once for {PROMPT_ROWS_PER_STATE} tokens, and its own attention on R-workers is not counted",
+        f"prompt once for {PROMPT_ROWS_PER_STATE} tokens",
     )

@@ -131,7 +131,8 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
         times = ", ".join(f"{p.batch_size}: {p.layer_seconds * 1e3:.3g} ± {50 * p.spread:.0f} %" for p in points)
         of_ranks = f"{ranks} ranks of " if ranks > 1 else ""
         lines.append(f"T(B) of a layer, {of_ranks}{threads} thread(s), ms: {times}")
-    shapes = sorted({(p.r_worker, p.kv_cache_dtype, p.num_kv_heads, p.threads) for p in profile.r_part})
+    of_rows = [point for point in profile.r_part if point.kind == "rows"]
+    shapes = sorted({(p.r_worker, p.kv_cache_dtype, p.num_kv_heads, p.threads) for p in of_rows})
     for r_worker, kv_dtype, kv_heads, threads in shapes:
         shape = profile.shape.with_kv_heads(kv_heads)
         part = profile.measured_r_part(kv_dtype, threads, shape, r_worker)
@@ -141,6 +142,7 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
             f"{part.seconds_per_token * 1e9:.3g} ns per token ({rate:.3g} GB/s), {part.row_seconds * 1e6:.2g} µs per "
             f"row, {part.call_seconds * 1e6:.3g} µs per call"
         )
+    lines += _state_lines(profile)
     for name in sorted({point.r_worker for point in profile.links}):
         way, (fixed, per_row) = profile.transport(name), profile.step_overhead_seconds(name)
         speed = f", {way.hop_bytes_per_second[0] / 1e9:.3g} GB/s" if way.hop_bytes_per_second else ""
@@ -182,3 +184,20 @@ def _links(config: EngineConfig) -> tuple[str, ...]:
     if spec.addresses:
         return spec.addresses
     return ("spawn", "inproc") if spec.kind == "spawn" else ("inproc", "spawn")
+
+
+def _state_lines(profile: HardwareProfile) -> list[str]:
+    """What one recurrent layer takes, and the bytes of its states read and written in a second."""
+    if profile.shape.state is None:
+        return []
+    state_bytes = profile.shape.state_bytes_per_sequence / profile.shape.state.num_layers
+    lines = []
+    measured = {(p.r_worker, p.kv_cache_dtype, p.threads) for p in profile.r_part if p.kind == "state"}
+    for r_worker, kv_dtype, threads in sorted(measured):
+        per_call, per_row = profile.measured_state(kv_dtype, threads, r_worker)
+        rate = 2 * state_bytes / per_row / 1e9
+        lines.append(
+            f"states {r_worker}, {kv_dtype} cache, {threads} thread(s): {per_row * 1e6:.3g} µs per sequence and layer "
+            f"({rate:.3g} GB/s read and written), {per_call * 1e6:.3g} µs per call"
+        )
+    return lines

@@ -29,6 +29,7 @@ from fastdecode.perfmodel.stages import (
     RPart,
     SPart,
     Transport,
+    beside_states,
     host_r_part,
 )
 from fastdecode.perfmodel.storage_costs import StorageCosts
@@ -139,7 +140,10 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     rates = (parse_link(args.link) / num_ranks,) if args.link else link.hop_bytes_per_second
     planner = _planner(
         args, rank_shape(shape, num_ranks), kv_dtype, _profiled_s_part(args, profile, shape),
-        _of_read_rows(args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None),
+        _of_read_rows(
+            args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None,
+            profile.measured_state(kv_dtype) if shape.state else None,
+        ),
         rates, link.latency_seconds, memory, _per_host(args, 1),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
@@ -158,6 +162,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
         *rank_lines(group),
         *absorption_lines(shape),
         *window_lines(shape, planner),
+        *state_lines(shape, planner.workload),
     )
     return PlanInputs(
         planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
@@ -273,17 +278,26 @@ def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[f
 
 
 def _of_read_rows(
-    args: argparse.Namespace, shape: ModelShape | None, r_part: RPart, scan: RPart | None = None
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    r_part: RPart,
+    scan: RPart | None = None,
+    state: tuple[float, float] | None = None,
 ) -> RPart:
     """An R-part that was measured over whole contexts, with the tokens that windows, or an index, leave; beside the
-    ``scan`` of the index by the layers that have one of their own."""
+    ``scan`` of the index by the layers that have one of their own, or the seconds of a call and of a sequence's
+    ``state`` in those that are recurrent."""
     if shape is None:
         return r_part
-    if shape.state or (shape.index and scan is None):
-        does, cure = ("advances states", "") if shape.state else ("scans an index", ", or a profile of it")
-        raise ConfigError(f"{shape.name} {does}, which nothing given here has the time of: name --gpu and --cpu{cure}")
+    if (shape.state and state is None) or (shape.index and scan is None):
+        does = "advances states" if shape.state else "scans an index"
+        raise ConfigError(
+            f"{shape.name} {does}, which nothing given here has the time of: name --gpu and --cpu, or a profile of it"
+        )
     share = _workload(args).read_share(shape.windows, shape.chunked)
     own = replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
+    if shape.state and state:
+        return beside_states(own, shape, state, _workload(args).prompt_context)
     if scan is None or shape.index is None:
         return own
     return own.beside_scan(scan, shape.index.num_layers / shape.num_layers)

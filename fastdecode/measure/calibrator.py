@@ -119,7 +119,7 @@ class Calibrator:
     def _r_points(
         self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
     ) -> Iterator[RPartPoint]:
-        """Rows of each group, those of latents that R-workers absorb, and the scan of an index, if there are any.
+        """Rows of each group, of latents that R-workers absorb, the scan of an index and states, if there are any.
 
         One R-worker serves one at a time, so those elsewhere have no anchor beside what is measured.
         """
@@ -134,10 +134,16 @@ class Calibrator:
         if index := self.shape.index:
             kinds.append(("scan", index.num_heads, 1, index.head_dim))
             measured.append(index.picking_layout)
+        states = 0
+        if state := self.shape.state:
+            kinds.append(("state", state.heads, state.groups, state.value_dim))
+            measured.append(state.layer_layout(self.shape.item_bytes))
+            states = R_LAYERS * max(batch for batch, _ in self.plan.r_shapes)
         layers = tuple(layer for layer in measured for _ in range(R_LAYERS))
         layout = KVLayout(layers, self.shape.dtype, kv_dtype)
         tokens = max(batch * (context + 128) for batch, context in self.plan.r_shapes)
-        with self._attention_rig(r_worker, threads, layout, tokens) as rig:
+        of_states = states * layout.state_bytes(len(layers) - 1)
+        with self._attention_rig(r_worker, threads, layout, tokens, of_states) as rig:
             for batch_size, context_len in self.plan.r_shapes:
                 rig.fill(batch_size, context_len)
                 rig.step()
@@ -153,7 +159,7 @@ class Calibrator:
 
     def _links(self) -> tuple[tuple[LinkPoint, ...], tuple[PlanPoint, ...]]:
         links, plans = [], []
-        layout = replace(self.shape, num_layers=8).kv_layout(self.shape.dtype)
+        layout = self.shape.some_layers(8)
         for name in self.plan.links:
             with self._attention_rig(name, None, layout, max(self.plan.message_rows) * 128) as rig:
                 for rows in self.plan.message_rows:
@@ -179,17 +185,17 @@ class Calibrator:
 
     @contextmanager
     def _r_anchor(self, threads: int) -> Iterator[Anchor]:
-        layout = replace(self.shape, num_layers=R_LAYERS).kv_layout(self.shape.dtype)
+        layout = self.shape.some_layers(R_LAYERS)
         tokens = ANCHOR_SEQUENCES * (ANCHOR_CONTEXT + 128)
         with self._attention_rig(HERE, threads, layout, tokens) as rig:
             rig.fill(ANCHOR_SEQUENCES, ANCHOR_CONTEXT)
             yield Anchor.of(partial(r_anchor_seconds, rig))
 
     def _attention_rig(
-        self, r_worker: str, threads: int | None, layout: KVLayout, num_tokens: int
+        self, r_worker: str, threads: int | None, layout: KVLayout, num_tokens: int, state_bytes: int = 0
     ) -> closing[AttentionRig]:
         base = self.config if self.plan.is_here else self._given
-        num_bytes = num_tokens * layout.kv_bytes_per_token + layout.weight_bytes
+        num_bytes = num_tokens * layout.kv_bytes_per_token + layout.weight_bytes + 2 * state_bytes
         config = r_worker_config(base, r_worker, threads, num_bytes)
         rig = AttentionRig(config, layout)
         self._isa = rig.r_workers[0].isa

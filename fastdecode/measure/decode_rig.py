@@ -102,10 +102,11 @@ class InstantBackend:
         self._num_mini_batches = len(plan.workers[0].mini_batches)
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        key = (mini_batch, self._layers[layer].output_dim)
+        of = self._layers[layer]
+        key, rows = (mini_batch, of.output_dim), (len(q), of.num_heads if of.state else q.shape[1])
         zeros = self._zeros.get(key)
-        if zeros is None or zeros.shape[:2] != q.shape[:2]:
-            zeros = self._zeros[key] = np.zeros((*q.shape[:2], key[1]), self._dtype)
+        if zeros is None or zeros.shape[:2] != rows:
+            zeros = self._zeros[key] = np.zeros((*rows, key[1]), self._dtype)
         self._outputs[mini_batch] = zeros
 
     def ready(self, mini_batch: int) -> bool:

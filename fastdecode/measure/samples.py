@@ -131,7 +131,7 @@ def measure_contention(
     cores = usable_cores()
     s_cores, r_cores = cores[:s_threads], cores[-r_threads:]
     pinned = replace(config, s_cores=core_list(s_cores), r_cores=core_list(r_cores), s_threads=s_threads)
-    layout = replace(shape, num_layers=2).kv_layout(shape.dtype)
+    layout = shape.some_layers(2)
     kv_bytes = SEQUENCES * (CONTEXT + 4096) * layout.kv_bytes_per_token
     r_rig = AttentionRig(r_worker_config(pinned, "spawn", r_threads, kv_bytes), layout)
     s_rig = DecodeRig(with_layers(pinned, MANY_LAYERS), InstantBackend(config.block_size))

@@ -231,7 +231,7 @@ class Validation:
         """On the cores of the R-workers."""
         key = ("r", threads)
         if key not in self._anchors:
-            layout = replace(self.profile.shape, num_layers=R_LAYERS).kv_layout(self.profile.shape.dtype)
+            layout = self.profile.shape.some_layers(R_LAYERS)
             kv_bytes = ANCHOR_SEQUENCES * (ANCHOR_CONTEXT + 128) * layout.kv_bytes_per_token
             pinned = replace(self.config, r_cores=core_list(cores) if cores else None)
             rig = AttentionRig(r_worker_config(pinned, "inproc", key[1], kv_bytes), layout)

@@ -18,7 +18,7 @@ from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import GpuSPart, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, RPart, beside_states, host_r_part
 from fastdecode.sworker.loader import auto_class
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")
@@ -107,6 +107,15 @@ def test_r_workers_read_and_write_states() -> None:
     assert planner().balanced_r_workers(512) > planner(r_part=replace(part, row_seconds=0)).balanced_r_workers(512)
 
 
+def test_measured_states_count_beside_rows() -> None:
+    """A step of 5 rows and 16 of a prompt, layer by layer: 36 advance states, 12 attend; 8 rows of a prompt as one."""
+    rows, state = RPart(1e-9, 2e-6, 3e-7), (5e-6, 4e-5)
+    part = beside_states(rows, NEXT, state, prompt_context=100.0)
+    attending = 12 * (rows.seconds(7000, 5) + 16 * (3e-7 + 100 * 1e-9))
+    recurrent = 36 * (state[0] + (5 + 16 / 8) * state[1])
+    assert NEXT.num_layers * part.seconds(7000, 5, 16) == pytest.approx(attending + recurrent)
+
+
 def test_prompts_attend_on_r_workers() -> None:
     """A prompt of 100,000 tokens by brute force: each row multiplies with all before it, in 12 layers of 48."""
     host, rows = find_cpu_host("epyc-7452"), 100_000
@@ -160,7 +169,7 @@ def test_a_simulation_ends_and_counts_states(num_r_workers: int | None, capsys: 
     assert "output tokens/s" in capsys.readouterr().out
 
 
-def test_profiles_know_no_states(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bare_numbers_know_no_states(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "qwen3-next-80b-a3b", "--s-part-seconds", "1e-3", "--r-part-seconds-per-token", "1e-7"]
     words += ["--num-layers", "48", "--seq-len", "1024", "--mini-batch-size", "64"]
     assert main(words) == 2
