@@ -203,6 +203,12 @@ class PoolBackend:
         if self._newcomers:
             self._newcomers.forget(name)
 
+    def break_off(self) -> None:
+        """Leave the R-workers as an end by a signal would: what they keep for an S-worker after this one stays."""
+        for worker in self.workers:
+            worker.break_off()
+        self.close()
+
     def close(self) -> None:
         for each in (self._newcomers, self._returns):
             if each:

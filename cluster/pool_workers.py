@@ -87,6 +87,10 @@ class PoolWorker:
         """Where it parks; None where it has none."""
         return None
 
+    def break_off(self) -> None:
+        """``close`` without a word to a process elsewhere, which may keep what it has."""
+        self.close()
+
     def close(self) -> None:
         """Free everything; may be called twice."""
 

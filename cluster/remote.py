@@ -265,6 +265,11 @@ class RemoteWorker(PoolWorker):
         with self._losses:
             return decode(self._body(self._answer(answer), most_bytes))
 
+    def break_off(self) -> None:
+        link, self.link = self.link, None
+        if link is not None:
+            link.close()
+
     def close(self) -> None:
         link, self.link = self.link, None
         if link is None:

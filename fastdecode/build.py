@@ -123,7 +123,9 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     cores = config.r_core_list or r_cores
 
     def open_pool(run: Run, insists: bool, opening: ExitStack) -> _Pool:
-        own = backend or make_backend(config, cores, prefill_backend, ray_job, model.identity, run, insists)
+        if ranks:
+            ranks.tell(run)
+        own = backend or make_backend(config, cores, prefill_backend, ray_job, model.identity_of_part, run, insists)
         return _open(config, model, own, ranks, opening)
 
     pool, run = _first_pool(config, open_pool, cleanup)
@@ -228,6 +230,8 @@ def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal,
     scheduler.store.names.is_wanted = keeps
     held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
     if not held:
+        if keeps and any(known.token_ids for known in journal.cached_tokens(whole_prompts=True).values()):
+            logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
         return
     ends = (1 + each.cache_id for several in held.values() for each in several)
     journal.next_sequence_id = max(journal.next_sequence_id, *ends)

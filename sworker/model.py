@@ -57,7 +57,7 @@ class SModel:
         self._weights = weights_digest(whole)
         if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
             raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
-        layers = probe_layers(whole, hf_config) if rank and config.prefill_workers else None
+        layers = probe_layers(whole, hf_config) if rank and (config.prefill_workers or config.journal) else None
         self.model = place_model(config, hf_config, whole, rank)
         self.layout = _replace_and_probe(self.model, hf_config, config)
         self.whole_layout = replace(self.layout, layers=layers or self.layout.layers).absorbed
@@ -68,7 +68,7 @@ class SModel:
                 "computed again, after a loss or a preemption, may get other tokens",
                 self.layout.model_dtype,
             )
-        self._config, self._hf_config = config, hf_config
+        self._config, self._hf_config, self._rank = config, hf_config, rank
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
@@ -82,6 +82,11 @@ class SModel:
         layers = self.whole_layout.with_state_dtype("float32").layers
         text = f"{layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def identity_of_part(self) -> str:
+        """``identity``, and of which rank of tensor parallelism this part of the model is, where there are several."""
+        return self.identity + (f" {self._rank.index} of {self._rank.size}" if self._rank else "")
 
     @property
     def kv_identity(self) -> str:

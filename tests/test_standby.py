@@ -27,6 +27,10 @@ PATIENCE_SECONDS = 60
 def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="standby: what is to go on is found by --journal: give one"):
         EngineConfig(stands_by=True, session="a", r_workers="localhost:1")
+    with pytest.raises(ConfigError, match="standby works with one rank so far, and tensor_parallel_size is 2"):
+        EngineConfig(
+            stands_by=True, session="a", journal="j", r_workers="localhost:1,localhost:2", tensor_parallel_size=2
+        )
     assert main(["serve", "--standby", "a", "--session", "b"]) == 2
     assert "--session 'b' and --standby 'a': give one" in capsys.readouterr().err
 

@@ -118,10 +118,11 @@ def _check_session(config: EngineConfig) -> None:
     """What outlives its S-worker, and what is known of it then."""
     if config.session is not None and not (0 < len(config.session) <= MAX_SESSION and config.session.isprintable()):
         raise ConfigError(f"session must be a name of at most {MAX_SESSION} characters, not {config.session!r:.80}")
-    if config.session is not None and (config.r_worker_spec.kind != "tcp" or config.tensor_parallel_size > 1):
+    if config.session is not None and config.r_worker_spec.kind != "tcp":
+        raise ConfigError(f"session: R-workers at host:port outlive an S-worker, and r_workers is {config.r_workers}")
+    if config.stands_by and config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"session: R-workers at host:port outlive an S-worker, and r_workers is {config.r_workers}"
-            + (f" for {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else "")
+            f"standby works with one rank so far, and tensor_parallel_size is {config.tensor_parallel_size}"
         )
     for name in ("session", "journal") if config.stands_by else ():
         if getattr(config, name) is None:

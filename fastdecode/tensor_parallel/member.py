@@ -11,10 +11,13 @@ import numpy as np
 
 from fastdecode.core import errors
 from fastdecode.core.errors import BackendError, FastDecodeError, WorkerLostError
+from fastdecode.core.held import HeldSequence
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KvAddress, RWorkerInfo, StepPlan, StepReport
 from fastdecode.sworker.sharding import Rank
+from fastdecode.tensor_parallel.held import common, levelling, read_held
 from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
 
 
@@ -29,6 +32,9 @@ class Group(AttentionBackend, Protocol):
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
+
+    def break_off(self) -> None:
+        """``close``, and what R-workers keep for an S-worker after this one stays."""
 
     def give_up(self, worker: int) -> None:
         """Between steps: forget R-worker ``worker`` and what it holds; it may join anew."""
@@ -54,7 +60,8 @@ class Member:
             raise BackendError(
                 f"tensor_parallel_size: ranks have unlike numbers of R-workers ({counts}): give as many to each"
             )
-        return [_logical(infos) for infos in zip(*(group["infos"] for group in groups), strict=True)]
+        several = list(zip(*(group["infos"] for group in groups), strict=True))
+        return [_logical(infos, held) for infos, held in zip(several, self._level(several), strict=True)]
 
     def reserve(self, plan: StepPlan) -> None:
         """Have all groups hear the controls of ``plan``; rank 0's begins the step with them, too."""
@@ -120,6 +127,16 @@ class Member:
         self._gone.add(worker)
         self.pool.dismiss(worker)
 
+    def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
+        """What each R-worker has in all groups of a session that goes on; this group forgets what others lack."""
+        parts = [read_held(infos) for infos in several]
+        held = [common(each, infos[0]["block_size"]) for each, infos in zip(parts, several, strict=True)]
+        controls = tuple(levelling(each[self.rank.index], kept) for each, kept in zip(parts, held, strict=True))
+        if any(controls):
+            self.pool.begin_step(ScheduledStep((MiniBatch.of([]),), controls).to_step_plan())
+            self.pool.abandon_step()
+        return [tuple(each for each in kept if each.num_tokens) for kept in held]
+
     def _compare(self, do: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what ``do`` returns on each rank; raises the first one's error where it fails on any."""
         return [each.told for each in self._exchange(lambda: Message("done", do()))]
@@ -138,7 +155,7 @@ class Member:
         return answers
 
 
-def _logical(partners: Sequence[dict[str, Any]]) -> RWorkerInfo:
+def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
     """Partners, each as ``asdict`` has it, as the scheduler sees them: the least of what they have; all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
     return replace(
@@ -146,5 +163,6 @@ def _logical(partners: Sequence[dict[str, Any]]) -> RWorkerInfo:
         num_blocks=min(info.num_blocks for info in infos),
         own_cores=any(info.own_cores for info in infos),
         read_gb_per_s=min(info.read_gb_per_s for info in infos),
+        held=held,
         kv_ports=tuple(KvAddress(**port) for each in partners for port in each["kv_ports"]),
     )

@@ -135,9 +135,10 @@ class TensorParallelBackend:
 
     def close(self) -> None:
         with interrupts_deferred():
-            if not self._broken:
-                with contextlib.suppress(RankLostError):
-                    self._tell(Message("close"))
+            with contextlib.suppress(RankLostError):
+                self._tell(Message("close"))
+            if self._broken:
+                self.pool.break_off()
             self._broken = True
             self.pool.close()
 

@@ -20,11 +20,12 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.engine_setup import pin_s_worker
+from fastdecode.journal.records import Run
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.random_prompts import RandomPrompts
 from fastdecode.sworker.sharding import Rank, Rendezvous, leave
 from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
-from fastdecode.tensor_parallel.member import Member
+from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.rank_messages import Message, read_step
 from fastdecode.tensor_parallel.rank_place import RankPlace, cores_of, find_place, settings_of
@@ -65,6 +66,10 @@ class Ranks:
     def backend(self, pool: AttentionBackend) -> TensorParallelBackend:
         """``pool`` and those of the other ranks as one."""
         return TensorParallelBackend(Member(self.rank, pool), self._lifelines)  # type: ignore[arg-type]
+
+    def tell(self, run: Run) -> None:
+        """Have the other ranks know the journal's ``run``, which they name to their R-workers."""
+        self.rank.broadcast(Message("run", asdict(run)).encode())
 
     def close(self) -> None:
         """End the processes that were started; may be called twice."""
@@ -161,9 +166,11 @@ class Follower:
         self._rank, self._cleanup = rank, contextlib.ExitStack()
         set_threads(pin_s_worker(config))
         model = SModel(config, rank)
-        pool = make_backend(config, config.r_core_list or usable_cores())
-        self._cleanup.callback(pool.close)
-        self._member = Member(rank, pool)  # type: ignore[arg-type]
+        run = Run(**Message.decode(rank.broadcast()).told)
+        part = model.identity_of_part
+        pool: Group = make_backend(config, config.r_core_list or usable_cores(), model=part, run=run)  # type: ignore[assignment]
+        self._cleanup.push(lambda kind, error, trace: pool.break_off() if error else pool.close())
+        self._member = Member(rank, pool)
         layout = pool_layout(config, model.layout, on_one_machine)
         r_workers = self._member.open(layout)
         message = Message.decode(rank.broadcast())

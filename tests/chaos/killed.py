@@ -34,6 +34,8 @@ KINDS = {
     "the engine": "R-workers at host:port go on",
     "the engine and one of two R-workers": "started again, empty",
     "the engine and all R-workers": "those that it had started",
+    "both ranks of the engine": "R-workers at host:port go on",
+    "an engine of one rank, of two, of one again": "R-workers at host:port begin anew",
 }
 """What is killed, and what becomes of R-workers."""
 
@@ -95,7 +97,10 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
     settings |= rng.choice(({}, {"kv_replicas": 2}, {"kv_shard_tokens": 512, "max_model_len": 2048}))
     if "kv_shard_tokens" in settings:
         asks |= {str(number): _ask(rng, number, 48 + rng.randrange(64)) for number in range(0, 12, 4)}
-    return Round(seed, kinds[seed % len(kinds)], settings, asks, folder)
+    kind = kinds[seed % len(kinds)]
+    if "rank" in kind:
+        settings |= {"tensor_parallel_size": 2} | ({} if "both" in kind else {"dtype": "float32"})
+    return Round(seed, kind, settings, asks, folder)
 
 
 def _ask(rng: random.Random, number: int, length: int = 0) -> Ask:
@@ -123,13 +128,15 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
         "kv_replicas": 1,
         "kv_shard_tokens": None,
     }
+    if "of one again" in drawn.kind:
+        plain["tensor_parallel_size"] = 1
     _wait(_engine(drawn, plain, drawn.folder / "reference"), found, "the undisturbed engine")
     wanted = _read(drawn.folder / "reference")
     with ExitStack() as cleanup:
         workers = _Workers(drawn, cleanup)
-        more = {"journal": str(drawn.folder / "journal"), **workers.settings(), **(extra or {})}
+        journal = {"journal": str(drawn.folder / "journal")}
         while found.counts["kills"] < most_kills and found.counts["failed"] < MOST_FAILED:
-            pid = _engine(drawn, more, drawn.client)
+            pid = _engine(drawn, {**journal, **workers.settings(), **(extra or {})}, drawn.client)
             if _kill(pid, drawn, rng):
                 found.counts["kills"] += 1
                 workers.befall(rng)
@@ -139,7 +146,7 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
                 os.waitpid(pid, 0)
                 found.counts["failed"] += 1
         else:
-            pid = _engine(drawn, more, drawn.client)
+            pid = _engine(drawn, {**journal, **workers.settings(), **(extra or {})}, drawn.client)
         _wait(pid, found, "the last engine")
     _compare(wanted, _read(drawn.client), found)
     for line in _lines(drawn.folder / "begun"):
@@ -152,17 +159,22 @@ class _Workers:
 
     def __init__(self, drawn: Round, cleanup: ExitStack) -> None:
         self._kind, self._cleanup, self._name = drawn.kind, cleanup, f"round {drawn.seed}"
-        self._running = [self._start() for _ in range(2 if "all" not in drawn.kind else 0)]
+        count = 0 if "all" in drawn.kind else 4 if "rank" in drawn.kind else 2
+        self._running = [self._start() for _ in range(count)]
+        self._num_ranks = drawn.settings.get("tensor_parallel_size", 1)
 
     def settings(self) -> dict[str, Any]:
-        """Of engines."""
+        """Of the next engine."""
         if not self._running:
             return {"r_workers": "spawn:2", "r_threads": 1, "kv_cache_memory": "64MiB"}
         addresses = ",".join(address for _, address, _ in self._running)
-        return {"r_workers": addresses, "session": self._name, "keep_session": 60.0}
+        ranks = {"tensor_parallel_size": self._num_ranks}
+        return {"r_workers": addresses, "session": self._name, "keep_session": 60.0, **ranks}
 
     def befall(self, rng: random.Random) -> None:
         """The engine was killed just now."""
+        if "of one again" in self._kind:
+            self._num_ranks = 3 - self._num_ranks
         if "one of two" in self._kind:
             index = rng.randrange(len(self._running))
             process, address, one = self._running[index]
