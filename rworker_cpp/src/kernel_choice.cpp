@@ -25,7 +25,7 @@
 namespace rworker {
 namespace {
 
-#if defined(RWORKER_AVX512) || defined(RWORKER_NEON)
+#if defined(RWORKER_AVX2) || defined(RWORKER_AVX512) || defined(RWORKER_NEON)
 Kernels refined(Kernels kernels, const Refinement& refinement) {
     kernels.isa = refinement.isa;
     for (std::size_t i = 0; i < std::size(refinement.attend); ++i)
@@ -103,7 +103,8 @@ std::vector<const Kernels*> supported_kernels() {
     std::vector<const Kernels*> kernels{&kScalarKernels};
 #ifdef RWORKER_AVX2
     if (!CPU_HAS("avx2") || !CPU_HAS("fma") || !has_f16c()) return kernels;
-    kernels.push_back(&kAvx2Kernels);
+    static const Kernels avx2_kernels = refined(kAvx2Kernels, kAvx2Bytes);
+    kernels.push_back(&avx2_kernels);
 #endif
 #ifdef RWORKER_AVX512
     add_avx512(kernels);

@@ -28,7 +28,10 @@ PAIR_DOT = ("avx512_bf16", "avx512_amx", "neon_bf16")
 CODE_LIMITS = {"int8": (16256, 32767), "int4": (2015, 4095)}
 """Queries and weights are whole numbers up to so much where keys and values are codes (kernels/factors.hpp)."""
 
-BYTES = ("avx512_vnni", "avx512_bf16", "neon_bf16")
+BYTES = {
+    "int8": ("avx512_vnni", "avx512_bf16", "neon_bf16"),
+    "int4": ("avx2", "avx512_vnni", "avx512_bf16", "neon_bf16"),
+}
 """Instruction sets that multiply codes by bytes where a KV head has BYTE_GROUP query heads or more and no ALiBi, but
 for queries (of int4 rotated) whose largest channel is more than BYTE_PEAK times their root mean square, padding to 16
 included."""
@@ -77,7 +80,8 @@ class Roundings:
         return errors
 
     def _limits(self, at: Attended) -> tuple[int, int]:
-        bytes_multiply = self.isa in BYTES and self.group >= BYTE_GROUP[self.kv_dtype] and not self.alibi
+        enough_heads = self.group >= BYTE_GROUP[self.kv_dtype]
+        bytes_multiply = self.isa in BYTES[self.kv_dtype] and enough_heads and not self.alibi
         padded = -(-len(at.query) // 16) * 16
         peaked = np.abs(at.query).max() > BYTE_PEAK * np.sqrt((at.query**2).sum() / padded)
         return BYTE_LIMITS if bytes_multiply and not peaked else CODE_LIMITS[self.kv_dtype]

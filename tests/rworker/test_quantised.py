@@ -119,7 +119,7 @@ def test_flat_and_peaked_scores_with_outliers(sharpness: float, kv_dtype: str, i
     harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
     harness.step({0: rows}, append_only=(0,))
     error = relative_error(harness.step({0: new})[0], harness.expected(0, new.q))
-    by_bytes = kv_dtype == "int4" and isa in BYTES  # rotated queries have no large channel
+    by_bytes = kv_dtype == "int4" and isa in BYTES["int4"]  # rotated queries have no large channel
     assert error <= (0.4 * off_by_storing(harness, layer, rows, new, np.s_[:]) if by_bytes else 3e-3)
 
 
@@ -147,7 +147,7 @@ def test_groups_with_peaked_queries_among_others(layer: Layer, kv_dtype: str, sh
     of_more_bits = {"int8": 3e-3, "int4": 2e-2}[kv_dtype]
     assert relative_error(output[peaked], want[peaked]) <= of_more_bits
     by_bytes = {"int8": 2.0, "int4": 0.4}[kv_dtype] * off_by_storing(harness, layer, rows, new, ~peaked)
-    assert relative_error(output[~peaked], want[~peaked]) <= (by_bytes if isa in BYTES else of_more_bits)
+    assert relative_error(output[~peaked], want[~peaked]) <= (by_bytes if isa in BYTES[kv_dtype] else of_more_bits)
 
 
 def off_by_storing(harness: Harness, layer: Layer, rows: Rows, new: Rows, which: Any) -> float:

@@ -246,6 +246,7 @@ extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kNeonKernels;
+extern const Refinement kAvx2Bytes;        // of avx2
 extern const Refinement kAvx512Vnni;       // of avx512
 extern const Refinement kAvx512VnniBytes;  // of what kAvx512Vnni makes of it
 extern const Refinement kAvx512Bf16;       // of avx512_vnni

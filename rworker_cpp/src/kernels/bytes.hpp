@@ -204,6 +204,26 @@ struct CodeLine<L, DType::int4> {
     }
 };
 
+/// Products of keys' codes, which have no sign, and queries.
+template <class L>
+struct KeyProducts {
+    using ivec = typename L::ivec;
+    static ivec add(ivec sum, ivec codes, ivec factors) { return L::add_byte_products(sum, codes, factors); }
+    static ivec add(ivec sum, ivec low, ivec low_factors, ivec high, ivec high_factors) {
+        return L::add_byte_products(sum, low, low_factors, high, high_factors);
+    }
+};
+
+/// Products of values' codes and weights, which have no sign.
+template <class L>
+struct ValueProducts {
+    using ivec = typename L::ivec;
+    static ivec add(ivec sum, ivec codes, ivec factors) { return L::add_byte_products(sum, factors, codes); }
+    static ivec add(ivec sum, ivec low, ivec low_factors, ivec high, ivec high_factors) {
+        return L::add_byte_products(sum, low_factors, low, high_factors, high);
+    }
+};
+
 /// Sums of products of Rows x Vectors lanes, of which one factor has a sign: queries, or the codes of values.
 template <class L, int Rows, int Vectors>
 struct ByteSums {
@@ -220,10 +240,40 @@ struct ByteSums {
         }
     }
 
-    /// A CodeLine in codes(v), bytes for its parts in factors(r), sum + their products in add_products(sum, codes,
-    /// factors). Few rows keep their factors in registers, many rows the line.
+    /// A CodeLine in codes(v), bytes for its parts in factors(r, part), sum + their products in Products::add(sum,
+    /// codes, factors), or of both parts at once. Few rows keep their factors in registers, many rows the line.
+    template <class Products, class Codes, class Factors>
+    [[gnu::always_inline]] void add(Codes codes, Factors factors) {
+        if constexpr (L::joins_parts)
+            add_joined<Products>(codes, factors);
+        else
+            add_parts(codes, factors, [](auto... terms) { return Products::add(terms...); });
+    }
+
+  private:
+    template <class Products, class Codes, class Factors>
+    [[gnu::always_inline]] void add_joined(Codes codes, Factors factors) {
+        using Line = decltype(codes(0));
+        constexpr int kept = Rows < Vectors ? 1 : Vectors;
+        RWORKER_UNROLL
+        for (int first = 0; first < Vectors; first += kept) {
+            Line lines[kept];
+            RWORKER_UNROLL
+            for (int v = 0; v < kept; ++v) lines[v] = codes(first + v);
+            RWORKER_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                const auto low = L::broadcast_int(factors(r, 0)), high = L::broadcast_int(factors(r, 1));
+                RWORKER_UNROLL
+                for (int v = 0; v < kept; ++v) {
+                    auto& to = sum[r][first + v];
+                    to = Products::add(to, lines[v].part[0], low, lines[v].part[1], high);
+                }
+            }
+        }
+    }
+
     template <class Codes, class Factors, class Add>
-    [[gnu::always_inline]] void add(Codes codes, Factors factors, Add add_products) {
+    [[gnu::always_inline]] void add_parts(Codes codes, Factors factors, Add add_products) {
         using Line = decltype(codes(0));
         if constexpr (Rows < Vectors) {
             RWORKER_UNROLL
@@ -311,9 +361,9 @@ template <class L, DType D, int Rows, int Vectors>
             if (D == DType::int4 && line % kFifthBitLines == 0) ahead.ask<keys.num_tiles * kHeaderLineBytes>();
             const int place = (groups + fifth_lines + line) * kHeaderLineBytes;
             const int fifth = (groups + line / kFifthBitLines) * kHeaderLineBytes;
-            sums.add(
+            sums.template add<KeyProducts<L>>(
                 [&](int v) { return CodeLine<L, D>::of_keys(keys.vector(v) + place, keys.vector(v) + fifth, line); },
-                [&](int r, int part) { return queries + part * Rows + r; }, L::add_byte_products);
+                [&](int r, int part) { return queries + part * Rows + r; });
         }
         if (group == 0)
             finish_scores<L, D, true>(keys, 0, terms, sums, scores + first * L::width);
@@ -341,10 +391,8 @@ template <class L, DType D, int Rows, int Vectors>
     ByteSums<L, Rows, Vectors> sums([](int) { return L::zero_int(); });
     for_value_lines<Stored<L, D>::pack, Vectors * L::width * 4>(
         tiles, tokens, header_bytes<D>(padded_dim), lane, padded_dim, ahead, [&](int token, const uint8_t* line) {
-            sums.add(
-                [&](int v) { return CodeLine<L, D>::of_values(line + v * L::width * 4); },
-                [&](int r, int part) { return weights.bytes[r] + token + part * 4; },
-                [](auto sum, auto codes, auto factors) { return L::add_byte_products(sum, factors, codes); });
+            sums.template add<ValueProducts<L>>([&](int v) { return CodeLine<L, D>::of_values(line + v * L::width * 4); },
+                                                [&](int r, int part) { return weights.bytes[r] + token + part * 4; });
         });
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {

@@ -17,6 +17,7 @@ struct Avx512Vnni : Avx512 {
 /// int8 codes times bytes, four at once.
 struct Avx512VnniBytes : Avx512Vnni {
     using Wide = Avx512Vnni;
+    static constexpr bool joins_parts = false;
     static constexpr int code_sums = 24;
 
     static ivec as_int(vec a) { return _mm512_castps_si512(a); }

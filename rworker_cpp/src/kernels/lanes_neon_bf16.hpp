@@ -26,6 +26,7 @@ struct NeonBf16 : NeonDot {
 /// Codes times bytes, four at once.
 struct NeonBytes : NeonDot {
     using Wide = NeonDot;
+    static constexpr bool joins_parts = false;
 
     static ivec as_int(vec a) { return vreinterpretq_u32_f32(a); }
     static void store_bytes(uint8_t* p, ivec a) {
