@@ -77,6 +77,9 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return start + _DIGEST_BYTES + self.num_pieces * _CHECKSUM_BYTES + self.num_blocks * self.block_bytes
 
 
+_HEAD = msgspec.json.Decoder(Head)
+
+
 def file_name(fingerprint: str, mark: bytes) -> str:
     """The name of the chain that ends with ``mark``, under ``fingerprint``."""
     return f"{fingerprint[:16]}-{mark.hex()}{SUFFIX}"
@@ -170,7 +173,7 @@ class ChainReader:
             raise self._broken("it is no parked chain")
         text += self._read(num_bytes)
         try:
-            head = msgspec.json.decode(text[len(MAGIC) + _LENGTH.size :], type=Head)
+            head = _HEAD.decode(text[len(MAGIC) + _LENGTH.size :])
         except (ValueError, RecursionError):
             raise self._broken("its head cannot be read") from None
         if (size := os.fstat(self._file.fileno()).st_size) != head.file_bytes:

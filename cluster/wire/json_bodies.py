@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+import threading
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +20,9 @@ MAX_ERROR = 200
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Message = TypeVar("Message", bound=msgspec.Struct)
 
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+_making = threading.Lock()
+
 
 def encode_json(message: msgspec.Struct) -> bytes:
     """Return the bytes of a message, equal for equal messages."""
@@ -28,13 +32,21 @@ def encode_json(message: msgspec.Struct) -> bytes:
 def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
     """FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
     try:
-        message = msgspec.json.decode(data, type=form)
+        message: Message = _decoder(form).decode(data)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"{kind}: {printable(str(error)[:MAX_ERROR])}") from None
     for name, value in msgspec.structs.asdict(message).items():
         if isinstance(value, str) and not value.isprintable():
             raise FrameError(f"{kind}: {name} must be a text that can be printed")
     return message
+
+
+def _decoder(form: type) -> msgspec.json.Decoder[Any]:
+    """Made by one thread at a time: where two read a class for the first time at once, msgspec 0.22 may crash."""
+    with _making:
+        if form not in _decoders:
+            _decoders[form] = msgspec.json.Decoder(form)
+        return _decoders[form]
 
 
 def printable(text: str) -> str:
