@@ -263,11 +263,17 @@ class RWorker:
     def sequence_length(self, sequence_id: int) -> int:
         """Committed tokens; KeyError for an unknown sequence, here and below."""
 
+    def least_length(self, sequence_id: int) -> int:
+        """Fewest tokens to which it can be cut: 0 without a state; more than it has where its state is spoilt."""
+
     def block_table(self, sequence_id: int) -> list[int]:
         """Block ids in order, those of the open step's rows included."""
 
     def sequence_ids(self) -> list[int]:
         """All sequences, ascending."""
+
+    def incoming_ids(self) -> list[int]:
+        """Those that prefill workers store into, ascending."""
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Cached keys [length, num_kv_heads, Dk] and values [length, num_kv_heads, Dv], as float32 whatever the

@@ -158,7 +158,8 @@ def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bo
     """``layout``, a model's or a rank's part of it, as R-workers are told it."""
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
-    return told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
+    told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
+    return told.outliving() if config.keep_session else told
 
 
 def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "loopback", "any"]:

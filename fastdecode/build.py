@@ -120,6 +120,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     set_threads(pin_s_worker(config))
     model = SModel(config, ranks.rank if ranks else None)
     check_index(config, model.layout)
+    check_hybrid(config, model.layout, model.on_gpu)
     cores = config.r_core_list or r_cores
 
     def open_pool(run: Run, insists: bool, opening: ExitStack) -> _Pool:
@@ -157,7 +158,6 @@ def _first_pool(
 
 def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
     """The R-workers of ``own``, or those of all ranks, with caches for ``model``."""
-    check_hybrid(config, model.layout, model.on_gpu)
     shared = ranks.backend(own) if ranks else None
     backend = shared or own
     cleanup.callback(backend.close)

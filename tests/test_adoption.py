@@ -60,7 +60,8 @@ class Journaled:
         numbers: dict[int, int] = {}
         for (worker, cache_id), each in self.run.naive.held.items():
             blocks = tuple(numbers.setdefault(id(block), len(numbers)) for block in each.blocks)
-            found.setdefault(worker, []).append(HeldSequence(cache_id, len(each.tokens), blocks))
+            least = len(each.tokens) if each.state else 0
+            found.setdefault(worker, []).append(HeldSequence(cache_id, len(each.tokens), blocks, least))
         return found
 
 
@@ -93,9 +94,13 @@ def go_on(first: Journaled, second: Journaled, pasts: dict[int, Past], whole_pro
     return again
 
 
-@pytest.mark.parametrize("name", list(PLACINGS))
+@pytest.mark.parametrize(
+    ("name", "state_blocks"),
+    [*((name, 0) for name in PLACINGS), ("whole", 3), ("copies", 3)],
+    ids=[*PLACINGS, "states", "copies of states"],
+)
 @pytest.mark.parametrize("num_blocks", [1000, 60], ids=["room", "tight"])
-def test_sequences_go_on_where_they_lie(name: str, num_blocks: int) -> None:
+def test_sequences_go_on_where_they_lie(name: str, state_blocks: int, num_blocks: int) -> None:
     """With room for all none of what was cached of those that decode is computed again, but where one R-worker in three
     has come back empty."""
     placing, num_again, num_begun = PLACINGS[name], 0, 0
@@ -104,6 +109,7 @@ def test_sequences_go_on_where_they_lie(name: str, num_blocks: int) -> None:
         limits = replace(
             AMPLE, block_size=4, num_blocks=(num_blocks,) * 3, bandwidths=(1.0,) * 3, placing=placing,
             max_model_len=200, prefix_caching=True, max_num_batched_tokens=64,
+            state_blocks=state_blocks,
         )  # fmt: skip
         jobs = jobs_of(rng)
         first, second = Journaled(limits, jobs), Journaled(limits, jobs)

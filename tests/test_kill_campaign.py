@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2], ids=["the engine", "and an R-worker", "and all R-workers"])
+@pytest.mark.parametrize("kind", [0, 1, 2, 5], ids=["the engine", "and an R-worker", "and all R-workers", "a hybrid"])
 def test_nothing_is_lost_or_doubled(kind: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "chaos.killed", "--kills", "20", "--kinds", str(kind)]

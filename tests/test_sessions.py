@@ -84,7 +84,7 @@ def test_what_is_kept_is_freed_in_time() -> None:
     lease.open(Hello("host:2", contract.LAYOUT, 16), make)
 
 
-HELD = [HeldSequence(0, 40, (0, 1, 2)), HeldSequence(7, 16, (0,)), HeldSequence(-3, 0, ())]
+HELD = [HeldSequence(0, 40, (0, 1, 2), 39), HeldSequence(7, 16, (0,), 17), HeldSequence(-3, 0, ())]
 
 
 def test_what_is_held_is_read_as_it_was_said() -> None:
@@ -97,13 +97,15 @@ def test_what_is_held_is_read_as_it_was_said() -> None:
             continue
         assert found == tuple(HELD[: len(found)])
     for numbers in (
-        [0, 1, 1, 3],
-        [0, 17, 1, 0],
-        [0, 1, 2, 0, 0],
-        [0, -1, 0],
-        [0, 0, -1],
-        [0, 0, 0, 0, 0, 0],
-        [0, 0, 9],
+        [0, 1, 0, 1, 3],
+        [0, 17, 0, 1, 0],
+        [0, 1, 0, 2, 0, 0],
+        [0, -1, 0, 0],
+        [0, 0, 0, -1],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 9],
+        [0, 1, 3, 1, 0],
+        [0, 1, -1, 1, 0],
     ):
         with pytest.raises(FrameError, match=r"HELD: number [01] is no sequence that an R-worker can hold"):
             leases.decode_held(np.array(numbers, "<i8").tobytes(), 3, 16)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.cluster.r_worker.host import begin_step, end_step
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.held import HeldSequence
+from fastdecode.core.types import CONTROL, Verb, WorkerPlan
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -77,12 +81,13 @@ class Lease:
         return bool(self.epoch) and asked.session == self._name and asked.epoch == 0
 
     def leave(self, worker: _rworker.RWorker, is_broken: bool) -> None:
-        """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while."""
+        """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while.
+        What prefill workers were storing is not: nothing brings the rest of those prompts any more."""
         asked = self._served.lease if self._served else None
-        is_whole = not worker.statistics()["incoming"]  # else rows are missing that nothing brings any more
-        if not is_broken or asked is None or not asked.keep_seconds or not is_whole:
+        if not is_broken or asked is None or not asked.keep_seconds:
             worker.close()
             return
+        _release(worker, worker.incoming_ids())
         self._kept, self._until = worker, time.monotonic() + asked.keep_seconds
         log.info("session %s: what it has here is kept for %g s", asked.session, asked.keep_seconds)
 
@@ -120,9 +125,15 @@ class Lease:
         return max(asked.epoch, before) if asked.epoch else before + 1
 
 
+def _release(worker: _rworker.RWorker, sequence_ids: Iterable[int]) -> None:
+    controls = np.array([(Verb.RELEASE, each, 0, 0) for each in sequence_ids], CONTROL)
+    begin_step(worker, WorkerPlan(controls, ()))
+    end_step(worker)
+
+
 def held_by(worker: _rworker.RWorker) -> list[HeldSequence]:
     """All sequences of ``worker``, by id."""
     return [
-        HeldSequence(each, worker.sequence_length(each), tuple(worker.block_table(each)))
+        HeldSequence(each, worker.sequence_length(each), tuple(worker.block_table(each)), worker.least_length(each))
         for each in worker.sequence_ids()
     ]

@@ -31,9 +31,14 @@ class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waits: bool = False
 
 
+HEAD_NUMBERS = 4
+"""Of a sequence in HELD, before its blocks."""
+
+
 def encode_held(held: Iterable[HeldSequence]) -> bytes:
-    """Return for each sequence its id, tokens and number of blocks, then these: int64."""
-    rows = ((each.cache_id, each.num_tokens, len(each.blocks), *each.blocks) for each in held)
+    """Return for each sequence its id, tokens, the fewest that it can be cut to, and number of blocks, then these:
+    int64."""
+    rows = ((each.cache_id, each.num_tokens, each.least, len(each.blocks), *each.blocks) for each in held)
     return np.fromiter(chain.from_iterable(rows), "<i8").tobytes()
 
 
@@ -45,11 +50,13 @@ def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tu
     found: dict[int, HeldSequence] = {}
     start = 0
     while start < len(numbers):
-        cache_id, num_tokens, count = numbers[start : start + 3] if start + 3 <= len(numbers) else (0, -1, -1)
-        blocks = tuple(numbers[start + 3 : start + 3 + max(count, 0)])
+        head = numbers[start : start + HEAD_NUMBERS]
+        cache_id, num_tokens, least, count = head if len(head) == HEAD_NUMBERS else (0, -1, 0, -1)
+        blocks = tuple(numbers[start + HEAD_NUMBERS : start + HEAD_NUMBERS + max(count, 0)])
         enough = 0 <= num_tokens <= len(blocks) * block_size and len(blocks) == count == len(set(blocks))
+        enough &= 0 <= least <= num_tokens + 1
         if not enough or cache_id in found or not all(0 <= block < num_blocks for block in blocks):
             raise FrameError(f"HELD: number {len(found)} is no sequence that an R-worker can hold")
-        found[cache_id] = HeldSequence(cache_id, num_tokens, blocks)
-        start += 3 + count
+        found[cache_id] = HeldSequence(cache_id, num_tokens, blocks, least)
+        start += HEAD_NUMBERS + count
     return tuple(found.values())

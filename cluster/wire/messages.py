@@ -100,6 +100,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factors: bytes
     kept_rows: Annotated[int, Meta(ge=0, le=1 << 12)]
     dtype: Annotated[str, _one_of(WIRE_DTYPE)]
+    keeps_single: bool
 
 
 class _Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,11 +9,18 @@ from typing import NamedTuple
 @dataclass(frozen=True)
 class HeldSequence:
     """``cache_id`` has ``num_tokens`` tokens in ``blocks``, which are numbers of the R-worker: sequences that share a
-    block name the same one."""
+    block name the same one. ``least``: fewest tokens that it can be cut to, where it has a state; more than it has
+    where that is spoilt."""
 
     cache_id: int
     num_tokens: int
     blocks: tuple[int, ...]
+    least: int = 0
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether it is of no use: its state was written by a step that was not ended."""
+        return self.least > self.num_tokens
 
 
 class Named(NamedTuple):

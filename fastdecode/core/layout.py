@@ -57,7 +57,8 @@ class StateLayout:
     float32 as bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads,
     value_dim] ("selective").
     ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it. ``dtype``: of the matrices, which are
-    rounded to it after each token; windows of convolutions are float32.
+    rounded to it after each token; windows of convolutions are float32. ``keeps_single``: a sequence's only row of a
+    step counts among the rows that may be taken back where it attends, too.
     """
 
     kind: Literal["delta", "scan", "window", "selective", "lru"]
@@ -74,6 +75,7 @@ class StateLayout:
     factors: bytes = field(repr=False, default=b"")
     kept_rows: int = 0
     dtype: str = "float32"
+    keeps_single: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,12 @@ class KVLayout:
         """The same, where states can go back behind rows of a step with 2 to ``num_rows`` of a sequence, second copies
         behind a single one too."""
         return self._with_states(kept_rows=num_rows)
+
+    def outliving(self) -> KVLayout:
+        """The same, where the states of sequences that decode can go back behind each step, and are not spoilt by one
+        that was not ended."""
+        rows = max(layer.state.kept_rows for layer in self.layers if layer.state) if self.has_states else 0
+        return self._with_states(kept_rows=max(1, rows), keeps_single=True)
 
     def _with_states(self, **fields: Any) -> KVLayout:
         layers = (

@@ -67,10 +67,9 @@ class Past:
             reached = sample.reached if whole_prompts or sample.token_ids else sample.reached or 0
             reached = None if sample.ended else reached
             tokens = (self.asked.prompt_token_ids + sample.token_ids)[:-1][:reached]
-            found[sequence_id] = KnownTokens(sequence_id, 0, tokens)
+            if not sample.ended:  # else no sequence will have it again
+                found[sequence_id] = KnownTokens(sequence_id, 0, tokens)
             found |= {each.cache_id: KnownTokens(sequence_id, each.start, tokens) for each in sample.names.values()}
-            if sample.ended:
-                del found[sequence_id]  # which no sequence will have again
         return found
 
     def is_of(self, prompt_token_ids: list[int], params: SamplingParams) -> bool:

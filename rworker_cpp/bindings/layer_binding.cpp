@@ -77,6 +77,7 @@ LayerSpec parse_state(const Record& layer, const Record& state) {
         .factors = state.float_bytes("factors"),
         .kept_rows = state.integer("kept_rows"),
         .dtype = rworker::parse_model_dtype(state.get<std::string>("dtype")),
+        .keeps_single = state.get<bool>("keeps_single"),
     });
     return spec;
 }
@@ -89,7 +90,7 @@ LayerSpec parse_layer(const py::handle& item, const std::string& name) {
     if (!layer.object("state").is_none())
         return parse_state(layer, {layer.object("state"), name + ".state", "StateLayout",
                                    {"kind", "groups", "key_dim", "taps", "decays", "silu", "norm", "filters", "bias",
-                                    "skip", "factors", "kept_rows", "dtype"}});
+                                    "skip", "factors", "kept_rows", "dtype", "keeps_single"}});
     LayerSpec spec{
         .num_heads = layer.integer("num_heads"),
         .num_kv_heads = layer.integer("num_kv_heads"),

@@ -74,9 +74,14 @@ void bind_tables(py::class_<PyRWorker>& cls) {
         [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().sequence(id).length; },
         py::arg("sequence_id"));
     cls.def(
+        "least_length",
+        [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().least_length(id); },
+        py::arg("sequence_id"));
+    cls.def(
         "block_table", [](const PyRWorker& self, std::int64_t id) { return self.worker().cache().sequence(id).blocks; },
         py::arg("sequence_id"));
     cls.def("sequence_ids", [](const PyRWorker& self) { return self.worker().cache().sequence_ids(); });
+    cls.def("incoming_ids", [](const PyRWorker& self) { return self.worker().cache().incoming_ids(); });
     cls.def("export", &PyRWorker::export_sequence, py::arg("sequence_id"), py::arg("start") = 0,
             py::arg("num_tokens") = py::none());
     cls.def("import_", &PyRWorker::import_sequence, py::arg("sequence_id"), py::arg("num_tokens"),

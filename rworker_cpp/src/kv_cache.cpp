@@ -18,6 +18,7 @@ std::int64_t state_row_floats(const std::vector<LayerSpec>& layers) {
 
 std::vector<LayerLayout> place_layers(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size,
                                       std::int64_t num_blocks) {
+    require(!layers.empty(), "layers is empty; a block needs at least one");
     std::vector<LayerLayout> layouts;
     std::int64_t offset = 0;
     for (const LayerSpec& layer : layers) {
@@ -115,8 +116,9 @@ void KVCache::abandon_step(bool written) {
         Sequence& sequence = sequences_.at(id);
         sequence.blocks.resize(blocks_for(sequence.length));
         sequence.pending_length = sequence.length;
+        if (written && sequence.coming) settled(id, sequence.num_kept);
+        if (written && !sequence.coming) sequence.state_spoilt |= !sequence.state_blocks.empty();
         sequence.coming.reset();
-        sequence.state_spoilt |= written && !sequence.state_blocks.empty();
         if (sequence.born_in_step) sequences_.erase(id);
     }
     if (!grown_.empty()) pool_.undo_to(log_size_after_controls_);
@@ -233,7 +235,7 @@ void KVCache::grow(const Span& span) {
     }
     Sequence& sequence = found->second;
     sequence.pending_length = length + span.num_rows;
-    const std::int64_t least = span.mode == SpanMode::attend ? 2 : 1;  // one that attends is wrong nowhere else
+    const std::int64_t least = span.mode == SpanMode::attend ? states_.least_kept() : 1;
     if (span.num_rows >= least && span.num_rows <= states_.most_kept())
         sequence.coming = KeptRows(new std::uint8_t[states_.kept_bytes()]);
     grown_.push_back(span.sequence_id);
@@ -314,6 +316,12 @@ std::vector<std::int64_t> KVCache::sequence_ids() const {
     std::vector<std::int64_t> ids;
     for (const auto& entry : sequences_) ids.push_back(entry.first);
     std::sort(ids.begin(), ids.end());
+    return ids;
+}
+
+std::vector<std::int64_t> KVCache::incoming_ids() const {
+    std::vector<std::int64_t> ids = sequence_ids();
+    std::erase_if(ids, [&](std::int64_t id) { return !sequences_.at(id).job_id; });
     return ids;
 }
 

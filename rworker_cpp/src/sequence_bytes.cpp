@@ -123,6 +123,12 @@ bool KVCache::has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) co
     return states_.num_blocks() && num_tokens <= sequence.length && num_tokens >= sequence.length - sequence.num_kept;
 }
 
+std::int64_t KVCache::least_length(std::int64_t sequence_id) const {
+    const Sequence& sequence = whole_sequence(sequence_id);
+    if (sequence.state_spoilt) return sequence.length + 1;
+    return states_.num_blocks() ? sequence.length - sequence.num_kept : 0;
+}
+
 void KVCache::settled(std::int64_t sequence_id, std::int64_t count) {
     Sequence& sequence = sequences_.at(sequence_id);
     sequence.first_kept += count;

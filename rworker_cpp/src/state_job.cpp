@@ -61,6 +61,12 @@ void StateJob::plan(std::int64_t sequence_id, std::int64_t count) {
     reserve_counters();
 }
 
+void StateJob::settle(std::int64_t layer) {
+    for (Rows& rows : rows_) rows.first = rows.count = 0, rows.coming = nullptr, rows.attends = false;
+    prepare(layer, {});
+    for (std::int64_t item = 0; item < num_items(); ++item) run(item, -1, 0);
+}
+
 void StateJob::reserve_counters() {
     std::size_t counters = 0;
     for (const LayerSpec& layer : cache_.layers())
@@ -286,11 +292,8 @@ void settle_state(KVCache& cache, const StateKernels& kernels, DType dtype, std:
     if (count == 0) return;
     StateJob job(cache, kernels, dtype, 1);
     job.plan(sequence_id, count);
-    for (std::size_t layer = 0; layer < cache.layers().size(); ++layer) {
-        if (!cache.layers()[layer].state) continue;
-        job.prepare(std::int64_t(layer), {});
-        for (std::int64_t item = 0; item < job.num_items(); ++item) job.run(item, -1, 0);
-    }
+    for (std::size_t layer = 0; layer < cache.layers().size(); ++layer)
+        if (cache.layers()[layer].state) job.settle(std::int64_t(layer));
     cache.settled(sequence_id, count);
 }
 

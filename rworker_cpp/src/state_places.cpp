@@ -34,6 +34,7 @@ StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector
     for (const LayerSpec& layer : layers) {
         if (layer.state) row_floats_ = std::max(row_floats_, row_floats(*layer.state));
         if (layer.state) most_kept_ = std::max(most_kept_, layer.state->kept_rows);
+        keeps_single_ |= layer.state && layer.state->keeps_single;
         kept_offsets_.push_back(kept_offsets_.back() + (layer.state ? 4 * (layer.state->channels() + layer.state->numbers()) : 0));
     }
     if (row_floats_ == 0) return;

@@ -267,8 +267,16 @@ void Worker::abandon_step() {
         unwrite(mini_batch);
         written |= !mini_batch.jobs.empty();
     }
+    if (written && cache_.states().num_blocks()) settle_others();
     cache_.abandon_step(written);
     in_step_ = false;
+}
+
+/// Some layers have advanced states by rows that they lacked: the others do, too.
+void Worker::settle_others() {
+    for (std::size_t i = 0; i < mini_batches_.size(); ++i)
+        for (std::size_t layer = 0; layer < cache_.layers().size(); ++layer)
+            if (cache_.layers()[layer].state && !mini_batches_[i].submitted[layer]) state_jobs_[i]->settle(std::int64_t(layer));
 }
 
 void Worker::unwrite(const MiniBatch& mini_batch) const {

@@ -23,9 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from helpers import r_workers
+from helpers.model_zoo import POSITIONS, VOCABULARY
+from helpers.tiny_hybrids import built
 
-from chaos.configuration import Ask
+from chaos.configuration import HYBRIDS, Ask
 from chaos.reference import params_of, prompt_of
 from fastdecode.api.config import EngineConfig
 from fastdecode.engine import LLMEngine
@@ -36,6 +39,7 @@ KINDS = {
     "the engine and all R-workers": "those that it had started",
     "both ranks of the engine": "R-workers at host:port go on",
     "an engine of one rank, of two, of one again": "R-workers at host:port begin anew",
+    "the engine of a hybrid": "R-workers at host:port go on",
 }
 """What is killed, and what becomes of R-workers."""
 
@@ -100,7 +104,26 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
     kind = kinds[seed % len(kinds)]
     if "rank" in kind:
         settings |= {"tensor_parallel_size": 2} | ({} if "both" in kind else {"dtype": "float32"})
+    if "hybrid" in kind:
+        settings, asks = _of_hybrid(settings, asks, rng, folder)
     return Round(seed, kind, settings, asks, folder)
+
+
+def _of_hybrid(
+    settings: dict[str, Any], asks: dict[str, Ask], rng: random.Random, folder: Path
+) -> tuple[dict[str, Any], dict[str, Ask]]:
+    """``settings`` for a tiny one, which has no tokenizer, and as many requests of tokens; some begin alike."""
+    name, shared = rng.choice(HYBRIDS), [rng.randrange(VOCABULARY) for _ in range(60)]
+    built(name, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS).save_pretrained(folder / name)
+    kept = {each: value for each, value in settings.items() if each not in ("kv_shard_tokens", "max_model_len")}
+    more = {"model": str(folder / name), "skip_tokenizer_init": True}
+    more["mamba_ssm_cache_dtype"] = rng.choice(("auto", "auto", "bfloat16"))
+    found = {}
+    for number, (key, ask) in enumerate(asks.items()):
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 200))]
+        params = {each: value for each, value in ask.params.items() if each != "structured_outputs"}
+        found[key] = Ask(0, shared * (number % 2) + own, params, None)
+    return kept | more, found
 
 
 def _ask(rng: random.Random, number: int, length: int = 0) -> Ask:
@@ -328,6 +351,7 @@ COLUMNS = ("kills", "failed", "requests", "lost", "tokens", "more or fewer", "di
 
 def main() -> int:
     """The command."""
+    torch.set_num_threads(1)  # whose others no fork would have
     parser = argparse.ArgumentParser(prog="chaos.killed", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next ones follow")

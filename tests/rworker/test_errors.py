@@ -221,6 +221,11 @@ def test_bad_settings(settings: dict, message: str) -> None:
         make_worker(LAYER, **settings)
 
 
+def test_a_block_of_no_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="layers is empty; a block needs at least one"):
+        _rworker.block_bytes([], "float32", 16)
+
+
 def test_environment_forces_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTDECODE_ISA", "scalar")
     assert make_worker(LAYER).isa == "scalar"

@@ -40,6 +40,7 @@ class Kind:
     has_bias: bool = False
     has_skip: bool = False
     kept_rows: int = 0
+    keeps_single: bool = False
     has_convolution: bool = True
     dtype: str = "float32"
 
@@ -66,7 +67,7 @@ class Kind:
             STATE_KINDS[self.kind], self.groups, self.key_dim, self.taps, self.decays, self.silu, self.norm,
             row_elements=0, filters=filters * self.has_convolution, bias=bias * self.has_bias,
             skip=skip * self.has_skip, factors=factors * (self.kind == SELECTIVE),
-            kept_rows=self.kept_rows, dtype=self.dtype,
+            kept_rows=self.kept_rows, keeps_single=self.keeps_single, dtype=self.dtype,
         )  # fmt: skip
         return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, self.scale, state=state)
 
@@ -268,6 +269,45 @@ def test_a_second_copy_follows_and_goes_back_behind_the_rows_of_a_step(name: str
     assert np.array_equal(home.worker.export(1), copy.worker.export(1))
     with pytest.raises(ValueError, match="has a state, which is that of its first 17 tokens"):
         copy.worker.begin_step(table([(TRUNCATE, 1, 0, 16)]), [table([])])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("num_written", [0, 1, 2])
+def test_a_step_that_was_not_ended_leaves_the_states_of_sequences_that_decode(name: str, num_written: int) -> None:
+    """However many of two recurrent layers had taken its rows; a step that was ended goes back behind its row."""
+    kind = replace(KINDS[name], kept_rows=1, keeps_single=True)
+    rows, wrong = kind.rows("float32")[0], kind.rows("float32", seed=5)[0]
+    layout = kind.layout()
+    worker = _rworker.RWorker(
+        layers=[layout, ATTENTION, layout], model_dtype="float32", kv_dtype="float32", block_size=16, num_blocks=1000,
+        num_threads=1,
+    )  # fmt: skip
+
+    def step(rows: np.ndarray, start: int, num_layers: int = 3, cut: tuple[int, ...] = ()) -> list[np.ndarray]:
+        controls = [(TRUNCATE, 1, 0, *cut)] if cut else []
+        worker.begin_step(table(controls), [table([(1, start, len(rows), 1)])])
+        q, k = np.zeros((len(rows), 2, 16), np.float32), np.zeros((len(rows), 1, 16), np.float32)
+        none, out = np.zeros((len(rows), 1, 0), np.float32), np.empty((len(rows), kind.heads, kind.value_dim), "f4")
+        found = []
+        for layer in range(num_layers):
+            payload = (q, k, k, np.empty_like(q)) if layer == 1 else (none, np.ascontiguousarray(rows), none, out)
+            worker.run(0, layer, *payload)
+            found.append(payload[-1].copy())
+        worker.end_step() if num_layers == 3 else worker.abandon_step()
+        return found
+
+    wanted = Harness(KINDS[name]).cut(rows, ())
+    step(rows[:9], 0)
+    assert (worker.sequence_length(1), worker.least_length(1)) == (9, 9)
+    step(rows[9:10], 9)
+    assert (worker.sequence_length(1), worker.least_length(1)) == (10, 9)
+    step(wrong[:1], 10, num_layers=num_written)
+    assert (worker.sequence_length(1), worker.least_length(1)) == (10, 10 if num_written else 9)
+    step(wrong[:1], 10)
+    first, _, last = step(rows[10:11], 10, cut=(10,))
+    assert np.array_equal(first, wanted[10:11]) and np.array_equal(last, wanted[10:11])
+    step(rows[11:], 11, num_layers=num_written)
+    assert worker.least_length(1) == (11 + 1 if num_written else 10)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -99,7 +99,7 @@ class Admission:
         begins = would_begin(there.num_left, there.num_prefill - there.num_left)
         if not begins or not self.load_limit.fits(there, self.future.forecast):
             return False
-        only = Segment(self._store.prefixes.name(sequence), 0, self.needs.at_start(sequence), [index])
+        only = Segment(self._store.prefixes.name(sequence, hit), 0, self.needs.at_start(sequence), [index])
         self._begin(sequence, there, [only], hit)
         return True
 

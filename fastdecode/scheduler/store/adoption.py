@@ -33,9 +33,10 @@ class Adoption:
     def adopt(self, held: Held, known: Mapping[int, KnownTokens]) -> dict[int, int]:
         """R-workers hold these sequences, of ``known`` tokens, by name: keep those of which something is known, each as
         long as all R-workers have it, and have them forget the rest. Returns the tokens kept on each."""
-        kept = {each.cache_id: known[each.cache_id] for one in held.values() for each in one if each.cache_id in known}
+        ours = [each for one in held.values() for each in one if each.cache_id in known and not each.is_spoilt]
+        kept = {each.cache_id: known[each.cache_id] for each in ours}
         lengths = {name: len(tokens.token_ids) - tokens.start for name, tokens in kept.items()}
-        for each in (each for one in held.values() for each in one if each.cache_id in kept):
+        for each in ours:
             lengths[each.cache_id] = min(each.num_tokens, lengths[each.cache_id])
         kept = {name: tokens for name, tokens in kept.items() if lengths[name] > 0}
         for name, tokens in kept.items():
@@ -110,27 +111,30 @@ class Adoption:
         wanted: Mapping[int, int],
     ) -> int:
         worker, size = self._workers[index], self._workers.block_size
-        for each in several:
-            if each.cache_id not in kept:
-                worker.release(each.cache_id)
         ours = {each.cache_id: each for each in several if each.cache_id in kept}
         lengths = self._lengths(ours, wanted)
+        for each in several:
+            if each.cache_id not in lengths:
+                worker.release(each.cache_id)
         blocks: defaultdict[int, Block] = defaultdict(lambda: Block(num_sequences=0))
         for name, length in lengths.items():
             chain, num_full = [blocks[number] for number in ours[name].blocks[: -(-length // size)]], length // size
             sequence_id, start, token_ids = kept[name]
             hashes = self._hashes[sequence_id][start // size : start // size + num_full]
             rest = token_ids[start + num_full * size : start + length]
-            self._index.add(Prefix(name, index, hashes, chain[:num_full], name, chain[num_full:], rest))
+            own = chain[num_full:] + [Block(num_sequences=0) for _ in range(self._workers.state_blocks)]
+            self._index.add(Prefix(name, index, hashes, chain[:num_full], name, own, rest))
             if length < ours[name].num_tokens:
                 worker.truncate(name, length)
-        worker.free -= len(blocks)
-        worker.cached += len(blocks)
+        num_blocks = len(blocks) + self._workers.state_blocks * len(lengths)
+        worker.free -= num_blocks
+        worker.cached += num_blocks
         return sum(lengths.values())
 
     def _lengths(self, ours: Mapping[int, HeldSequence], wanted: Mapping[int, int]) -> dict[int, int]:
         """Tokens that are kept of each. A last block that is not full must be no other's, since more is written there:
-        one that was cut within a block that others hold keeps its full blocks."""
+        one that was cut within a block that others hold keeps its full blocks. One with a state that does not go back
+        so far is not kept."""
         size = self._workers.block_size
         lengths = {name: wanted[name] for name in ours}
         last = {name: -(-length // size) for name, length in lengths.items()}
@@ -138,4 +142,4 @@ class Adoption:
         for name, each in ours.items():
             if holders[each.blocks[last[name] - 1]] > 1:
                 lengths[name] -= lengths[name] % size
-        return {name: length for name, length in lengths.items() if length}
+        return {name: length for name, length in lengths.items() if length and length >= ours[name].least}

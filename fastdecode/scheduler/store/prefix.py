@@ -104,8 +104,8 @@ class PrefixCache:
         """For something else than a sequence that R-workers hold."""
         return next(self._ids)
 
-    def name(self, sequence: Sequence) -> int:
-        """What R-workers are to call the first segment of ``sequence``, which is about to start."""
+    def name(self, sequence: Sequence, hit: Hit | None) -> int:
+        """What R-workers are to call the first segment of ``sequence``, which is about to start from ``hit``."""
         return sequence.sequence_id
 
     def until_stop(self, sequence: Sequence, most: int) -> int:

@@ -10,12 +10,8 @@ A kept state counts as the blocks it takes, and goes before those of its beginni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from fastdecode.core.held import KnownTokens
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.adoption import Held
 from fastdecode.scheduler.store.names import Names
 from fastdecode.scheduler.store.place import Block, Copy, Segment
 from fastdecode.scheduler.store.prefix import PrefixCache
@@ -70,7 +66,7 @@ class StateIndex(PrefixIndex):
 
     def shorten(self, prefix: Prefix, keep: int) -> None:
         """Forget ``prefix`` unless all of it is kept."""
-        if keep < len(prefix.blocks):
+        if keep < max(1, len(prefix.blocks)):
             super().shorten(prefix, 0)
 
     def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
@@ -101,16 +97,15 @@ class StateCache(PrefixCache):
         while len(before) > MOST_SEEN:
             del before[next(iter(before))]
 
-    def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
-        """Nothing is kept of an engine before this one: what it had written of a state is not known."""
-        return super().adopt(held, {}, lowest_name)
-
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
         """A state that is gone on from is copied; where there is no room for two all is computed again."""
         return (hit, None) if hit else (None,)
 
-    def name(self, sequence: Sequence) -> int:
-        """A new name for what was preempted: what it left may be there under the old one."""
+    def name(self, sequence: Sequence, hit: Hit | None) -> int:
+        """That under which it is kept, where it goes on in place; a new one for what was preempted: what it left may be
+        there under the old one."""
+        if hit and self.resumes(sequence, hit):
+            return hit.prefix.prefix_id
         return self.new_id() if sequence.was_preempted else sequence.sequence_id
 
     def until_stop(self, sequence: Sequence, most: int) -> int:
@@ -134,6 +129,7 @@ class StateCache(PrefixCache):
             elif self.make_room(copy.worker, self._workers.state_blocks):
                 worker.grow(self._workers.state_blocks)
                 prefix = self._keep(self.new_id(), segment, copy, hashes, origin)
+                self._names.name(prefix.prefix_id, sequence.sequence_id, 0)
                 worker.fork(prefix.prefix_id, segment.cache_id, segment.num_tokens)
                 worker.drop(prefix.own)
                 copy.prefix_id = prefix.prefix_id
@@ -159,18 +155,20 @@ class StateCache(PrefixCache):
         for copy in segment.copies:
             prefix = self._keep(segment.cache_id, segment, copy, hashes, origin, rest)
             copy.shared += prefix.own
+        self._names.name(segment.cache_id, sequence.sequence_id, 0)
         return True
 
     def share_with(self, segment: Segment, copy: Copy, hit: Hit) -> None:
         """``copy`` of ``segment`` begins with all of a prefix, for a copy of whose state there is room first."""
-        prefix = hit.prefix
+        prefix, blocks = hit.prefix, list(hit.prefix.blocks)
         worker = self._workers[prefix.worker]
-        worker.hold(prefix.blocks)
+        worker.hold(blocks)
         missing = segment.num_blocks - hit.num_blocks - worker.free
+        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0  # in which the segment goes on
         if missing > 0:
             self._index.evict(prefix.worker, missing, spared=prefix)
         super().share_with(segment, copy, hit)
-        worker.drop(prefix.blocks)
+        worker.drop(blocks)
 
     def _keep(
         self, name: int, segment: Segment, copy: Copy, hashes: list[bytes], origin: int, rest: list[int] | None = None

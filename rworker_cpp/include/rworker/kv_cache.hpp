@@ -70,7 +70,8 @@ class KVCache {
     /// The rows of the step are written: lengths grow.
     void commit_step();
     /// Back to what the controls left: blocks taken for rows return, sequences born in the step vanish. States that
-    /// were `written` are spoilt: of those sequences nothing but a release is possible.
+    /// were `written` are spoilt: of those sequences nothing but a release is possible; but where the step's rows were
+    /// kept, and all layers advanced by those before them, the states are those of all committed tokens.
     void abandon_step(bool written = false);
     /// Before that, for each span and layer whose rows are written: the tile they filled up has rows again.
     void unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64_t context_len, std::int64_t end) const;
@@ -80,6 +81,7 @@ class KVCache {
     /// The same; Error too where it is incoming.
     const Sequence& whole_sequence(std::int64_t sequence_id) const;
     std::vector<std::int64_t> sequence_ids() const;  // ascending
+    std::vector<std::int64_t> incoming_ids() const;  // of sequences that are incoming, ascending
 
     /// Error, or UnknownSequence for the job, unless these rows of an incoming sequence may be stored. Like the other
     /// methods up to `num_incoming`, and nothing else of this class, it may be called from another thread at any time.
@@ -112,6 +114,8 @@ class KVCache {
     void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
     /// True where the state of a sequence is, or can be advanced to, that after its first `num_tokens` tokens.
     bool has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const;
+    /// Fewest tokens to which a sequence can be cut: more than it has where its state is spoilt.
+    std::int64_t least_length(std::int64_t sequence_id) const;
     /// The state of a sequence has been advanced by the first `count` of the rows kept.
     void settled(std::int64_t sequence_id, std::int64_t count);
     /// A new sequence from what a cache of the same layers and dtype exported; from `start` > 0 on, whole blocks, more

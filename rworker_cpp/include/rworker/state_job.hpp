@@ -20,6 +20,8 @@ class StateJob final : public LayerJob {
     void plan(std::span<const Span> spans);
     /// No rows come: the state of one sequence is advanced by the first `count` of those it lacks.
     void plan(std::int64_t sequence_id, std::int64_t count);
+    /// No rows come after all: in a layer that had none, states are advanced by the rows they lack, all of them.
+    void settle(std::int64_t layer);
     std::int64_t num_items() const { return std::int64_t(rows_.size()) * spec_->heads; }
     void prepare(std::int64_t layer, const Payload& payload);
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;

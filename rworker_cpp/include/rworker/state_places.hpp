@@ -25,6 +25,8 @@ class StatePlaces {
     /// Most rows of a step that are kept because they may be taken back, and their bytes, at most, over all layers; the
     /// rows of one layer begin at its offset.
     std::int64_t most_kept() const { return most_kept_; }
+    /// Fewest attending rows of a sequence that are kept; a single one is taken back only after an S-worker's loss.
+    std::int64_t least_kept() const { return keeps_single_ ? 1 : 2; }
     std::int64_t kept_bytes() const { return most_kept_ * kept_offsets_.back(); }
     std::int64_t kept_offset(std::int64_t layer_index) const { return most_kept_ * kept_offsets_[layer_index]; }
     std::int64_t num_rows() const { return num_rows_; }
@@ -74,6 +76,7 @@ class StatePlaces {
     };
 
     std::int64_t num_blocks_ = 0, num_filled_ = 0, num_rows_ = 0, row_floats_ = 0, most_kept_ = 0;
+    bool keeps_single_ = false;
     std::vector<std::int64_t> kept_offsets_ = {0};  // bytes of a row in the layers before each
     std::vector<std::int64_t> first_rows_;  // of each layer, and behind the last one
     std::vector<Place> places_;             // of the rows of one block

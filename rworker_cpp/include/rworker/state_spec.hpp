@@ -39,6 +39,7 @@ struct StateSpec {
     std::vector<float> factors;  // selective: [key_dim][heads * value_dim], none above 0
     std::int64_t kept_rows = 0;  // rows of a step, at most, that a later truncate may take back: drafts
     DType dtype = DType::float32;  // of matrices; windows are float32
+    bool keeps_single = false;  // also a row that attends and is its sequence's only one of a step
 
     std::int64_t channels() const { return heads * value_dim + 2 * groups * key_dim; }
     bool by_channel() const { return kind == StateKind::selective || kind == StateKind::lru; }

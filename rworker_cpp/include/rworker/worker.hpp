@@ -137,6 +137,7 @@ class Worker {
     void finish(std::int64_t mini_batch);
     bool idle() const;
     void unwrite(const MiniBatch& mini_batch) const;
+    void settle_others();
     void check_all_done() const;
 
     KVCache cache_;
