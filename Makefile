@@ -117,8 +117,9 @@ arm arm-quick: $(TOOLS)
 	  -DFASTDECODE_BUILD_BINDINGS=OFF $(ARM_FLAVOR),rworker_tests); } && for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
 	  QEMU_CPU=$$cpu $(QEMU) out/$@/rworker_cpp/rworker_tests $(ARM_TESTS) || exit 1; done
 
-# The tests of kernels in Python on ARM, by Debian's Python of ARM, which is fetched into out/arm-python once; then a pool
-# of an R-worker there and one here. What needs torch is left out.
+# The tests of kernels in Python on ARM, by Debian's Python of ARM, which is fetched into out/arm-python once; then what is
+# drawn at random for its sessions, the contract of backends and hostile peers with R-workers there, and a pool of an
+# R-worker there and one here. What needs torch is left out.
 arm-python: $(STAMP)
 	$(call build,out/arm-extension,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/aarch64.cmake \
 	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) \
@@ -128,6 +129,9 @@ arm-python: $(STAMP)
 	for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
 	  PYTHONPATH=tests QEMU_CPU=$$cpu out/arm-python/python -m pytest -q -p no:cacheprovider tests/rworker \
 	  --ignore tests/rworker/test_picks.py --ignore tests/rworker/test_states.py || exit 1; done
+	out/arm-python/python fuzz/unguided.py --runs 300
+	FASTDECODE_TEST_R_WORKER=$$PWD/out/arm-python/fastdecode FASTDECODE_TEST_BACKENDS=tcp FASTDECODE_ISA=scalar \
+	  $(BIN)/pytest -q --timeout 1200 tests/test_backends.py tests/test_hostile_peers.py
 	FASTDECODE_ARM=$$PWD/out/arm-python/fastdecode $(BIN)/pytest -q -rP --timeout 1200 tests/test_arm.py
 
 # The R-worker without what only Linux has: the C++ tests of such a build here; then zig compiles it for Macs, which is not run.

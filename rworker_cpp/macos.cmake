@@ -5,7 +5,7 @@ set(CMAKE_OSX_SYSROOT "")  # zig has headers of its own
 set(CMAKE_CXX_COMPILER python-zig c++ -target aarch64-macos)
 # zig takes the name of a processor where other compilers take that of an architecture.
 set(neon_dot_flags "-mcpu=generic+v8_2a+dotprod" CACHE STRING "")
-set(neon_bf16_flags "-mcpu=generic+v8_2a+dotprod+bf16+i8mm" CACHE STRING "")
+set(neon_bf16_flags "-mcpu=generic+v8_2a+dotprod+bf16+i8mm+fullfp16+fp16fml" CACHE STRING "")
 set(CMAKE_CXX_ARCHIVE_CREATE "python-zig ar qc <TARGET> <OBJECTS>")  # in the form that Macs' linkers read
 set(CMAKE_CXX_ARCHIVE_FINISH "")
 # Read once more after CMake's own rules for Macs: zig's linker crashes on bundles, and Python loads libraries as well.

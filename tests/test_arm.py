@@ -26,7 +26,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """One R-worker of ARM and one of this machine."""
     with ExitStack() as processes:
         _, here = processes.enter_context(r_workers.listening())
-        monkeypatch.setattr(r_workers, "FASTDECODE", PROGRAM)
+        monkeypatch.setenv(r_workers.PROGRAM, PROGRAM)
         _, there = processes.enter_context(r_workers.listening())
         yield f"{there},{here}"
 

@@ -40,7 +40,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script.write_text(WITHOUT.format(names=[name for name in OF_LINUX if hasattr(os, name)]))
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
     program.chmod(0o755)
-    monkeypatch.setattr(r_workers, "FASTDECODE", str(program))
+    monkeypatch.setenv(r_workers.PROGRAM, str(program))
 
 
 @pytest.mark.slow

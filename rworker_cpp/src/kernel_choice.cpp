@@ -62,14 +62,14 @@ bool has_f16c() {
 
 #ifdef RWORKER_NEON
 struct NeonFeatures {
-    bool dot = false, bf16 = false;  // bf16: with products of bytes of which one has a sign
+    bool dot = false, bf16 = false;  // bf16: with products of float16, and of bytes of which one has a sign
 };
 
 #if defined(__linux__)
 NeonFeatures neon_features() {
     const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
     constexpr unsigned long bf16 = HWCAP2_BF16 | HWCAP2_I8MM;
-    return {(first & HWCAP_ASIMDDP) != 0, (second & bf16) == bf16};
+    return {(first & HWCAP_ASIMDDP) != 0, (second & bf16) == bf16 && (first & HWCAP_ASIMDFHM) != 0};
 }
 #elif defined(__APPLE__)
 bool has_feature(const char* name) {
@@ -80,7 +80,8 @@ bool has_feature(const char* name) {
 
 NeonFeatures neon_features() {
     return {has_feature("hw.optional.arm.FEAT_DotProd"),
-            has_feature("hw.optional.arm.FEAT_BF16") && has_feature("hw.optional.arm.FEAT_I8MM")};
+            has_feature("hw.optional.arm.FEAT_BF16") && has_feature("hw.optional.arm.FEAT_I8MM") &&
+                has_feature("hw.optional.arm.FEAT_FHM")};
 }
 #else
 NeonFeatures neon_features() { return {}; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 SMALL = ("--kv-cache-memory", "64MiB", "--threads", "1")
+PROGRAM = "FASTDECODE_TEST_R_WORKER"
+"""Names another program to start, such as that of an ARM under qemu."""
 
 
 def listening(
@@ -32,7 +35,7 @@ def joining(pool: str, *arguments: str) -> contextlib.AbstractContextManager[tup
 
 @contextlib.contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [FASTDECODE, "r-worker", *SMALL, "--log-level", "info", *arguments]
+    command = [os.environ.get(PROGRAM, FASTDECODE), "r-worker", *SMALL, "--log-level", "info", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline() if process.stdout else ""

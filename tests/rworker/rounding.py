@@ -22,8 +22,8 @@ UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 """The most by which it changes one that is too small for the dtype's range of exponents."""
 
-PAIR_DOT = ("avx512_bf16", "avx512_amx", "neon_bf16")
-"""Instruction sets whose products of bfloat16 round queries and weights to bfloat16, too."""
+ROUNDS_FACTORS = {"bfloat16": ("avx512_bf16", "avx512_amx", "neon_bf16"), "float16": ("neon_bf16",)}
+"""Instruction sets whose products with a cache of this dtype round queries and weights to it, too."""
 
 CODE_LIMITS = {"int8": (16256, 32767), "int4": (2015, 4095)}
 """Queries and weights are whole numbers up to so much where keys and values are codes (kernels/factors.hpp)."""
@@ -72,8 +72,8 @@ class Roundings:
         products = scale * np.linalg.norm(at.keys * at.query, axis=1)
         operations = EXP_OPERATIONS + np.sqrt(at.keys.shape[1]) * products + np.abs(at.raw) + np.abs(at.below)
         errors = UNIT["float32"] * operations
-        if self.kv_dtype == "bfloat16" and self.isa in PAIR_DOT:
-            return errors + UNIT["bfloat16"] * (1.0 + (products if self.model_dtype != "bfloat16" else 0.0))
+        if self.isa in ROUNDS_FACTORS.get(self.kv_dtype, ()):
+            return errors + UNIT[self.kv_dtype] * (1.0 + (products if self.model_dtype != self.kv_dtype else 0.0))
         if self.kv_dtype in CODE_LIMITS:
             query_step = np.abs(at.query).max() / self._limits(at)[0] / 2
             errors = errors + scale * query_step * np.linalg.norm(at.keys, axis=1)

@@ -81,8 +81,8 @@ struct RowBlock {
             const TokenRow& token = args.tokens[index];
             const int64_t query = token.payload_row * args.token_stride + head * args.key_dim;
             widen_row<L>(args.dtype, element(args.dtype, args.queries, query), args.key_dim,
-                         S::pair_dot ? 1.0f : args.scale, queries + r * query_stride);
-            if constexpr (S::pair_dot) L::pack_pairs(queries + r * query_stride, query_stride);
+                         S::packs_factors ? 1.0f : args.scale, queries + r * query_stride);
+            if constexpr (S::packs_factors) S::pack_factors(queries + r * query_stride, query_stride);
             if constexpr (is_rotated(D)) rotate(queries + r * query_stride, args.key_dim);
             if constexpr (is_quantized(D)) quantize_query<L, D>(queries + r * query_stride, query_stride);
             begins[r] = token.first_seen;
@@ -167,7 +167,7 @@ struct RowBlock {
         sums.renew_maxima(rows);
         for (int r = 0; r < rows; ++r) {
             ahead.ask_for_row();
-            sums.template weigh_row<S::pair_dot>(r, scores + r * kChunkTokens, worked_on);
+            sums.template weigh_row<S>(r, scores + r * kChunkTokens, worked_on);
         }
         sums.renew_sums(rows);
     }

@@ -15,13 +15,13 @@ using rworker::kGroupDims;
 template <class L>
 struct Stored<L, DType::int8> {
     static constexpr int pack = 4, lane_bytes = 4;
-    static constexpr bool pair_dot = false;
+    static constexpr bool pair_dot = false, packs_factors = false;
 };
 
 template <class L>
 struct Stored<L, DType::int4> {
     static constexpr int pack = 8, lane_bytes = 4;
-    static constexpr bool pair_dot = false;
+    static constexpr bool pair_dot = false, packs_factors = false;
 };
 
 /// The low or the high nibbles of all bytes.

@@ -10,6 +10,7 @@ struct Neon {
     using vec = float32x4_t;
     static constexpr int width = 4;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
+    static constexpr bool half_products = false;  // nor of halves, with sums of float32
     static constexpr int float_rows = 6, code_rows = 4;
     static constexpr int float_sums = 24, code_sums = 16;
 

@@ -1,5 +1,6 @@
-// NEON with dot products of bfloat16 pairs and of bytes of which one has a sign (FEAT_BF16, FEAT_I8MM): Graviton3 and 4,
-// Grace, Apple from the M2 on. Factors of pairs are rounded to bfloat16; sums are float32, rounded to odd.
+// NEON with dot products of bfloat16 pairs and of bytes of which one has a sign, and products of float16 (FEAT_BF16,
+// FEAT_I8MM, FEAT_FHM): Graviton3 and 4, Grace, Apple from the M2 on. Factors are rounded to bfloat16 or float16; sums
+// are float32, those of pairs rounded to odd.
 #pragma once
 
 #include "kernels/lanes_neon_dot.hpp"
@@ -7,10 +8,17 @@
 namespace {
 
 struct NeonBf16 : NeonDot {
-    static constexpr bool pair_dot = true;
+    static constexpr bool pair_dot = true, half_products = true;
 
-    static vec add_pair_dot(vec sum, ivec a, ivec b) {
-        return vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
+    /// 32 bits at `p`, by which instructions multiply all lanes without a copy in each.
+    static uint32x2_t broadcast_int(const void* p) {
+        uint32_t lane;
+        __builtin_memcpy(&lane, p, sizeof(lane));
+        return vcreate_u32(lane);
+    }
+
+    static vec add_pair_dot(vec sum, ivec a, uint32x2_t b) {
+        return vbfdotq_lane_f32(sum, vreinterpretq_bf16_u32(a), vreinterpret_bf16_u32(b), 0);
     }
 
     /// The first half of floats[0..count) = all of them as pairs of bfloat16; count % 16 == 0.
@@ -19,6 +27,26 @@ struct NeonBf16 : NeonDot {
             const bfloat16x8_t first = vcvtq_low_bf16_f32(load(floats + i));
             const bfloat16x8_t all = vcvtq_high_bf16_f32(first, load(floats + i + width));
             vst1q_u32(reinterpret_cast<uint32_t*>(floats + i / 2), vreinterpretq_u32_bf16(all));
+        }
+    }
+
+    static ivec load_four_halves(const void* p) {
+        return vreinterpretq_u32_u16(vcombine_u16(vld1_u16(static_cast<const uint16_t*>(p)), vdup_n_u16(0)));
+    }
+    /// sum + the first four of eight halves times the one that pack_halves left.
+    static vec add_low_halves(vec sum, ivec a, uint32x2_t b) {
+        return vfmlalq_lane_low_f16(sum, vreinterpretq_f16_u32(a), vreinterpret_f16_u32(b), 0);
+    }
+    /// sum + the last four times it.
+    static vec add_high_halves(vec sum, ivec a, uint32x2_t b) {
+        return vfmlalq_lane_high_f16(sum, vreinterpretq_f16_u32(a), vreinterpret_f16_u32(b), 0);
+    }
+
+    /// floats[0..count) = each as a half, in its first two bytes; count % 4 == 0.
+    static void pack_halves(float* floats, int count) {
+        for (int i = 0; i < count; i += width) {
+            const uint16x4_t halves = vreinterpret_u16_f16(vcvt_f16_f32(load(floats + i)));
+            vst1q_u32(reinterpret_cast<uint32_t*>(floats + i), vmovl_u16(halves));
         }
     }
 };

@@ -9,6 +9,7 @@ struct Scalar {
     using vec = float;
     static constexpr int width = 1;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
+    static constexpr bool half_products = false;  // nor of halves, with sums of float32
     static constexpr int float_rows = 2, code_rows = 2;   // query rows that share a line, of floats or of codes
     static constexpr int float_sums = 16, code_sums = 16;  // vectors that fit the registers beside the operands
 

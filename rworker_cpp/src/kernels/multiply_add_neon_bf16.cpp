@@ -11,7 +11,8 @@ struct Pairs {
         return vreinterpretq_u32_f32(vaddq_f32(vreinterpretq_f32_u32(a), vreinterpretq_f32_u32(b)));
     }
     static vec multiply_add(vec a, vec b, vec sum) {
-        return vreinterpretq_u32_f32(NeonBf16::add_pair_dot(vreinterpretq_f32_u32(sum), a, b));
+        const bfloat16x8_t pairs = vreinterpretq_bf16_u32(a), others = vreinterpretq_bf16_u32(b);
+        return vreinterpretq_u32_f32(vbfdotq_f32(vreinterpretq_f32_u32(sum), pairs, others));
     }
     static float first(vec a) { return vgetq_lane_f32(vreinterpretq_f32_u32(a), 0); }
 };

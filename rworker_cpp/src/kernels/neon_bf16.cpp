@@ -43,8 +43,8 @@ void attend_codes(const AttendArgs& args) {
 
 namespace rworker {
 constexpr Refinement kNeonBf16{"neon_bf16",
-                               {nullptr, nullptr, attend<NeonBf16, DType::bfloat16>, attend_codes<DType::int8>,
-                                attend_codes<DType::int4>},
+                               {nullptr, attend<NeonBf16, DType::float16>, attend<NeonBf16, DType::bfloat16>,
+                                attend_codes<DType::int8>, attend_codes<DType::int4>},
                                nullptr,
-                               {nullptr, nullptr, score<NeonBf16, DType::bfloat16>}};
+                               {nullptr, score<NeonBf16, DType::float16>, score<NeonBf16, DType::bfloat16>}};
 }

@@ -63,6 +63,21 @@ template <class L, class S, int Rows, int Vectors, int From, int To, int Bytes, 
                 sum[r][v] = L::add_pair_dot(sum[r][v], line, L::broadcast_int(factors + r * stride));
             }
         }
+    } else if constexpr (S::packs_factors) {
+        RWORKER_UNROLL
+        for (int v = 0; v < Vectors; v += 2) {
+            typename L::ivec line;
+            if constexpr (Vectors > 1)
+                line = L::load_int(address(v));
+            else
+                line = L::load_four_halves(address(v));
+            RWORKER_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                const auto factor = L::broadcast_int(factors + r * stride);
+                sum[r][v] = L::add_low_halves(sum[r][v], line, factor);
+                if constexpr (Vectors > 1) sum[r][v + 1] = L::add_high_halves(sum[r][v + 1], line, factor);
+            }
+        }
     } else if constexpr (Rows < Vectors) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
@@ -129,14 +144,14 @@ template <class L, DType D, int Rows, int Vectors>
     for (int r = 0; r < Rows; ++r) {
         RWORKER_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            if constexpr (S::pair_dot) sum[r][v] = L::mul(sum[r][v], L::set1(scale));
+            if constexpr (S::packs_factors) sum[r][v] = L::mul(sum[r][v], L::set1(scale));
             L::store(scores + r * kChunkTokens + v * L::width, sum[r][v]);
         }
     }
 }
 
 /// Scores of `Rows` queries with the tiles of a chunk that `seen` touches. Queries are scaled before, but for packed
-/// ones: so those of a bfloat16 model lose nothing.
+/// ones: so those of a model of 16 bits lose nothing.
 template <class L, DType D, int Rows>
 void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,
                 float scale, float* scores) {
@@ -190,7 +205,7 @@ template <class L, DType D, int Rows, int Vectors>
         }
         for (; t + least <= end; t += pack, line += line_bytes) {
             ask<L, Rows, step_bytes>(ahead);
-            add_line<L, S, Rows, Vectors, 0, pack, step_bytes>(address, weights + (S::pair_dot ? t / pack : t),
+            add_line<L, S, Rows, Vectors, 0, pack, step_bytes>(address, weights + (S::pair_dot ? int(unsigned(t) / pack) : t),
                                                                kChunkTokens, sum, ahead);
         }
         if (!S::pair_dot && pack == 2 && t < end)

@@ -27,8 +27,8 @@ struct HeadScores {
             const int64_t at = token.payload_row * args.token_stride + int64_t(first + h) * query_dim;
             const void* const query = element(args.dtype, args.queries, at);
             float* const row = queries + h * query_stride;
-            widen_row<L>(args.dtype, query, args.key_dim, S::pair_dot ? 1.0f : args.scale, row);
-            if constexpr (S::pair_dot) L::pack_pairs(row, query_stride);
+            widen_row<L>(args.dtype, query, args.key_dim, S::packs_factors ? 1.0f : args.scale, row);
+            if constexpr (S::packs_factors) S::pack_factors(row, query_stride);
             if (!args.pick_block) __builtin_memcpy(weights + h, element(args.dtype, query, args.key_dim), sizeof(float));
         }
         const int64_t begin = args.split * rworker::kSplitTokens;

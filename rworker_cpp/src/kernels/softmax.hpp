@@ -78,7 +78,7 @@ struct RowSums {
 
     /// Scores of a row to weights exp(score - max), 0 for what it does not see. Only `worked_on`, whole vectors that
     /// all rows together touch, is set: no other weight is used, and zeros add nothing.
-    template <bool Pairs>
+    template <class S>
     [[gnu::always_inline]] void weigh_row(int row, float* scores, Range worked_on) {
         constexpr int side_by_side = 4;
         auto total = L::set1(0.0f);
@@ -88,7 +88,7 @@ struct RowSums {
             total = weigh<side_by_side>(row, scores + t, total);
         for (; t < worked_on.end; t += L::width) total = weigh<1>(row, scores + t, total);
         added[row] = L::reduce_add(total);
-        if constexpr (Pairs) L::pack_pairs(scores, kChunkTokens);
+        if constexpr (S::packs_factors) S::pack_factors(scores, kChunkTokens);
     }
 
     void renew_sums(int rows) {

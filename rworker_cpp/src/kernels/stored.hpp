@@ -9,21 +9,23 @@ using rworker::HeadView;
 using rworker::kTileTokens;
 
 /// `pack` neighbours (dims of keys, tokens of values) share a lane of a line; `lane_bytes` is what they take.
-/// `load` reads neighbour `part` of L::width lanes. With `pair_dot` both are multiplied at once, by packed factors.
+/// `load` reads neighbour `part` of L::width lanes. With `pair_dot` both are multiplied at once. Where `packs_factors`,
+/// the other factors are rounded to the cache's own dtype: 32 bits hold a pair of them, or one.
 template <class L, DType D>
 struct Stored;
 
 template <class L>
 struct Stored<L, DType::float32> {
     static constexpr int pack = 1, lane_bytes = 4;
-    static constexpr bool pair_dot = false;
+    static constexpr bool pair_dot = false, packs_factors = false;
     static typename L::vec load(const uint8_t* line, int) { return L::load(reinterpret_cast<const float*>(line)); }
 };
 
 template <class L>
 struct Stored<L, DType::float16> {
     static constexpr int pack = 1, lane_bytes = 2;
-    static constexpr bool pair_dot = false;
+    static constexpr bool pair_dot = false, packs_factors = L::half_products;
+    static void pack_factors(float* floats, int count) { L::pack_halves(floats, count); }
     static typename L::vec load(const uint8_t* line, int) {
         return L::load_half(reinterpret_cast<const uint16_t*>(line));
     }
@@ -32,7 +34,8 @@ struct Stored<L, DType::float16> {
 template <class L>
 struct Stored<L, DType::bfloat16> {
     static constexpr int pack = 2, lane_bytes = 4;
-    static constexpr bool pair_dot = L::pair_dot;
+    static constexpr bool pair_dot = L::pair_dot, packs_factors = L::pair_dot;
+    static void pack_factors(float* floats, int count) { L::pack_pairs(floats, count); }
     static typename L::vec load(const uint8_t* line, int part) {
         const uint32_t* pairs = reinterpret_cast<const uint32_t*>(line);
         if (part == 0) return L::load_pair_low(pairs);  // a constant once loops over parts are unrolled
