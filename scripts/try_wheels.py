@@ -54,21 +54,28 @@ def only(environment: Path) -> dict[str, str]:
     return kept | {"PATH": str(environment / "bin"), "LANG": "C.UTF-8"}
 
 
-def install(name: str, *more: str) -> Path:
-    """The new environment with the wheel, and what it took."""
+def install(name: str, *more: str, first: str = "") -> Path:
+    """The new environment with the wheel, and what it took; what is to be there ``first`` is timed by itself."""
     environment = OUT / name
     shutil.rmtree(environment, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     wheel = str(wheel_of(name.replace("-", "_")))
-    start = time.perf_counter()
-    run(environment, "pip", "install", "--disable-pip-version-check", "-q", *more, wheel)
-    seconds = time.perf_counter() - start
+    if first:
+        print(f"{first}: installed in {pip_install(environment, *more, first):.1f} s", flush=True)
+    seconds = pip_install(environment, *more, wheel)
     (packages,) = environment.glob("lib/python*/site-packages")
     own = bytes_in(packages / "fastdecode") + sum(map(bytes_in, packages.glob("fastdecode*.dist-info")))
     needed = [each for each in packages.iterdir() if not each.name.startswith(("pip", "setuptools", "_distutils"))]
     every = sum(map(bytes_in, needed))
     print(f"{name}: installed in {seconds:.1f} s; {own / 1e6:.1f} MB, with all that it needs {every / 1e6:.1f} MB")
     return environment
+
+
+def pip_install(environment: Path, *words: str) -> float:
+    """Returns its seconds."""
+    start = time.perf_counter()
+    run(environment, "pip", "install", "--disable-pip-version-check", "-q", *words)
+    return time.perf_counter() - start
 
 
 def bytes_in(path: Path) -> int:
@@ -105,7 +112,7 @@ def try_r_worker() -> None:
 
 def try_whole() -> None:
     constraints = [] if shutil.which("nvidia-smi") else ["-c", str(ROOT / "constraints-cpu.txt")]
-    environment = install("fastdecode", *constraints)
+    environment = install("fastdecode", *constraints, first="torch")
     for words in README_COMMANDS:
         start = time.perf_counter()
         run(environment, "fastdecode", *words)
