@@ -60,7 +60,7 @@ _RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "at
 """Beginnings of keys that recurrent models have, and hybrids of them."""
 
 _RECURRENT_KINDS = ("rwkv", "xlstm", "zamba2")
-"""Recurrent models whose layers the equations do not know, whatever their configurations say."""
+"""Recurrent models whose layers the equations know only from a list of their types, if at all."""
 
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 """Beginnings of types of models whose queries are projected twice, for a gate of the output."""
@@ -141,6 +141,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             state=read_state_shape(config, hybrid.recurrent, name) if hybrid else None,
             mlp_layers=hybrid.mlps if hybrid else 0,
             gated_attention=kind.startswith(_GATED_ATTENTION),
+            beside_attention=_beside_attention(config),
         )
     except (TypeError, KeyError, ZeroDivisionError, ConfigError) as error:
         raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
@@ -157,16 +158,29 @@ def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mappi
             "sliding_window": config["attention_window_size"],
             "intermediate_size": config["intermediate_size"] // 2,
         }
+    if config.get("model_type") == "zamba2":
+        changed["head_dim"] = config["attention_head_dim"]
     if config.get("model_type") == "granitemoehybrid" and not config.get("num_local_experts"):
         changed |= {"intermediate_size": config["shared_intermediate_size"], "shared_intermediate_size": 0}
     return {**config, **changed}
+
+
+def _beside_attention(config: Mapping[str, Any]) -> int:
+    """Zamba2's queries, keys and values are projected from the embedding, too; its attending layers have a projection
+    of their own, and adapters of the MLP that they share. What is shared is counted for each that reads it."""
+    if config.get("model_type") != "zamba2":
+        return 0
+    hidden, rank = config["hidden_size"], config["adapter_rank"]
+    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    adapters = rank * (hidden + 2 * config["intermediate_size"])
+    return hidden * config["attention_head_dim"] * heads + hidden * hidden + adapters
 
 
 def _unknown_kind(config: Mapping[str, Any]) -> str | None:
     """Return why the equations do not know a model, None where nothing says so."""
     kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
     has_state = any(key.startswith(_RECURRENT) for key in config) and not has_kinds(config)
-    if has_state or kind in _RECURRENT_KINDS:
+    if has_state or (kind in _RECURRENT_KINDS and not has_kinds(config)):
         return f"a recurrent state ({kind}) is not in the equations"
     if config.get("is_encoder_decoder"):
         return "encoder–decoder is not in the equations"

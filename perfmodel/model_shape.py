@@ -23,7 +23,8 @@ class ModelShape:
     ``index``: of the index that picks the tokens which queries see; these count as windows. ``dense_layers`` of the
     layers have one MLP of ``dense_intermediate_size`` in place of experts. ``state``: of recurrent layers, which are
     among ``num_layers``; the others attend, and the windows are theirs. ``mlp_layers``: MLPs in all, where not each
-    layer has one. ``gated_attention``: queries are projected twice, for a gate of the output.
+    layer has one. ``gated_attention``: queries are projected twice, for a gate of the output. ``beside_attention``:
+    parameters that an attending layer has beyond its projections and MLP.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelShape:
     state: StateShape | None = None
     mlp_layers: int = 0
     gated_attention: bool = False
+    beside_attention: int = 0
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -101,7 +103,7 @@ class ModelShape:
         else:
             heads = self.num_heads * (3 if self.gated_attention else 2) + 2 * self.num_kv_heads
             own = self.hidden_size * self.head_dim * heads
-        of_layers = self.attention_layers * own
+        of_layers = self.attention_layers * (own + self.beside_attention)
         for beside in (self.index, self.state):
             of_layers += beside.num_layers * beside.parameters(self.hidden_size) if beside else 0
         return of_layers // self.num_layers

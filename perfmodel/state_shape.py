@@ -146,6 +146,8 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
         return None
     if config.get("model_type") == "falcon_h1":  # both side by side in each layer, then an MLP
         return HybridLayers(num_layers, num_layers, num_layers)
+    if config.get("model_type") == "zamba2":  # some layers attend, have an MLP, and then are like the others
+        return HybridLayers(kinds["hybrid"], num_layers, kinds["hybrid"])
     alone = sum(kinds[kind] for kind in _ALONE)
     if alone and kinds["mlp"] and kinds["moe"]:
         raise UnsupportedModelError(f"{name}: layers of one MLP beside layers of experts are not in the equations")
@@ -213,6 +215,11 @@ def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> S
     if "mamba_n_heads" in config:  # Mamba-2
         return StateShape(
             num_layers, config["mamba_n_heads"], config["mamba_d_head"], config["mamba_n_groups"],
+            config["mamba_d_state"], config["mamba_d_conv"], rates=1,
+        )  # fmt: skip
+    if "n_mamba_heads" in config:  # Mamba-2 in Zamba2
+        return StateShape(
+            num_layers, config["n_mamba_heads"], config["mamba_headdim"], config["mamba_ngroups"],
             config["mamba_d_state"], config["mamba_d_conv"], rates=1,
         )  # fmt: skip
     if "mamba_num_heads" in config:  # Mamba-2 in Nemotron-H

@@ -22,7 +22,7 @@ from fastdecode.perfmodel.stages import GpuSPart, RPart, beside_states, host_r_p
 from fastdecode.sworker.loader import auto_class
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")
-HYBRIDS += ("jamba", "minimax", "recurrent_gemma")
+HYBRIDS += ("jamba", "minimax", "recurrent_gemma", "zamba2")
 LEFT_OUT = ("conv1d", "conv.conv", "conv_", ".gate.weight", "shared_expert_gate", "router", "short_conv", "gate_bias")
 """Filters, biases in blocks, and the routers of experts."""
 
