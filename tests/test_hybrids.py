@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import r_workers
+from helpers import model_zoo, r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
@@ -150,6 +150,18 @@ def test_two_copies_go_together_with_drafts_and_prefixes(ending: str, saved: Any
         llm.generate([{"prompt_token_ids": each} for each in prompts()], GREEDY, use_tqdm=False)
         assert run_until_gone(llm, ending) == expected
         assert llm.engine.scheduler.statistics.prefix_hit_tokens > 0
+
+
+@pytest.mark.thorough
+def test_a_model_that_attends_drafts_for_a_hybrid(saved: Any, tmp_path: Path) -> None:
+    """Most of its guesses are wrong, and taken back from the states."""
+    folder, expected = saved("qwen3_next")
+    model_zoo.build_model("qwen3", vocab_size=128).save_pretrained(tmp_path)
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    with make_llm(folder, speculative_config=drafts, num_mini_batches=2) as llm:
+        always_draft(llm.engine)
+        assert generated(llm) == expected
+        assert llm.engine.scheduler.statistics.drafts.num_draft_tokens > 20
 
 
 def test_a_kill_within_a_prompt_costs_that_prompt(saved: Any) -> None:

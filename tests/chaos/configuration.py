@@ -176,7 +176,7 @@ def _draw_hybrid(seed: int) -> str:
 def _with_states(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     """``settings`` without those that do not go with states, and with a dtype of these."""
     refused = {"prefill_scratch", "latent_absorption"}
-    if settings.get("speculative_config", {}).get("method") != "ngram":
+    if settings.get("speculative_config", {}).get("method") == "early_exit":
         refused.add("speculative_config")
     dtype = random.Random(f"states {seed}").choice(("auto", "auto", "float16", "bfloat16"))
     kept = {name: value for name, value in settings.items() if name not in refused}
