@@ -12,7 +12,11 @@ import pytest
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2, 5], ids=["the engine", "and an R-worker", "and all R-workers", "a hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    [0, 1, 2, 5, 6, 7],
+    ids=["the engine", "and an R-worker", "and all R-workers", "a hybrid", "and prefill", "chats"],
+)
 def test_nothing_is_lost_or_doubled(kind: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "chaos.killed", "--kills", "20", "--kinds", str(kind)]

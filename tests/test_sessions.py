@@ -74,6 +74,18 @@ def test_what_is_kept_is_freed_for_one_that_is_no_heir(other: Hello) -> None:
         worker.sequence_ids()
 
 
+def test_what_prefill_workers_were_storing_is_not_kept() -> None:
+    lease = Lease()
+    worker = lease.open(hello(), make)
+    for controls in ([(Verb.RESERVE, 3, 7, 32), (Verb.RESERVE, 4, 8, 16)], [(Verb.RELEASE, 3, 0, 0)]):
+        begin_step(worker, WorkerPlan(np.array(controls, CONTROL), ()))
+        end_step(worker)
+    assert worker.incoming_ids() == [4]
+    lease.leave(worker, is_broken=True)
+    assert lease.open(hello("first"), make) is worker and held_by(worker) == []
+    assert worker.blocks_free == worker.num_blocks
+
+
 def test_what_is_kept_is_freed_in_time() -> None:
     lease = Lease()
     lease.leave(lease.open(hello(keep=0.0), make), is_broken=True)
@@ -167,9 +179,9 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
                 "session": "a",
                 "r_workers": "localhost:1",
                 "journal": "j",
-                "prefill_workers": "spawn:1",
+                "enable_prefix_caching": False,
             },
-            "keep_session works without prefill_workers so far",
+            "keep_session works with enable_prefix_caching so far",
         ),
     ],
 )

@@ -132,9 +132,8 @@ def _check_session(config: EngineConfig) -> None:
     for name, missing in (("session", config.session is None), ("journal", config.journal is None)):
         if missing:
             raise ConfigError(f"keep_session: what R-workers keep is found by --{name}: give one")
-    if config.prefill_workers is not None or not config.enable_prefix_caching:
-        name = "prefill_workers" if config.prefill_workers is not None else "enable_prefix_caching"
-        raise ConfigError(f"keep_session works {'without' if config.prefill_workers else 'with'} {name} so far")
+    if not config.enable_prefix_caching:
+        raise ConfigError("keep_session works with enable_prefix_caching so far")
 
 
 def _check_memory(config: EngineConfig) -> None:

@@ -18,8 +18,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from helpers.tiny_hybrids import built
 from chaos.configuration import HYBRIDS, Ask
 from chaos.reference import params_of, prompt_of
 from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
 from fastdecode.engine import LLMEngine
 
 KINDS = {
@@ -40,6 +42,8 @@ KINDS = {
     "both ranks of the engine": "R-workers at host:port go on",
     "an engine of one rank, of two, of one again": "R-workers at host:port begin anew",
     "the engine of a hybrid": "R-workers at host:port go on",
+    "the engine and its prefill worker": "R-workers at host:port go on",
+    "an engine of chats": "R-workers at host:port go on",
 }
 """What is killed, and what becomes of R-workers."""
 
@@ -63,13 +67,14 @@ Streams = dict[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class Round:
-    """One load, the settings of all its engines, and what is killed."""
+    """One load, the settings of all its engines, and what is killed. ``turns`` of each chat, 1: there are none."""
 
     seed: int
     kind: str
     settings: dict[str, Any]
     asks: dict[str, Ask]
     folder: Path
+    turns: int = 1
 
     @property
     def client(self) -> Path:
@@ -104,9 +109,15 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
     kind = kinds[seed % len(kinds)]
     if "rank" in kind:
         settings |= {"tensor_parallel_size": 2} | ({} if "both" in kind else {"dtype": "float32"})
+    if "prefill" in kind:
+        settings |= {"prefill_workers": "spawn:1", "prefill_threads": 1}
+        asks |= {str(number): _ask(rng, number, 8 + rng.randrange(16)) for number in range(0, 12, 2)}
     if "hybrid" in kind:
         settings, asks = _of_hybrid(settings, asks, rng, folder)
-    return Round(seed, kind, settings, asks, folder)
+    if "chats" in kind:  # whose turns come in another order after a kill: what is not seeded would then be another
+        more = {name: {"max_tokens": rng.randrange(8, 40), "seed": rng.randrange(1000)} for name in asks}
+        asks = {name: replace(ask, params=ask.params | more[name]) for name, ask in asks.items()}
+    return Round(seed, kind, settings, asks, folder, turns=4 if "chats" in kind else 1)
 
 
 def _of_hybrid(
@@ -150,6 +161,8 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
         "kv_cache_memory": "64MiB",
         "kv_replicas": 1,
         "kv_shard_tokens": None,
+        "prefill_workers": None,
+        "prefill_threads": None,
     }
     if "of one again" in drawn.kind:
         plain["tensor_parallel_size"] = 1
@@ -255,8 +268,20 @@ def _answer(drawn: Round, more: dict[str, Any], client: Path) -> None:
                         raise ValueError(f"request {output.request_id}, sample {index}: other tokens than before")
                     brought.append((output.request_id, index, len(output.outputs), tokens[start:]))
                     samples[index] = tokens
+                for name, ask in _next_turn(drawn, output):
+                    engine.add_request(name, prompt_of(ask), params_of(ask))
             file.write(json.dumps(brought).encode() + b"\n")
     engine.close()
+
+
+def _next_turn(drawn: Round, output: RequestOutput) -> Iterator[tuple[str, Ask]]:
+    """What the client of a chat asks after an answer that has ended: all that was said, and some of it again."""
+    name, _, turn = output.request_id.partition(" turn ")
+    number = int(turn or 1) + 1
+    if output.finished and number <= drawn.turns:
+        before = list(output.prompt_token_ids)
+        prompt = [*before, *output.outputs[0].token_ids, *before[: 5 * number]]
+        yield f"{name} turn {number}", replace(drawn.asks[name], prompt=prompt)
 
 
 def _note_starts(engine: LLMEngine, path: Path) -> None:
