@@ -31,6 +31,7 @@ class PoolWorker:
     """
 
     name: str
+    host = ""
 
     def open(self, layout: KVLayout) -> None:
         """Request caches for ``layout``."""
@@ -86,6 +87,23 @@ class PoolWorker:
     def disk(self) -> Disk | None:
         """Where it parks; None where it has none."""
         return None
+
+    @property
+    def keeps_journals(self) -> bool:
+        """Whether ``record`` and ``recall`` are for it: it is there, outlives this process, and keeps the session."""
+        return False
+
+    def record(self, start: int, data: bytes) -> None:
+        """Send bytes of the session's journal from byte ``start`` on, its end, or 0: all of it anew."""
+        raise NotImplementedError
+
+    def recorded(self) -> None:
+        """Wait for the answer to ``record``."""
+        raise NotImplementedError
+
+    def recall(self) -> bytes:
+        """The session's journal there, "" where there is none."""
+        raise NotImplementedError
 
     def break_off(self) -> None:
         """``close`` without a word to a process elsewhere, which may keep what it has."""

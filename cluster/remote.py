@@ -20,7 +20,7 @@ from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
-from fastdecode.cluster.wire.leases import AskedLease, decode_held
+from fastdecode.cluster.wire.leases import FIRST_BYTE, MOST_JOURNAL_BYTES, AskedLease, decode_held
 from fastdecode.cluster.wire.messages import (
     ALL_TOKENS,
     CHUNK_BYTES,
@@ -74,7 +74,8 @@ class RemoteWorker(PoolWorker):
     """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
 
     Ctrl-C waits until a request is answered, since half an answer would garble the next. Between layers it need not
-    wait: ``abandon_step`` drops what is under way. ``link``: None before ``open`` and once it is lost.
+    wait: ``abandon_step`` drops what is under way. ``link``: None before ``open`` and once it is lost. ``host``: its
+    machine, as of ``RWorkerInfo``.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class RemoteWorker(PoolWorker):
         self.name, self._take_seconds = name, take_seconds
         self._connect, self._block_size, self._lease = connect, block_size, lease
         self.link: Link | None = None
+        self.host = ""
+        self._journal_bytes = 0
         self._lost = ""
         self._losses = _Losses(self)
         self._spin = Spin()
@@ -118,7 +121,8 @@ class RemoteWorker(PoolWorker):
         self._send_weights()
         self._offset_seconds = clock_offset(self._ping)
         info = worker_info(self.name, self._layout, self._block_size, welcome)
-        return replace(info, held=self._held(welcome), epoch=welcome.lease_epoch)
+        self.host = info.host
+        return replace(info, held=self._held(welcome), kept_of=welcome.kept_of, epoch=welcome.lease_epoch)
 
     def _welcomed(self, deadline: float) -> Frame:
         """The WELCOME. Where a named session's S-worker is still served, which may be silent, ask again for a while."""
@@ -264,6 +268,23 @@ class RemoteWorker(PoolWorker):
         self._send(kind, body)
         with self._losses:
             return decode(self._body(self._answer(answer), most_bytes))
+
+    @property
+    def keeps_journals(self) -> bool:
+        return self._lease is not None and self._lease.keep_seconds > 0 and self.link is not None and not self._lost
+
+    def record(self, start: int, data: bytes) -> None:
+        self._journal_bytes = start + len(data)
+        self._send(Kind.RECORD, FIRST_BYTE.pack(start), data)
+
+    def recorded(self) -> None:
+        num_bytes = self._number(self._answer(Kind.RECORDED), NUM_BYTES)
+        if num_bytes != self._journal_bytes:
+            raise self._lose(f"it has {num_bytes:,} bytes of a journal of {self._journal_bytes:,}")
+
+    @interrupts_deferred()
+    def recall(self) -> bytes:
+        return self.ask(Kind.RECALL, b"", Kind.RECALLED, bytes, MOST_JOURNAL_BYTES)
 
     def break_off(self) -> None:
         link, self.link = self.link, None

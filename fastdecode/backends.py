@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastdecode.api.config import EngineConfig, prefill_settings
-from fastdecode.api.settings import WorkerSpec, is_loopback, split_address
-from fastdecode.core.errors import CapacityError
+from fastdecode.api.settings import ON_R_WORKERS, WorkerSpec, is_loopback, split_address
+from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.journal.places import Place
 from fastdecode.journal.records import Run
 
 if TYPE_CHECKING:
@@ -105,6 +106,16 @@ def parks_of(backend: AttentionBackend) -> Parks | None:
     from fastdecode.cluster.pool import PoolBackend
 
     return PoolParks(backend) if isinstance(backend, PoolBackend) else None
+
+
+def journal_copies(backend: AttentionBackend) -> Place:
+    """The memory of the R-workers behind ``backend`` for a journal; BackendError where it has no way to them."""
+    from fastdecode.cluster.journal_copies import JournalCopies
+    from fastdecode.cluster.pool import PoolBackend
+
+    if not isinstance(backend, PoolBackend):
+        raise BackendError(f"journal: {ON_R_WORKERS} are for R-workers of one S-worker process")
+    return JournalCopies(backend)
 
 
 def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
@@ -219,7 +230,9 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
         this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
         lease = None
         if config.session:
-            lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists)
+            any_run = config.journal == ON_R_WORKERS
+            before = f"{model} " if any_run else before
+            lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists, any_run=any_run)
         return TcpBackend(spec.addresses, config.block_size, *guard, lease, in_order=config.stands_by)
 
     if spec.kind == "join":

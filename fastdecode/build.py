@@ -15,6 +15,7 @@ from fastdecode.api.request import InFlight
 from fastdecode.backends import (
     check_room,
     common_isa,
+    journal_copies,
     layer_cache_maker,
     make_backend,
     make_draft_backend,
@@ -44,7 +45,8 @@ from fastdecode.engine_setup import (
     with_absorption,
 )
 from fastdecode.hybrids import check_hybrid
-from fastdecode.journal.journal import FileJournal, Journal, next_run
+from fastdecode.journal.journal import Journal, KeptJournal, next_run
+from fastdecode.journal.places import Folder
 from fastdecode.journal.pulse import Listening, Pulse
 from fastdecode.journal.records import Run
 from fastdecode.live import LiveRequests, LiveWorld
@@ -138,10 +140,10 @@ def _first_pool(
 ) -> tuple[_Pool, Run]:
     """What ``open_pool`` opens; one that stands by asks until the S-worker before it is gone, and insists once that
     gives no sign of life."""
-    pulse = Listening(config.journal) if config.stands_by and config.journal else None
+    pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
     reason = ""
     while True:
-        run = next_run(config.journal)
+        run = next_run(config.journal_folder)
         with ExitStack() as opening:
             try:
                 pool = open_pool(run, pulse is None or pulse.is_silent(), opening)
@@ -195,7 +197,7 @@ def _put_together(
     scheduler = make_scheduler(
         config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy
     )
-    journal = _make_journal(config, model, pool.r_workers, run, cleanup)
+    journal = _make_journal(config, model, pool, run, cleanup)
     _go_on(scheduler, pool.r_workers, journal, config.keep_session > 0)
     method = config.prefill_parallel
     prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
@@ -208,19 +210,20 @@ def _put_together(
     )
 
 
-def _make_journal(
-    config: EngineConfig, model: SModel, r_workers: list[RWorkerInfo], run: Run, cleanup: ExitStack
-) -> Journal:
+def _make_journal(config: EngineConfig, model: SModel, pool: _Pool, run: Run, cleanup: ExitStack) -> Journal:
     """What keeps requests and tokens for an engine after this one, where ``config`` asks for it. Where R-workers have
     the session of one before, which may only be stopped, its journal is taken from it."""
     if config.journal is None:
         return Journal()
     fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
-    takes_over = config.stands_by or any(worker.held for worker in r_workers)
-    journal = FileJournal(config.journal, fingerprint, run.name, takes_over)
+    takes_over = config.stands_by or any(worker.held for worker in pool.r_workers)
+    folder = config.journal_folder
+    place = Folder(folder, takes_over) if folder else journal_copies(pool.backend)
+    cleanup.callback(place.close)
+    journal = KeptJournal(place, fingerprint, run.name, max(worker.epoch for worker in pool.r_workers))
     cleanup.callback(journal.close)
-    if config.session is not None:
-        cleanup.callback(Pulse(config.journal).close)
+    if folder and config.session is not None:
+        cleanup.callback(Pulse(folder).close)
     return journal
 
 
@@ -237,10 +240,18 @@ def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal,
     journal.next_sequence_id = max(journal.next_sequence_id, *ends)
     placing = scheduler.limits.placing
     known = journal.cached_tokens(not placing.twice and placing.segment_tokens == UNLIMITED)
-    for index, num_tokens in scheduler.store.prefixes.adopt(held, known, journal.lowest_name).items():
+    lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
+    foreign = {index: held.pop(index) for index in list(held) if not _wrote(journal, r_workers[index])}
+    scheduler.store.prefixes.adopt(foreign, {}, lowest_name)
+    for index, num_tokens in scheduler.store.prefixes.adopt(held, known, lowest_name).items():
         r_workers[index] = replace(r_workers[index], held=())
         name = r_workers[index].name
         logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)
+
+
+def _wrote(journal: Journal, r_worker: RWorkerInfo) -> bool:
+    """Whether ``r_worker`` has kept what it has of the run that wrote ``journal``, and not of one before or after."""
+    return r_worker.kept_of.rpartition(" ")[2] in ("", journal.before)
 
 
 def _make_prompts(

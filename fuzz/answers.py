@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 import atheris
+import msgspec
 import numpy as np
-from kept import BLOCK_SIZE, LAYOUTS, End, FuzzChannel
+from kept import BLOCK_SIZE, LAYOUTS, LEASE, End, FuzzChannel
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.remote import RemoteWorker
@@ -26,10 +27,11 @@ class AnswersRun:
         self._epoch = self._sequence = 0
         self._layout = LAYOUTS[0]
         self._in_ranges = self._provider.ConsumeIntInRange(0, 1)
+        self._lease = LEASE if self._provider.ConsumeIntInRange(0, 1) else None
 
     def run(self) -> None:
         """Only the documented errors come out of it."""
-        worker = RemoteWorker("fuzzer", lambda: Link(self._channel), BLOCK_SIZE)
+        worker = RemoteWorker("fuzzer", lambda: Link(self._channel), BLOCK_SIZE, self._lease)
         in_ranges = self._in_ranges
         plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1 + in_ranges)], SPAN),))
         q, k, v, o = (np.zeros((2, heads, dim), np.float32) for heads, dim in ((4, 8), (2, 8), (2, 16), (4, 16)))
@@ -45,6 +47,10 @@ class AnswersRun:
             times = worker.ended()
             if not np.isfinite(times.busy_start).all():
                 raise RuntimeError("a time is no number")
+            if self._lease:
+                worker.record(0, b"1234567")
+                worker.recorded()
+                worker.recall()
             worker.export(1, 0, None)
             worker.import_(1, 2, np.zeros(2 * self._layout.kv_bytes_per_token, np.uint8), 0)
         worker.close()
@@ -54,7 +60,7 @@ class AnswersRun:
         if not provider.remaining_bytes():
             raise End("the fuzzer has no more bytes")
         kinds = [Kind.WELCOME, Kind.PONG, Kind.READY, Kind.OUTPUT, Kind.REPORT, Kind.EXPORTED, Kind.DATA, Kind.REFUSED]
-        kinds += [Kind.HELD]
+        kinds += [Kind.HELD, Kind.RECORDED, Kind.RECALLED]
         expected = self._expected()
         kind = expected if provider.ConsumeIntInRange(0, 15) else provider.PickValueInList(kinds)
         body = self._body(kind)
@@ -72,6 +78,7 @@ class AnswersRun:
         last = self._channel.answers[-1] if self._channel.answers else Kind.HELLO
         wanted = {Kind.HELLO: Kind.WELCOME, Kind.PING: Kind.PONG, Kind.PLAN: Kind.READY, Kind.PAYLOAD: Kind.OUTPUT}
         wanted |= {Kind.END: Kind.REPORT, Kind.EXPORT: Kind.EXPORTED, Kind.IMPORT: Kind.READY, Kind.DATA: Kind.IMPORTED}
+        wanted |= {Kind.RECORD: Kind.RECORDED, Kind.RECALL: Kind.RECALLED, Kind.INVENTORY: Kind.HELD}
         return wanted.get(last, Kind.DATA)
 
     def _body(self, kind: Kind) -> bytes:
@@ -80,7 +87,12 @@ class AnswersRun:
         if kind is Kind.WELCOME:
             known = messages.fingerprint(self._layout, BLOCK_SIZE)
             blocks = provider.ConsumeIntInRange(0, 100)
-            return messages.encode_welcome(Welcome(blocks, 1, "scalar", 1.0, (0,), "boot", known))
+            goes_on = bool(self._lease) and provider.ConsumeBool()
+            kept_of, epoch = "a" if goes_on else "", provider.ConsumeIntInRange(0, 3) if self._lease else 0
+            welcome = Welcome(blocks, 1, "scalar", 1.0, (0,), "boot", known, lease_epoch=epoch)
+            return messages.encode_welcome(msgspec.structs.replace(welcome, goes_on=goes_on, kept_of=kept_of))
+        if kind is Kind.RECORDED:
+            return messages.NUM_BYTES.pack(provider.PickValueInList([7, 7, 7, 8, -1]))
         if kind is Kind.REFUSED:
             return messages.encode_refusal(provider.PickValueInList(["capacity", "refused", "frame"]), "no")
         if kind is Kind.REPORT:

@@ -20,6 +20,7 @@ from fastdecode.cluster.r_worker import session
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, Kind
+from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError
@@ -53,7 +54,8 @@ HOST = Host(RWorkerSize(CACHE_BYTES, 1), "scalar", 1.0, "boot", (0,), PARK)
 IDS = (0, 1, 2, 3, 4, 5, 9, -1, 1 << 62, -(1 << 63))
 NUMBERS = (0, 1, 15, 16, 17, 40, 512, 1 << 20, (1 << 63) - 1, -1, -(1 << 63))
 MOST_FRAMES = 40
-HELLOS = {layout: messages.encode_hello(Hello("fuzzer", layout, BLOCK_SIZE)) for layout in LAYOUTS}
+LEASE = AskedLease("s", "a", "", 1.0)
+HELLOS = {layout: messages.encode_hello(Hello("fuzzer", layout, BLOCK_SIZE, LEASE)) for layout in LAYOUTS}
 
 
 class KeptWorker:

@@ -21,7 +21,7 @@ from fastdecode.api import settings
 from fastdecode.cluster import remote, worker_info
 from fastdecode.cluster.links import link, port, shared_memory
 from fastdecode.cluster.parking import chain_file, directory, door, parker
-from fastdecode.cluster.r_worker import host, kv_port, session
+from fastdecode.cluster.r_worker import host, kv_port, lease, session, session_journal
 from fastdecode.cluster.wire import frames, handshake, messages, parked, payload
 from fastdecode.core import errors
 
@@ -73,7 +73,8 @@ def _functions(members: dict[str, Any], module: str) -> Iterator[FunctionType]:
 def main() -> None:
     """Does not return: libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
-    instrument(frames, handshake, host, kv_port, link, messages, payload, port, remote, session, shared_memory)
+    instrument(frames, handshake, host, kv_port, lease, link, messages, payload, port, remote)
+    instrument(session, session_journal, shared_memory)
     instrument(chain_file, directory, door, parked, parker)
     instrument(errors, settings, worker_info)
     tracemalloc.start(1)

@@ -32,7 +32,7 @@ LAYOUT = KVLayout(
     (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
 )
 HELLO = Hello("host:1", LAYOUT, 32, leases.AskedLease("s", "a", "b", 1.5, 3))
-WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64)
+WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64, lease_epoch=2, goes_on=True, kept_of="a")
 PLAN = WorkerPlan(
     np.array([(0, 2, 1, 4)], CONTROL), (np.array([(1, 512, 3, 3), (1, 2, 3, 1)], SPAN), np.zeros(0, SPAN))
 )

@@ -18,7 +18,8 @@ from kv_ports import KvPortRun
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.r_worker import session
-from fastdecode.cluster.wire import messages, parked, payload
+from fastdecode.cluster.r_worker.lease import Lease
+from fastdecode.cluster.wire import leases, messages, parked, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.core.parked import Chain
 from fastdecode.core.types import CONTROL, SPAN, SPLIT_TOKENS, SpanMode, WorkerPlan
@@ -30,7 +31,8 @@ class SessionRun:
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
         self._channel = FuzzChannel(self._next)
-        self._session = session.Session(Link(self._channel), HOST)
+        self._lease = Lease()
+        self._session = session.Session(Link(self._channel), HOST, lease=self._lease)
         self._layout = self._provider.PickValueInList(list(LAYOUTS))
         self._frames = 0
         self._before: Any = None
@@ -38,6 +40,7 @@ class SessionRun:
     def run(self) -> None:
         """Every refused frame changes nothing, and a session that is still open goes on as if none had been sent."""
         self._session.run()
+        self._lease.close()
 
     def _next(self) -> list[bytes]:
         self._check_last()
@@ -61,6 +64,8 @@ class SessionRun:
             self._wake,
             self._inventory,
             self._weights,
+            self._record,
+            self._recall,
         ]
         return [*common, *rare, self._any, self._bent]
 
@@ -115,6 +120,15 @@ class SessionRun:
         layer = self._provider.ConsumeIntInRange(0, 1)
         return self._frame(Kind.WEIGHTS, messages.FIRST_HEAD.pack(first), rows, layer=layer)
 
+    def _record(self) -> list[bytes]:
+        """At the end or from the beginning, mostly."""
+        kept = self._lease.journal.num_bytes
+        start = self._provider.PickValueInList([0, kept, kept, self._number()])
+        return self._frame(Kind.RECORD, leases.FIRST_BYTE.pack(start), bytes(min(4000, max(0, self._near(0, 99)))))
+
+    def _recall(self) -> list[bytes]:
+        return self._frame(Kind.RECALL)
+
     def _ping(self) -> list[bytes]:
         return self._frame(Kind.PING)
 
@@ -162,7 +176,7 @@ class SessionRun:
             self._provider.ConsumeBytes(self._provider.ConsumeIntInRange(0, 60))
             for _ in range(self._provider.ConsumeIntInRange(0, 3))
         ]
-        return self._frame(self._provider.ConsumeIntInRange(0, 41), *parts)
+        return self._frame(self._provider.ConsumeIntInRange(0, 45), *parts)
 
     def _bent(self) -> list[bytes]:
         """A frame that is right but for one field of its header, or its length."""
@@ -205,7 +219,10 @@ class SessionRun:
     def _state(self) -> Any:
         worker = self._session._worker
         found = None if worker is None else worker.statistics()
-        return found and [found[name] for name in ("blocks_used", "sequences", "tokens")]
+        return found and [
+            *(found[name] for name in ("blocks_used", "sequences", "tokens")),
+            self._lease.journal.num_bytes,
+        ]
 
     def _check_last(self) -> None:
         """A refused frame has changed nothing."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import begin_step, end_step
+from fastdecode.cluster.r_worker.session_journal import SessionJournal
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.held import HeldSequence
@@ -38,11 +39,13 @@ class Lease:
     """Of one R-worker, over all S-workers that it serves, one after another.
 
     At most one cache is kept, in the memory that the next one would get: it is closed before another is made.
-    ``epoch``: of the S-worker that is served, 0 where it named no session; ``goes_on``: it got what was kept.
+    ``epoch``: of the S-worker that is served, 0 where it named no session; ``kept_of``: the fingerprint of the one
+    whose cache it got, "" where it got none. ``journal``: of the session, as S-workers wrote it.
     """
 
     def __init__(self) -> None:
-        self.epoch, self.goes_on = 0, False
+        self.epoch, self.kept_of = 0, ""
+        self.journal = SessionJournal()
         self._name, self._last_epoch, self._holder = "", 0, ""
         self._served: Hello | None = None
         self._kept: _rworker.RWorker | None = None
@@ -57,15 +60,19 @@ class Lease:
         asked = hello.lease
         self._check(asked)
         kept, self._kept = self._kept, None
-        self.goes_on = kept is not None and asked is not None and asked.epoch == 0 and self._fits(hello)
-        if kept is not None and not self.goes_on:
+        before = self._served.lease if self._served else None
+        goes_on = kept is not None and asked is not None and asked.epoch == 0 and self._fits(hello)
+        self.kept_of = before.fingerprint if before and goes_on else ""
+        if asked is None or asked.session != self._name:
+            self.journal.clear()
+        if kept is not None and not goes_on:
             log.warning("session %s goes on with another model, layout or journal: what was kept is freed", self._name)
             kept.close()
         self.epoch = self._epoch_of(asked)
         if asked is not None:
             self._name, self._last_epoch, self._holder = asked.session, self.epoch, hello.name
         self._served = hello
-        return kept if kept is not None and self.goes_on else make()
+        return kept if kept is not None and goes_on else make()
 
     def superseded(self, asked: AskedLease | None) -> str:
         """Why one that asks for this, of an older epoch, must end; "" where it need not."""
@@ -82,8 +89,13 @@ class Lease:
 
     def leave(self, worker: _rworker.RWorker, is_broken: bool) -> None:
         """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while.
-        What prefill workers were storing is not: nothing brings the rest of those prompts any more."""
+
+        What prefill workers were storing is not: nothing brings the rest of those prompts any more. The journal is kept
+        however it went: an S-worker that leaves nothing undone has emptied it.
+        """
         asked = self._served.lease if self._served else None
+        if self.journal.num_bytes and asked:
+            self._until = time.monotonic() + asked.keep_seconds
         if not is_broken or asked is None or not asked.keep_seconds:
             worker.close()
             return
@@ -93,18 +105,29 @@ class Lease:
 
     def expire(self) -> None:
         """Free what is kept once its time is over."""
-        if self._kept is not None and time.monotonic() > self._until:
+        if self._keeps and time.monotonic() > self._until:
             log.info("session %s has not come back: what was kept is freed", self._name)
             self.close()
 
     def close(self) -> None:
         """Free what is kept."""
+        self.journal.clear()
         if self._kept is not None:
             self._kept.close()
             self._kept = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the S-worker that is served got what was kept."""
+        return self.kept_of != ""
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether something is kept, while no S-worker is served."""
+        return self._kept is not None or self.journal.num_bytes > 0
+
     def _check(self, asked: AskedLease | None) -> None:
-        if self._kept is not None and (asked is None or asked.session != self._name):
+        if self._keeps and (asked is None or asked.session != self._name):
             left = self._until - time.monotonic()
             raise LeaseError("busy", f"it keeps what session {self._name} has here, for {left:.0f} s at most")
         if reason := self.superseded(asked):
@@ -115,8 +138,10 @@ class Lease:
         before = self._served
         if before is None or before.lease is None or hello.lease is None:
             return False
-        same_cache = (before.layout, before.block_size) == (hello.layout, hello.block_size)
-        return same_cache and before.lease.fingerprint == hello.lease.follows
+        if (before.layout, before.block_size) != (hello.layout, hello.block_size):
+            return False
+        follows, fingerprint = hello.lease.follows, before.lease.fingerprint
+        return follows != "" and (fingerprint.startswith(follows) if hello.lease.any_run else fingerprint == follows)
 
     def _epoch_of(self, asked: AskedLease | None) -> int:
         if asked is None:

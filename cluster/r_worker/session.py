@@ -18,6 +18,7 @@ from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
 from fastdecode.cluster.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.host import Host, begin_step, block_bytes, end_step, make_rworker
 from fastdecode.cluster.r_worker.lease import LEASE_SECONDS, Lease, LeaseError, held_by
+from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
@@ -206,6 +207,8 @@ class Session:
         if park:
             self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
             self._handlers |= self._park_door.handlers
+        if hello.lease and hello.lease.keep_seconds:
+            self._handlers |= JournalDoor(self._link, self._lease.journal).handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(
@@ -222,6 +225,7 @@ class Session:
             park_after=park.after_seconds if park else None,
             lease_epoch=self._lease.epoch,
             goes_on=self._lease.goes_on,
+            kept_of=self._lease.kept_of,
         )
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 

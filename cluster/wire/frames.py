@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 24
+VERSION = 25
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -75,6 +75,10 @@ class Kind(IntEnum):
     INVENTORY = 38  # S: asks what the R-worker holds
     HELD = 39  # R: ids, lengths and blocks of its sequences (int64)
     WEIGHTS = 40  # S, after WELCOME: first head (int64); K and V of some heads of a layer; in the model's dtype
+    RECORD = 41  # S: first byte (int64); the next bytes of its session's journal, which begins anew from byte 0
+    RECORDED = 42  # R: bytes that the journal has now (int64)
+    RECALL = 43  # S: asks for the journal, which an S-worker of this session before it may have written
+    RECALLED = 44  # R: the journal
 
 
 _KINDS = frozenset(Kind)

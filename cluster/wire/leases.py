@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from itertools import chain
 from typing import Annotated
@@ -16,12 +17,19 @@ from fastdecode.cluster.wire.json_bodies import Text
 from fastdecode.core.errors import FrameError
 from fastdecode.core.held import HeldSequence
 
+MOST_JOURNAL_BYTES = 1 << 27
+"""Of a session's journal in an R-worker's memory."""
+
+FIRST_BYTE = struct.Struct("<q")
+"""The first part of RECORD: where in the journal the bytes of the second part lie."""
+
 
 class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named session. What is kept for ``keep_seconds`` after its link breaks is for an S-worker that ``follows`` the
-    ``fingerprint`` of the one before: it has the same weights, and that one's journal. ``epoch``: the one that the
-    S-worker has here already, 0: none yet. ``waits``: until the one before is gone; else that gives way when it is
-    silent."""
+    ``fingerprint`` of the one before: it has the same weights, and that one's journal. ``any_run``: R-workers have the
+    journal, so the S-worker does not know yet which run it follows: the fingerprint before may be any that begins with
+    ``follows``. ``epoch``: the one that the S-worker has here already, 0: none yet. ``waits``: until the one before is
+    gone; else that gives way when it is silent."""
 
     session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]
     fingerprint: Text
@@ -29,6 +37,7 @@ class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_seconds: Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
     epoch: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     waits: bool = False
+    any_run: bool = False
 
 
 HEAD_NUMBERS = 4

@@ -157,7 +157,8 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``state_blocks``: those that a sequence's states take. ``kv_address``: "host:port" of its KV port, without the host
     where the S-worker's own way to it is the way for all; "" where it has none. ``kv_epoch``: what frames to that port
     must carry. ``park_after``: seconds after which what is not used is to be parked on its disk; None: it has none.
-    ``lease_epoch``: of a named session, else 0; ``goes_on``: it has what the session's S-worker before had.
+    ``lease_epoch``: of a named session, else 0; ``goes_on``: it has what the session's S-worker before had,
+    whose fingerprint was ``kept_of``.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -173,6 +174,7 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     park_after: Annotated[float, Meta(ge=0, le=MAX_NUMBER)] | None = None
     lease_epoch: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     goes_on: bool = False
+    kept_of: Text = ""
 
 
 class _Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -235,6 +237,8 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
         raise FrameError("WELCOME: kv_address and kv_epoch must both be there, or neither")
     if welcome.goes_on and not welcome.lease_epoch:
         raise FrameError("WELCOME: goes_on without an epoch of a lease")
+    if welcome.goes_on != bool(welcome.kept_of):
+        raise FrameError("WELCOME: goes_on and kept_of must both be there, or neither")
     if welcome.kv_address:
         _check_address("WELCOME", f"host{welcome.kv_address}" if welcome.kv_address[0] == ":" else welcome.kv_address)
     return welcome

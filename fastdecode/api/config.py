@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.api.settings import (
+    ON_R_WORKERS,
     SECURITY_LEVELS,
     WorkerSpec,
     check_settings,
@@ -210,8 +211,9 @@ class EngineConfig:
         choices=("auto", *ISAS), unset="auto: each in its fastest",
     )  # fmt: skip
     journal: str | None = setting(
-        None, "folder for requests and the tokens of each step: an engine started with it again, after whatever ended "
-        "the one before, goes on with those that are asked again", WORKERS, metavar="DIR", unset="none",
+        None, "folder for requests and the tokens of each step, or r-workers: in the memory of two R-workers, with "
+        "--keep-session. An engine started with it again, after whatever ended the one before, goes on with those that "
+        "are asked again", WORKERS, metavar="DIR", unset="none",
     )  # fmt: skip
     session: str | None = setting(
         None, "name under which R-workers at host:port serve this S-worker: one that is started with it after this one "
@@ -242,8 +244,6 @@ class EngineConfig:
             )
         if self.profile is not None and not Path(self.profile).is_file():
             raise ConfigError(f"profile: there is no file {self.profile!r}; `fastdecode calibrate` writes one")
-        if self.journal == "r-workers":
-            raise ConfigError("journal: R-workers keep none so far: give a folder")
         _ = self.speculative, self.lora, self.park
         self.placing.check()
         check_workers(self)
@@ -254,6 +254,11 @@ class EngineConfig:
         if value is None:
             return None
         return parse_kv_cache_memory(value) if name == "kv_cache_memory" else parse_bytes(name, value)
+
+    @property
+    def journal_folder(self) -> str | None:
+        """Where the journal is a folder."""
+        return None if self.journal == ON_R_WORKERS else self.journal
 
     @property
     def r_worker_spec(self) -> WorkerSpec:

@@ -22,6 +22,9 @@ LEAST_KV_CACHE_BYTES = 1000
 """Of an R-worker; less is a number without its unit."""
 
 
+ON_R_WORKERS = "r-workers"
+"""As a journal: in the memory of R-workers, and no folder."""
+
 MAX_SESSION = 200
 """Characters of a session's name."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING
 
-from fastdecode.api.settings import MAX_SESSION, check_key, check_security, parse_cores, split_address
+from fastdecode.api.settings import MAX_SESSION, ON_R_WORKERS, check_key, check_security, parse_cores, split_address
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import total_memory_bytes, usable_cores
 
@@ -127,6 +127,8 @@ def _check_session(config: EngineConfig) -> None:
     for name in ("session", "journal") if config.stands_by else ():
         if getattr(config, name) is None:
             raise ConfigError(f"standby: what is to go on is found by --{name}: give one")
+    if config.journal == ON_R_WORKERS:
+        _check_journal_on_r_workers(config)
     if not config.keep_session:
         return
     for name, missing in (("session", config.session is None), ("journal", config.journal is None)):
@@ -134,6 +136,18 @@ def _check_session(config: EngineConfig) -> None:
             raise ConfigError(f"keep_session: what R-workers keep is found by --{name}: give one")
     if not config.enable_prefix_caching:
         raise ConfigError("keep_session works with enable_prefix_caching so far")
+
+
+def _check_journal_on_r_workers(config: EngineConfig) -> None:
+    """A journal without a folder."""
+    if not config.keep_session:
+        raise ConfigError(
+            f"journal: {ON_R_WORKERS} keep it as long as the session's sequences: give --session and --keep-session, "
+            f"or a folder"
+        )
+    if config.stands_by or config.tensor_parallel_size > 1:
+        what = "standby" if config.stands_by else f"tensor_parallel_size {config.tensor_parallel_size}"
+        raise ConfigError(f"journal: {ON_R_WORKERS} keep none with {what} so far: give a folder")
 
 
 def _check_memory(config: EngineConfig) -> None:

@@ -127,7 +127,8 @@ class RWorkerInfo:
     ``host``: its machine, by a name that no other machine has; "" where that is not known.
     ``state_blocks``: blocks that a sequence takes there beside those of its tokens, for the states of a hybrid.
     ``park_after``: seconds after which prefixes that are not used go to its disk; None where it has none.
-    ``held``: what it has of the session that goes on. ``epoch``: of the lease of a named session there, 0 without.
+    ``held``: what it has of the session that goes on, ``kept_of`` the S-worker before with this fingerprint.
+    ``epoch``: of the lease of a named session there, 0 without.
     """
 
     name: str
@@ -142,6 +143,7 @@ class RWorkerInfo:
     state_blocks: int = 0
     park_after: float | None = None
     held: tuple[HeldSequence, ...] = ()
+    kept_of: str = ""
     epoch: int = 0
 
 

@@ -1,1 +1,1 @@
-"""What only the engine knows of its requests, on disk: after its end, however that came, the next one goes on."""
+"""What only the engine knows of its requests: after its end, however that came, the next one goes on."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode.journal import pulse
-from fastdecode.journal.journal import FILE
 from fastdecode.journal.past import pasts_of
+from fastdecode.journal.places import FILE
 from fastdecode.journal.records import Began, read
 
 

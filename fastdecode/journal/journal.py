@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from fastdecode.api.request import Completion, Request
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.core.errors import ConfigError, naming
+from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
 from fastdecode.core.held import KnownTokens
 from fastdecode.journal.past import Past, asked, pasts_of
+from fastdecode.journal.places import FILE, Place
 from fastdecode.journal.records import Began, Chain, Dropped, Placed, Record, Run, Stepped, TokenLogprobs, read
 from fastdecode.scheduler.store.names import NO_NOTES, Notes
 
@@ -25,11 +26,6 @@ once more."""
 
 HEAD_BYTES = 4096
 """At the beginning of a file: more than its first record takes."""
-
-GROWTH_BYTES = 1 << 26
-"""A journal is written anew, without what ended long ago, when it has grown by so much and to twice its size."""
-
-FILE = "journal"
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +43,14 @@ def next_run(folder: str | None) -> Run:
 class Journal:
     """Of an engine that keeps none: nothing is known, and nothing is written.
 
-    ``num_bytes``: of the file; ``write_seconds``: in which steps have waited for it.
+    ``num_bytes``: of the file; ``write_seconds``: in which steps have waited for it. ``before``: the name of the
+    run that wrote what was found, "" where nothing was.
     """
 
     next_sequence_id = 0
     num_bytes, write_seconds = 0, 0.0
     lowest_name = 0
+    before = ""
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
         """What an engine before this one has made of the same request; known once."""
@@ -76,43 +74,38 @@ class Journal:
         """The engine ends by itself."""
 
 
-class FileJournal(Journal):
-    """A journal in a folder, which one process at a time may write.
-
-    What is written survives the end of this process, however that comes: each step is one write to the system before
-    its tokens are handed out. It is not forced to the disk, so a machine that loses its power may lose some last steps,
-    and their tokens are then computed again. ``next_sequence_id``: above all ids in it; ``lowest_name``: of all that
-    its sequences have on R-workers, or 0.
+class KeptJournal(Journal):
+    """A journal in a place that outlives this process, however that ends: each step is there before its tokens are
+    handed out. ``next_sequence_id``: above all ids in it; ``lowest_name``: of all that its sequences have on R-workers,
+    or 0.
     """
 
-    def __init__(self, folder: str, fingerprint: str, run: str, takes_over: bool = False) -> None:
-        """Read what is in ``folder``, which is made where there is none.
+    def __init__(self, place: Place, fingerprint: str, run: str, epoch: int = 0) -> None:
+        """Read what is in ``place``, which is closed with this.
 
         ``fingerprint``: of all that tokens depend on beside their requests; what is of another is not used.
-        ``run``: see ``Run``.
-        ``takes_over``: the process that writes it, if there is one, has lost its R-workers to this one.
+        ``run``: see ``Run``. ``epoch``: at least that of every lease under which another engine may have written there.
 
         Raises:
-            ConfigError: no folder, not to be written, or another process writes it.
+            ConfigError: the place cannot be read or written.
         """
-        self._path = Path(folder) / FILE
-        self._began = Began(fingerprint, run)
+        self._place = place
+        self._began = Began(fingerprint, run, epoch)
         self._written: dict[int, int] = {}
         self._was_asked = False
+        self._is_kept = True
         try:
-            with naming(folder):
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                self._lock = _locked(Path(folder) / "lock", takes_over)
-                found = self._read()
-                self.next_sequence_id = max((past.end_id for past in found), default=0)
-                names = (name for past in found for sample in past.samples for name in sample.names)
-                self.lowest_name = min(names, default=0)
-                self._fd = self._write_anew(found)
+            found = self._found()
+            self.next_sequence_id = max((past.end_id for past in found), default=0)
+            names = (name for past in found for sample in past.samples for name in sample.names)
+            self.lowest_name = min(names, default=0)
+            self._write_anew(found)
         except OSError as error:
-            raise ConfigError(f"journal: {error.filename}: {error.strerror}") from None
+            raise ConfigError(f"journal: {error.filename or place.name}: {error.strerror}") from None
         self._known = {past.asked.request_id: past for past in found}
         if found:
-            logger.warning("journal: %s has %d requests, which go on when they are asked again", folder, len(found))
+            name = place.name
+            logger.warning("journal: %s has %d requests, which go on when they are asked again", name, len(found))
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
         found = self._known.get(request_id)
@@ -153,20 +146,11 @@ class FileJournal(Journal):
 
     def close(self) -> None:
         """Where something was asked, and all of it has ended, nothing is left to go on with: the journal is empty."""
-        if self._fd < 0:
-            return
-        with contextlib.suppress(OSError):
-            if self._was_asked and not self._written and self._is_own:
-                os.close(self._fd)
-                self._fd = self._write_anew([])
-        os.close(self._fd)
-        os.close(self._lock)
-        self._fd = -1
-
-    @property
-    def _is_own(self) -> bool:
-        """False once another process has taken the journal over."""
-        return os.path.samestat(os.fstat(self._fd), os.stat(self._path))  # noqa: PTH116 (as fstat gives it)
+        with contextlib.suppress(OSError, FastDecodeError):
+            if self._is_kept and self._was_asked and not self._written and self._place.is_own:
+                self._place.end(Chain().encode([self._began]))
+        self._is_kept = False
+        self._place.close()
 
     def _add(self, completion: Completion, step: Stepped) -> None:
         """Enter in ``step`` what ``completion`` has got since it was last asked."""
@@ -184,68 +168,63 @@ class FileJournal(Journal):
             del self._written[sequence_id]
 
     def _write(self, records: list[Record]) -> None:
-        """Append ``records`` in one write. Where that fails the engine goes on, and keeps no journal from here on."""
-        if self._fd < 0:
+        """Append ``records`` at once. Where that fails the engine goes on, and keeps no journal from here on."""
+        if not self._is_kept:
             return
         start = time.perf_counter()
         try:
             data = self._chain.encode(records)
-            if (written := os.write(self._fd, data)) < len(data):
-                raise OSError(0, f"{written} of {len(data)} bytes were written")
-            if self._chain.num_bytes > self._limit and self._is_own:
-                os.close(self._fd)
-                self._fd = self._write_anew(_without_oldest(self._read()))
-        except OSError as error:
-            self._fd = -1
-            logger.error("journal: %s: %s: the engine goes on without it", self._path, error.strerror)
+            self._place.append(data)
+            if self._chain.num_bytes > self._limit and self._place.is_own:
+                self._write_anew(_without_oldest(_pasts(self._newest())))
+        except (OSError, BackendError, CapacityError) as error:
+            self._is_kept = False
+            reason = error.strerror if isinstance(error, OSError) else error
+            logger.error("journal: %s: %s: the engine goes on without it", self._place.name, reason)
         self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
 
-    def _read(self) -> list[Past]:
-        """The requests in the file, by age; of another fingerprint none."""
-        if not self._path.exists():
+    def _found(self) -> list[Past]:
+        """The requests that are there, by age; of another fingerprint none. This run is to follow the one there."""
+        records = self._newest()
+        if not records:
             return []
-        records, _ = read(self._path.read_bytes())
-        if records and not (isinstance(records[0], Began) and records[0].fingerprint == self._began.fingerprint):
-            logger.warning("journal: %s is of another model, dtype or seed: it begins anew", self._path)
+        began = records[0]
+        if not (isinstance(began, Began) and began.fingerprint == self._began.fingerprint):
+            logger.warning("journal: %s is of another model, dtype or seed: it begins anew", self._place.name)
             return []
-        return sorted(pasts_of(records).values(), key=lambda past: past.asked.sequence_id)
+        self.before = began.run
+        self._began = msgspec.structs.replace(self._began, epoch=max(self._began.epoch, began.epoch + 1))
+        return _pasts(records)
 
-    def _write_anew(self, pasts: list[Past]) -> int:
-        """Have the file hold ``pasts`` alone; returns what it is open as."""
+    def _newest(self) -> list[Record]:
+        """The records of that copy which was written last."""
+        found = [read(data) for data in self._place.copies()]
+        return max(found, key=_age, default=([], Chain()))[0]
+
+    def _write_anew(self, pasts: list[Past]) -> None:
+        """Have the place hold ``pasts`` alone."""
+        self._began = msgspec.structs.replace(self._began, edition=self._began.edition + 1)
         self._chain = Chain()
         records = [self._began, *(record for past in pasts for record in past.records())]
-        aside = self._path.with_suffix(".new")
-        with naming(str(aside)), aside.open("wb") as file:
-            file.write(self._chain.encode(records))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self._path)  # noqa: PTH105 (of two names, not of a Path)
-        self._limit = 2 * self._chain.num_bytes + GROWTH_BYTES
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._place.replace(self._chain.encode(records))
+        self._limit = 2 * self._chain.num_bytes + self._place.growth_bytes
+
+
+def _age(found: tuple[list[Record], Chain]) -> tuple[int, int, int]:
+    """Of a copy of a journal, as it was read: the later it was written the larger."""
+    records, chain = found
+    began = records[0] if records else None
+    return (began.epoch, began.edition, chain.num_bytes) if isinstance(began, Began) else (-1, 0, 0)
+
+
+def _pasts(records: list[Record]) -> list[Past]:
+    """The requests in ``records``, by age."""
+    return sorted(pasts_of(records).values(), key=lambda past: past.asked.sequence_id)
 
 
 def _placed(notes: Notes) -> list[Record]:
     """The record of ``notes``, if there is something in them."""
     return [Placed(*notes)] if notes.named or notes.reached else []
-
-
-def _locked(path: Path, takes_over: bool) -> int:
-    """``path``, open and locked for as long as this process lives; ConfigError names the one that has it, unless this
-    one ``takes_over``."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.read(fd, 20).decode(errors="replace")
-        os.close(fd)
-        if takes_over:
-            logger.warning("journal: %s was written by process %s, which is taken over", path.parent, owner)
-            path.unlink()
-            return _locked(path, takes_over=False)
-        raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
-    os.truncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd
 
 
 def _plain(completion: Completion, start: int) -> TokenLogprobs:

@@ -39,10 +39,13 @@ class Run:
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """The first record; ``fingerprint``: of all that tokens depend on beside their requests; ``run``: the name of the
-    engine's run that wrote last."""
+    engine's run that wrote last. Of several copies that of the latest ``epoch`` of a session counts, and in it the last
+    ``edition``, which is counted each time that all is written anew."""
 
     fingerprint: str
     run: str
+    epoch: int = 0
+    edition: int = 0
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):

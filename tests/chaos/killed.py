@@ -380,6 +380,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos.killed", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next ones follow")
+    parser.add_argument("--journal", choices=("folder", "r-workers"), default="folder", help="where it lies")
     parser.add_argument("--kinds", nargs="+", type=int, default=range(len(KINDS)), help="of what is killed, by number")
     options = parser.parse_args()
     kinds = tuple(list(KINDS)[number] for number in options.kinds)
@@ -389,7 +390,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="killed-", ignore_cleanup_errors=True) as name:
             drawn = draw(seed, Path(name), kinds)
             start = time.monotonic()
-            found = run_round(drawn, min(left, KILLS_PER_ROUND))
+            extra = {"journal": "r-workers"} if options.journal == "r-workers" else {}
+            found = run_round(drawn, min(left, KILLS_PER_ROUND), extra)
             unclean += bool(found.faults)
             log = (drawn.folder / "log").read_text()[-3000:] if found.faults else ""
         totals[drawn.kind].update(found.counts)

@@ -1,0 +1,104 @@
+"""The journal of an engine in the memory of two of its R-workers, so that the next one may be on another host."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.pool_workers import PoolWorker
+from fastdecode.cluster.wire.leases import MOST_JOURNAL_BYTES
+from fastdecode.core.errors import WorkerLostError, interrupts_deferred
+
+COPIES = 2
+
+logger = logging.getLogger(__name__)
+
+
+class JournalCopies:
+    """``fastdecode.journal.places.Place`` on R-workers of ``pool``, on two hosts where there are two.
+
+    Where one is lost another R-worker gets all of it before anything more is written, from the copy that is here.
+    """
+
+    name = "R-workers"
+    growth_bytes = 1 << 24
+    is_own = True
+    """An S-worker that was superseded hears of it by a SupersededError, whatever it writes."""
+
+    def __init__(self, pool: PoolBackend) -> None:
+        self._pool = pool
+        self._holders: list[PoolWorker] = []
+        self._data = b""
+        self._tail: list[bytes] = []
+        self._num_bytes = 0
+
+    def copies(self) -> list[bytes]:
+        """What each R-worker has; an R-worker that is lost meanwhile has none."""
+        found = []
+        for worker in self._able():
+            try:
+                found.append(worker.recall())
+            except WorkerLostError as error:
+                logger.warning("%s", error)
+        return [each for each in found if each]
+
+    @interrupts_deferred()
+    def replace(self, data: bytes) -> None:
+        self._check(len(data))
+        self._data, self._tail, self._num_bytes = data, [], len(data)
+        self._holders = _told(self._holders, 0, data)
+        self._spread()
+
+    @interrupts_deferred()
+    def append(self, data: bytes) -> None:
+        start = self._num_bytes
+        self._check(start + len(data))
+        self._tail.append(data)
+        self._num_bytes += len(data)
+        self._holders = _told(self._holders, start, data)
+        self._spread()
+
+    @interrupts_deferred()
+    def end(self, data: bytes) -> None:
+        """Free it everywhere, also where an older copy may be: R-workers are not kept for a session without one."""
+        self._holders = _told(self._able(), 0, b"")
+
+    def close(self) -> None:
+        self._holders = []
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > MOST_JOURNAL_BYTES:
+            raise OSError(errno.EFBIG, f"{num_bytes:,} bytes are more than an R-worker keeps, {MOST_JOURNAL_BYTES:,}")
+
+    def _able(self) -> list[PoolWorker]:
+        return [worker for worker in self._pool.workers if worker.keeps_journals]
+
+    def _spread(self) -> None:
+        """Until ``COPIES`` have it, or no other R-worker is left."""
+        others = [] if len(self._holders) >= COPIES else [each for each in self._able() if each not in self._holders]
+        while len(self._holders) < COPIES and others:
+            hosts = {each.host for each in self._holders}
+            best = min(others, key=lambda each: each.host in hosts)
+            others.remove(best)
+            self._data, self._tail = b"".join([self._data, *self._tail]), []
+            self._holders += _told([best], 0, self._data)
+            logger.info("R-worker %s keeps the journal", best.name)
+
+
+def _told(workers: Iterable[PoolWorker], start: int, data: bytes) -> list[PoolWorker]:
+    """Those of ``workers`` that have ``data`` now; one that is lost is not among them."""
+    sent = [worker for worker in workers if _did(worker.record, start, data)]
+    return [worker for worker in sent if _did(worker.recorded)]
+
+
+def _did(act: Callable[..., None], *values: Any) -> bool:
+    """False where ``act`` finds its R-worker lost, of which the pool will hear at its next step."""
+    try:
+        act(*values)
+    except WorkerLostError as error:
+        logger.info("%s", error)
+        return False
+    return True

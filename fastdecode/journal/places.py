@@ -1,0 +1,119 @@
+"""Where a journal lies: a folder; another place is the memory of R-workers (``fastdecode.cluster.journal_copies``)."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import Protocol
+
+from fastdecode.core.errors import ConfigError, naming
+
+FILE = "journal"
+
+logger = logging.getLogger(__name__)
+
+
+class Place(Protocol):
+    """Keeps the bytes of one journal. OSError or CapacityError where it cannot.
+
+    ``name``: for logs. ``growth_bytes``: a journal is written anew, without what ended long ago, when it has grown by
+    so much and to twice its size. ``is_own``: False once another process has taken the place over.
+    """
+
+    name: str
+    growth_bytes: int
+
+    @property
+    def is_own(self) -> bool: ...
+
+    def copies(self) -> list[bytes]:
+        """What was found, each perhaps older or shorter than another, or damaged."""
+
+    def replace(self, data: bytes) -> None:
+        """Have ``data`` alone."""
+
+    def append(self, data: bytes) -> None:
+        """Have ``data`` at the end, whatever becomes of this process from here on."""
+
+    def end(self, data: bytes) -> None:
+        """Nothing is left to go on with, which ``data``, a whole journal, says."""
+
+    def close(self) -> None:
+        """May be called twice."""
+
+
+class Folder:
+    """``Place`` in a folder, which one process at a time may write."""
+
+    growth_bytes = 1 << 26
+
+    def __init__(self, folder: str, takes_over: bool = False) -> None:
+        """``folder`` is made where there is none. ``takes_over``: the process that writes it, if there is one, has lost
+        its R-workers to this one.
+
+        Raises:
+            ConfigError: no folder, not to be written, or another process writes it.
+        """
+        self.name = folder
+        self._path = Path(folder) / FILE
+        self._fd = -1
+        try:
+            with naming(folder):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                self._lock = _locked(Path(folder) / "lock", takes_over)
+        except OSError as error:
+            raise ConfigError(f"journal: {error.filename}: {error.strerror}") from None
+
+    @property
+    def is_own(self) -> bool:
+        return os.path.samestat(os.fstat(self._fd), os.stat(self._path))  # noqa: PTH116 (as fstat gives it)
+
+    def copies(self) -> list[bytes]:
+        return [self._path.read_bytes()] if self._path.exists() else []
+
+    def replace(self, data: bytes) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        aside = self._path.with_suffix(".new")
+        with naming(str(aside)), aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self._path)  # noqa: PTH105 (of two names, not of a Path)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def append(self, data: bytes) -> None:
+        """In one write. It is not forced to the disk, so a machine that loses its power may lose some last steps."""
+        if (written := os.write(self._fd, data)) < len(data):
+            raise OSError(0, f"{written} of {len(data)} bytes were written")
+
+    def end(self, data: bytes) -> None:
+        self.replace(data)
+
+    def close(self) -> None:
+        for fd in (self._fd, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock = -1
+
+
+def _locked(path: Path, takes_over: bool) -> int:
+    """``path``, open and locked for as long as this process lives; ConfigError names the one that has it, unless this
+    one ``takes_over``."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(fd, 20).decode(errors="replace")
+        os.close(fd)
+        if takes_over:
+            logger.warning("journal: %s was written by process %s, which is taken over", path.parent, owner)
+            path.unlink()
+            return _locked(path, takes_over=False)
+        raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
+    os.truncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
