@@ -3,7 +3,8 @@
 Gated delta rule (32 heads of 128 x 128, as Qwen3-Next has them) and Mamba-2's scan (80 heads of 128 x 64), in turns
 with numpy multiplying an array of the states' size by a constant in place, in as many threads, and one that is larger
 by what the convolution and the rows read and write. Prints the R-worker's GB/s, counting each state once read and once
-written, and the median of its ratios to both loops.
+written, and the median of its ratios to both loops; and how many times as long a step takes where each step's rows are
+kept until the next one, as R-workers of ``--keep-session`` do.
 """
 
 from __future__ import annotations
@@ -35,48 +36,54 @@ def main() -> None:
     args = parser.parse_args()
     for kind in SHAPES:
         for threads in args.threads:
-            seconds, loop, whole, state_bytes = times(kind, threads, args)
+            seconds, loop, whole, outliving, state_bytes = times(kind, threads, args)
             ratios = [bare / own for own, bare in zip(seconds, loop, strict=True)]
             of_all = median(bare / own for own, bare in zip(seconds, whole, strict=True))
+            kept = median(each / own for own, each in zip(seconds, outliving, strict=True))
             rate = 2 * state_bytes / median(seconds) / 1e9
             print(
                 f"{kind:6} {args.dtype} {threads} threads: {rate:5.1f} GB/s, {median(seconds) * 1e3:.1f} ms, "
                 f"{median(ratios):.2f} of the loop "
-                f"({min(ratios):.2f} to {max(ratios):.2f}), {of_all:.2f} of all bytes'"
+                f"({min(ratios):.2f} to {max(ratios):.2f}), {of_all:.2f} of all bytes', "
+                f"{kept:.2f} times as long with --keep-session"
             )
 
 
-def times(kind: str, threads: int, args: argparse.Namespace) -> tuple[list[float], list[float], list[float], int]:
-    """Seconds of the R-worker's steps, of the loop's and of that over all bytes, in turns; bytes of all states."""
+def times(
+    kind: str, threads: int, args: argparse.Namespace
+) -> tuple[list[float], list[float], list[float], list[float], int]:
+    """Seconds of the R-worker's steps, of the loop's, of that over all bytes, and of steps whose rows are kept, in
+    turns; bytes of all states."""
     heads, groups, key_dim, value_dim = SHAPES[kind]
     num_bytes = args.num_sequences * heads * key_dim * value_dim * WIRE_DTYPE[args.dtype].itemsize
     channels, outputs = heads * value_dim + 2 * groups * key_dim, heads * value_dim
     beside = (TAPS - 1) + 1 + TAPS + 1  # of a channel: its window read, a row of it written, its filter, its input
     more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # a loop reads and writes each of its bytes
     arrays = [np.ones((threads, size // 4 // threads), np.float32) for size in (num_bytes, num_bytes + more)]
-    step = decode_steps(kind, threads, args.num_sequences, args.dtype)
+    step, kept = (decode_steps(kind, threads, args.num_sequences, args.dtype, keeps) for keeps in (False, True))
     with ThreadPoolExecutor(threads) as pool:
 
         def bare(parts: np.ndarray) -> Callable[[], None]:
             return lambda: list(pool.map(lambda part: np.multiply(part, np.float32(0.9999), out=part), parts)).clear()
 
-        turns = [step, *map(bare, arrays)]
+        turns = [step, *map(bare, arrays), kept]
         for turn in turns:
             turn()
         rounds = [[timed(turn) for turn in turns] for _ in range(args.repeats)]
-    seconds, loop, whole = ([one[i] for one in rounds] for i in range(3))
-    return seconds, loop, whole, num_bytes
+    seconds, loop, whole, outliving = ([one[i] for one in rounds] for i in range(4))
+    return seconds, loop, whole, outliving, num_bytes
 
 
-def decode_steps(kind: str, threads: int, num_sequences: int, dtype: str) -> Callable[[], None]:
+def decode_steps(kind: str, threads: int, num_sequences: int, dtype: str, keeps: bool) -> Callable[[], None]:
     """What takes one more token of every sequence, of an R-worker that holds this layer's states alone."""
     heads, groups, key_dim, value_dim = SHAPES[kind]
     channels = heads * value_dim + 2 * groups * key_dim
     random = np.random.default_rng(1)
     filters = random.standard_normal(TAPS * channels).astype(np.float32).tobytes()
     state = StateLayout(
-        kind, groups, key_dim, TAPS, 1, True, kind == "delta", channels + 2 * heads, filters, dtype=dtype
-    )
+        kind, groups, key_dim, TAPS, 1, True, kind == "delta", channels + 2 * heads, filters, dtype=dtype,
+        kept_rows=int(keeps), keeps_single=keeps,
+    )  # fmt: skip
     layer = LayerLayout(heads, 1, value_dim, value_dim, key_dim**-0.5 if kind == "delta" else 1.0, state=state)
     worker = _rworker.RWorker(
         layers=[layer], model_dtype="float32", kv_dtype="float32", block_size=16, num_threads=threads,

@@ -152,6 +152,13 @@ def test_two_copies_go_together_with_drafts_and_prefixes(ending: str, saved: Any
         assert llm.engine.scheduler.statistics.prefix_hit_tokens > 0
 
 
+def test_a_run_that_is_refused_leaves_no_folder(saved: Any, tmp_path: Path) -> None:
+    folder, _ = saved("qwen3_next")
+    with pytest.raises(ConfigError, match="park_dir: this model keeps a state"):
+        make_llm(folder, park_dir=str(tmp_path / "parked"))
+    assert not (tmp_path / "parked").exists()
+
+
 @pytest.mark.thorough
 def test_a_model_that_attends_drafts_for_a_hybrid(saved: Any, tmp_path: Path) -> None:
     """Most of its guesses are wrong, and taken back from the states."""
