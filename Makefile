@@ -137,7 +137,7 @@ arm-python: $(STAMP)
 # The R-worker without what only Linux has: the C++ tests of such a build here; then zig compiles it for Macs, which is not run.
 portable: $(STAMP)
 	$(BIN)/python -c 'import ziglang' 2>/dev/null || $(BIN)/pip install --disable-pip-version-check -q ziglang
-	$(call build,out/portable,-DFASTDECODE_PORTABLE=ON -DFASTDECODE_SCALAR=ON -DFASTDECODE_BUILD_TESTS=ON \
+	$(call build,out/portable,-DFASTDECODE_PORTABLE=ON -DFASTDECODE_KERNELS=scalar -DFASTDECODE_BUILD_TESTS=ON \
 	  -DFASTDECODE_BUILD_BINDINGS=OFF -DFASTDECODE_KERNEL_OPTIMIZATION=-O1 $(LITTLE_OPTIMIZATION),rworker_tests)
 	out/portable/rworker_cpp/rworker_tests
 	PATH="$(abspath $(BIN)):$$PATH"; $(call build,out/macos,-DCMAKE_TOOLCHAIN_FILE=rworker_cpp/macos.cmake \
@@ -151,14 +151,15 @@ portable: $(STAMP)
 compilers: $(STAMP)
 	$(BIN)/python scripts/compilers.py
 
-# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: AVX-512 emulated for the first, no kernels
-# but the scalar ones for the second, which is about threads, and little optimization, since compiling is most of it;
-# and no questions at each access of a kernel that the address sanitizer answers too.
+# The C++ tests under AddressSanitizer + UBSan, then ThreadSanitizer. Quick: little optimization and few instruction sets,
+# since compiling is most of it (their bodies are the same; `make test-all` has AVX-512, emulated), and scalar kernels
+# alone for the second, which is about threads; no questions at each access of a kernel that the address sanitizer
+# answers too.
 sanitize: FLAVOR := -DCMAKE_BUILD_TYPE=RelWithDebInfo
 sanitize-quick: FLAVOR := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG='-Og -g1' \
   -DFASTDECODE_KERNEL_OPTIMIZATION='-Og -fno-sanitize=null,object-size,pointer-overflow'
-sanitize-quick: ADDRESS_FLAVOR := -DFASTDECODE_EMULATION=ON
-sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_SCALAR=ON
+sanitize-quick: ADDRESS_FLAVOR := $(if $(FASTDECODE_TEST_ALL),-DFASTDECODE_EMULATION=ON,-DFASTDECODE_KERNELS=scalar;avx2;neon)
+sanitize-quick: THREAD_FLAVOR := -DFASTDECODE_KERNELS=scalar
 sanitize sanitize-quick: $(TOOLS)
 	for kind in "address,undefined $(ADDRESS_FLAVOR)" "thread $(THREAD_FLAVOR)"; do set -- $$kind; \
 	  { $(call build,out/$@/$$1,-DFASTDECODE_SANITIZE=$$1 -DFASTDECODE_BUILD_TESTS=ON \
