@@ -55,12 +55,14 @@ class Journaled:
 
     @property
     def held(self) -> dict[int, list[HeldSequence]]:
-        """By R-worker; blocks that are shared have the same number."""
+        """By R-worker; blocks that are shared have the same number. The step that came next was not ended, which spoils
+        the states of prompts."""
+        prompts = {each.tail.cache_id for each in self.run.scheduler.store.residents.prompts.values()}
         found: dict[int, list[HeldSequence]] = {}
         numbers: dict[int, int] = {}
         for (worker, cache_id), each in self.run.naive.held.items():
             blocks = tuple(numbers.setdefault(id(block), len(numbers)) for block in each.blocks)
-            least = len(each.tokens) if each.state else 0
+            least = len(each.tokens) + (cache_id in prompts) if each.state else 0
             found.setdefault(worker, []).append(HeldSequence(cache_id, len(each.tokens), blocks, least))
         return found
 
