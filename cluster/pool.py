@@ -80,8 +80,32 @@ class PoolBackend:
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
         """All at once."""
         for worker in self.workers:
-            worker.open(layout)
-        return [worker.opened() for worker in self.workers]
+            with contextlib.suppress(WorkerLostError):  # which ``opened`` says again
+                worker.open(layout)
+        return [info for worker in list(self.workers) if (info := self._opened(worker))]
+
+    def _opened(self, worker: PoolWorker) -> RWorkerInfo | None:
+        """What ``worker`` says of itself; None where it is lost, and the others go on without it."""
+        try:
+            return worker.opened()
+        except WorkerLostError as error:
+            if len(self.workers) == 1 or not self._may_miss(worker):
+                raise
+            logger.warning("%s; the others go on without it", error)
+        worker.close()
+        self.workers.remove(worker)
+        self._expect(worker)
+        return None
+
+    def _may_miss(self, worker: PoolWorker) -> bool:
+        """Whether ``open`` goes on where ``worker`` is lost: it may come back."""
+        return self._takes_back and self._anew(worker, False) is not None
+
+    def _expect(self, gone: PoolWorker) -> None:
+        """Have ``gone``, which is lost, come back, where it can."""
+        if self._takes_back and (make := self._anew(gone, self._is_empty)):
+            self._returns = self._returns or Returns(self._layout)
+            self._returns.expect(make)
 
     def begin_step(self, plan: StepPlan) -> None:
         if self.workers and self._is_empty:
@@ -240,9 +264,7 @@ class PoolBackend:
         gone = self.workers[index]
         self.give_up(index)
         self._lost.append(index)
-        if self._takes_back and (make := self._anew(gone, self._is_empty)):
-            self._returns = self._returns or Returns(self._layout)
-            self._returns.expect(make)
+        self._expect(gone)
         if self._is_empty:
             raise self._none_left(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences go on from second copies, or are computed again on the others", error)

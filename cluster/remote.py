@@ -102,8 +102,9 @@ class RemoteWorker(PoolWorker):
         self._outputs: dict[int, tuple[int, tuple[np.ndarray, ...]]] = {}
 
     def anew(self) -> RemoteWorker:
-        """Return one of the same name that connects, or starts a process, as this one did."""
-        return RemoteWorker(self.name, self._connect, self._block_size, self._lease)
+        """Return one of the same name that connects, or starts a process, as this one did; it takes over nothing."""
+        lease = self._lease and msgspec.structs.replace(self._lease, follows="", any_run=False)
+        return RemoteWorker(self.name, self._connect, self._block_size, lease)
 
     def open(self, layout: KVLayout) -> None:
         self._layout = layout

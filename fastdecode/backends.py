@@ -299,7 +299,7 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     that takes. ConfigError where there is one R-worker for two copies."""
     placing = config.placing
     if not config.pool_listen:
-        placing.check_r_workers(len(workers))
+        placing.check_r_workers(max(len(workers), config.num_r_workers))  # one may be lost since
     num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
     one_piece = layout.has_states or not placing.may_cut
     block_size = workers[0].block_size

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +24,7 @@ from fastdecode.cluster.r_worker.lease import Lease, LeaseError
 from fastdecode.cluster.r_worker.session_journal import SessionJournal
 from fastdecode.cluster.wire.leases import MOST_JOURNAL_BYTES, AskedLease
 from fastdecode.cluster.wire.messages import Hello
-from fastdecode.core.errors import CapacityError, ConfigError, FrameError, SupersededError
+from fastdecode.core.errors import CapacityError, ConfigError, FrameError, SupersededError, WorkerLostError
 from fastdecode.journal.journal import KeptJournal
 from fastdecode.journal.records import Asked, Began, Chain, Record, Stepped
 
@@ -161,6 +163,25 @@ def test_two_r_workers_have_it(three: tuple[list[Any], list[str]]) -> None:
     assert then.copies() == []
     backend.close()
     second.close()
+
+
+def test_a_kept_session_opens_without_one_that_is_lost(
+    three: tuple[list[Any], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it is asked; where nothing is kept, and it cannot come back, that is an error."""
+    processes, addresses = three
+    processes[0].send_signal(signal.SIGSTOP)
+    threading.Timer(0.5, processes[0].kill).start()
+    backend = opened(addresses, "first")
+    assert [worker.name for worker in backend.workers] == addresses[1:]
+    copies = JournalCopies(backend)
+    copies.replace(b"abc")
+    assert copies.copies() == [b"abc"] * 2
+    copies.end(b"")
+    backend.close()
+    monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 0.3)
+    with pytest.raises(WorkerLostError, match=f"R-worker {addresses[0]} is lost"):
+        TcpBackend(addresses, contract.BLOCK_SIZE).open(contract.LAYOUT)
 
 
 @pytest.mark.parametrize(

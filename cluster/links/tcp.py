@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from fastdecode.api.settings import split_address
@@ -24,7 +25,7 @@ from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, proven, read_security
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import MAX_HELLO_BYTES, Hello, decode_hello, encode_refusal
-from fastdecode.core.errors import ConfigError, FrameError
+from fastdecode.core.errors import ConfigError, FrameError, WorkerLostError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo
 
@@ -60,7 +61,7 @@ class TcpBackend(PoolBackend):
         link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
         if lease is not None:
             link = partial(link, patience_seconds=LEASE_SECONDS)
-        self._in_order = in_order
+        self._in_order, self._keeps = in_order, lease is not None and lease.keep_seconds > 0
         seconds = [TAKE_SECONDS] * len(addresses)
         if lease is not None and lease.waits:
             seconds = [0.0] + [SETTLE_SECONDS] * (len(addresses) - 1)
@@ -76,10 +77,15 @@ class TcpBackend(PoolBackend):
         if not self._in_order:
             return super()._open_all(layout)
         infos = []
-        for worker in self.workers:
-            worker.open(layout)
-            infos.append(worker.opened())
-        return infos
+        for worker in list(self.workers):
+            with suppress(WorkerLostError):  # which ``opened`` says again
+                worker.open(layout)
+            infos.append(self._opened(worker))
+        return [info for info in infos if info]
+
+    def _may_miss(self, worker: PoolWorker) -> bool:
+        """See ``PoolBackend``; also of a session that is kept, which goes on whatever was killed with its engine."""
+        return self._keeps or super()._may_miss(worker)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
         return gone.anew if isinstance(gone, RemoteWorker) and gone.name in self._addresses else None

@@ -9,6 +9,7 @@ engine is a fork of this process, which has imported what it needs.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -60,6 +61,9 @@ START_SECONDS = 30.0
 
 END_SECONDS = 120.0
 """Most time until an engine that nothing befalls has answered a load."""
+
+PR_SET_PDEATHSIG = 1
+"""The signal of prctl(2) that a process gets when its parent ends."""
 
 Streams = dict[str, list[list[int]]]
 """By request what a client has of each sample."""
@@ -231,13 +235,17 @@ class _Workers:
 
 
 def _engine(drawn: Round, more: dict[str, Any], client: Path) -> int:
-    """Start an engine in a process group of its own; returns its id."""
+    """Start an engine in a process group of its own, which ends with this process; returns its id."""
     sys.stdout.flush()
+    campaign = os.getpid()
     if pid := os.fork():
         return pid
     status = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != campaign:  # it was killed before that
+            return os._exit(status)
         with (drawn.folder / "log").open("a") as log:
             os.dup2(log.fileno(), 2)
         _answer(drawn, more, client)
