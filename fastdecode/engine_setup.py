@@ -62,8 +62,7 @@ def make_scheduler(
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
     if config.tbt_target is not None and schedule.prefill is Prefill.CHUNKED:
-        room = min(worker.num_blocks for worker in r_workers) * config.block_size
-        step_time = calibrated or profile_steps(s_worker, len(r_workers), min(budget, model.max_model_len, room))
+        step_time = calibrated or profile_steps(s_worker, r_workers, min(budget, model.max_model_len))
         budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
     balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
     num_blocks = tuple(worker.num_blocks for worker in r_workers)
@@ -169,18 +168,26 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
     return max(least, token_budget(step_time, target_seconds, tile_tokens=CPU_TILE_TOKENS, most_tokens=most))
 
 
-def profile_steps(s_worker: SWorker, num_r_workers: int, most_tokens: int) -> MeasuredStepTime:
-    """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; nothing of them stays anywhere."""
+TRIAL_ID = 1 << 62
+"""Of no other sequence: R-workers may hold any of those of an engine before this one."""
+
+
+def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_tokens: int) -> MeasuredStepTime:
+    """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens, on the R-worker that has most room;
+    nothing of them stays anywhere."""
+    index = max(range(len(r_workers)), key=lambda each: r_workers[each].room_tokens)
+    most_tokens = min(most_tokens, r_workers[index].room_tokens)
     largest = min(CPU_TILE_TOKENS, max(most_tokens, 2))
     counts = [largest // 2, largest]
     while 2 * counts[-1] <= most_tokens:
         counts.append(2 * counts[-1])
-    return MeasuredStepTime(counts, [_step_seconds(s_worker, num_r_workers, count) for count in counts])
+    return MeasuredStepTime(counts, [_step_seconds(s_worker, index, len(r_workers), count) for count in counts])
 
 
-def _step_seconds(s_worker: SWorker, num_r_workers: int, num_tokens: int) -> float:
-    """The faster of two steps that compute ``num_tokens`` of a prompt."""
-    chunk = Chunk(0, 0, 0, [0] * num_tokens, attends=s_worker.layout.has_states, samples=False, is_decode=False)
+def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
+    """The faster of two steps that compute ``num_tokens`` of a prompt, on R-worker ``index``."""
+    attends = s_worker.layout.has_states
+    chunk = Chunk(TRIAL_ID, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
     seconds = []
     for _ in range(2):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import contract, r_workers
 
-from fastdecode import _rworker
+from fastdecode import SamplingParams, _rworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
@@ -26,7 +26,9 @@ from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.held import HeldSequence, KnownTokens
-from fastdecode.core.types import CONTROL, SPAN, Verb, WorkerPlan
+from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, Verb, WorkerPlan
+from fastdecode.engine import LLMEngine
+from fastdecode.engine_setup import profile_steps
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
 from fastdecode.scheduler.sequence import Sequence
@@ -188,6 +190,22 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
 def test_what_cannot_be_kept_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+def test_steps_are_timed_beside_what_is_kept() -> None:
+    """R-workers may hold any sequence of the engine before this one."""
+    engine = LLMEngine(EngineConfig(device="cpu", s_threads=1, r_threads=1, kv_cache_memory="8MiB", max_model_len=64))
+    try:
+        engine.add_request("0", "def f(x):", SamplingParams(max_tokens=9))
+        engine.step()
+        assert profile_steps(engine.world.s_worker, engine.world.r_workers, 32)(32, 0) > 0
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+        assert len(output.outputs[0].token_ids) == 9
+    finally:
+        engine.close()
+    held = tuple(HeldSequence(each, 20, (each, 2 + each)) for each in range(2))
+    assert RWorkerInfo("r", 10, 16, 1, "scalar", True, state_blocks=1, held=held).room_tokens == 3 * 16
 
 
 def rows() -> list[dict[str, Any]]:

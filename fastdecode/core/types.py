@@ -146,6 +146,12 @@ class RWorkerInfo:
     kept_of: str = ""
     epoch: int = 0
 
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of one more sequence that its free blocks hold beside a state."""
+        blocks = {block for each in self.held for block in each.blocks}
+        return (self.num_blocks - len(blocks) - self.state_blocks * (len(self.held) + 1)) * self.block_size
+
 
 @dataclass(frozen=True)
 class WorkerReport:

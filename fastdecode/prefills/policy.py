@@ -54,9 +54,9 @@ def timed_prefill_model(
 ) -> PrefillTimes:
     """The S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
     layout = model.layout
-    room = min(worker.num_blocks for worker in r_workers) * config.block_size
+    room = max(worker.room_tokens for worker in r_workers)
     num_tokens = min(TIMED_TOKENS, model.max_model_len, room, config.max_num_batched_tokens)
-    seconds = profile_steps(s_worker, len(r_workers), num_tokens)(num_tokens, 0) / len(layout.layers)
+    seconds = profile_steps(s_worker, r_workers, num_tokens)(num_tokens, 0) / len(layout.layers)
     attention = PromptAttentionTimes(_pair_seconds(model, make_cache), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens
     elements = max(layer.kv_elements_per_token for layer in model.whole_layout.layers)
