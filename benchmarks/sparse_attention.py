@@ -58,7 +58,7 @@ def measured(
         model_dtype="bfloat16",
         kv_dtype="bfloat16",
         block_size=BLOCK_SIZE,
-        num_blocks=num_tokens // BLOCK_SIZE + 2,
+        num_blocks=(num_tokens + options.repeats) // BLOCK_SIZE + 2,
         num_threads=options.threads,
         read_ahead=options.read_ahead,
     )

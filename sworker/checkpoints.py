@@ -20,9 +20,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.core.machine import return_free_memory
 from fastdecode.sworker import unpack
 
 logger = logging.getLogger(__name__)
+
+MAPPED_BYTES = 1 << 25
+"""Bytes that are read of a file until it is opened again; what they took, and what unpacking took, is free then."""
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 """Kinds of checkpoints that are unpacked here."""
@@ -39,14 +43,37 @@ class Weight:
         return self.read()
 
 
+class Files:
+    """The tensors of safetensors files, which are mapped into memory: of one file at a time, and a part of that."""
+
+    def __init__(self, files: list[str]) -> None:
+        """Note which file has which tensor."""
+        self.places: dict[str, str] = {}
+        for file in files:
+            with safe_open(file, "pt") as handle:
+                self.places |= dict.fromkeys(handle.keys(), file)
+        self._file, self._num_bytes = "", 0
+        self._handle: Any = None
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor that lies in the file still: what has been read of a file stays until all such are gone."""
+        file = self.places[name]
+        if file != self._file or self._num_bytes > MAPPED_BYTES:
+            self._handle, self._file, self._num_bytes = safe_open(file, "pt"), file, 0
+            return_free_memory()
+        tensor: torch.Tensor = self._handle.get_tensor(name)
+        self._num_bytes += tensor.nbytes
+        return tensor
+
+
 class Packed:
     """The tensors of a checkpoint's files, and how its weights are made of them."""
 
     def __init__(self, files: list[str], settings: Mapping[str, Any], dtype: torch.dtype) -> None:
         """``settings``: its ``quantization_config``; ``dtype``: of the weights that come out."""
         self.num_unpacked = 0
-        self._handles = [safe_open(file, "pt") for file in files]
-        self._places = {name: handle for handle in self._handles for name in handle.keys()}  # noqa: SIM118
+        self._files = Files(files)
+        self._places = self._files.places
         self._settings = settings
         self._dtype = dtype
 
@@ -64,7 +91,7 @@ class Packed:
             elif scale := next((name + each for each in ("_scale_inv", "_scale") if name + each in self._places), None):
                 found[name] = self._made(self._scaled, name, scale)
             elif not self._belongs(name, stem):
-                found[name] = Weight(partial(self._read, name))
+                found[name] = Weight(partial(self._copied, name))
         return found
 
     def _is(self, method: str) -> bool:
@@ -81,9 +108,12 @@ class Packed:
         ends = ("_scale_inv", "_scale", "_scales", "_zero_point", "_g_idx")
         return name.endswith(ends)
 
+    def _copied(self, name: str) -> torch.Tensor:
+        """A plain tensor, apart from its file, whose packed ones would stay in memory with it."""
+        return self._read(name).clone()
+
     def _read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._places[name].get_tensor(name)
-        return tensor
+        return self._files.read(name)
 
     def _read_all(self, stem: str, *leaves: str) -> list[Any]:
         names = [f"{stem}.{leaf}" for leaf in leaves]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-PART_ELEMENTS = 1 << 20
+PART_ELEMENTS = 1 << 18
 """Elements of a weight that are unpacked at once: what they take meanwhile, some 16 bytes each, is little."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker import unpack
+from fastdecode.sworker import checkpoints, unpack
 from fastdecode.sworker.loader import load_hf_config, load_model
 from fastdecode.sworker.sharding import Rank, shard
 
@@ -189,6 +190,31 @@ def test_packed_weights_are_those_unpacked(
         shard(each, load_hf_config(EngineConfig(model=str(folder))), Rank(1, 2, None))
     assert sum(map(torch.numel, model.parameters())) < sum(map(torch.numel, found.values()))
     assert all(torch.equal(*pair) for pair in zip(whole.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_weights_are_unpacked_one_layer_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no two layers are there experts apart at once, and of files no more than the tensors that are under way."""
+    _, packed = saved("fp8", tmp_path)
+    mapped: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    made: weakref.WeakKeyDictionary[torch.Tensor, str] = weakref.WeakKeyDictionary()
+    layers: list[set[str]] = []
+
+    def map_one(files: Any, name: str, own: Any = checkpoints.Files.read) -> torch.Tensor:
+        mapped.add(tensor := own(files, name))
+        assert len(mapped) <= 2  # numbers, and their scales
+        return tensor
+
+    def make_one(weights: Any, name: str, *parts: str, own: Any = checkpoints.Packed._scaled) -> torch.Tensor:
+        made[tensor := own(weights, name, *parts)] = name
+        layers.append({each.split(".")[2] for each in made.values() if ".experts." in each})
+        return tensor
+
+    monkeypatch.setattr(checkpoints, "MAPPED_BYTES", 1 << 12)
+    monkeypatch.setattr(checkpoints.Files, "read", map_one)
+    monkeypatch.setattr(checkpoints.Packed, "_scaled", make_one)
+    loaded(packed)
+    assert not mapped and len(set().union(*layers)) == 3 and max(map(len, layers)) == 1
 
 
 def test_integers_are_read_as_they_are_packed() -> None:

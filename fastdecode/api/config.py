@@ -92,7 +92,8 @@ class EngineConfig:
     )  # fmt: skip
     latent_absorption: str = setting(
         "auto", "who multiplies K and V of latent attention (MLA) with queries and outputs: the S-worker, or the "
-        "R-workers, which hold them then and to which less travels", BATCHING, choices=("s", "r", "auto"),
+        "R-workers, which hold them then and to which less travels; prefill workers multiply their own", BATCHING,
+        choices=("s", "r", "auto"),
         unset="auto: s, or r where --profile has measured that it answers sooner",
     )  # fmt: skip
     kv_cache_memory: int | str | None = setting(
