@@ -233,7 +233,8 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
             any_run = config.journal == ON_R_WORKERS
             before = f"{model} " if any_run else before
             lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists, any_run=any_run)
-        return TcpBackend(spec.addresses, config.block_size, *guard, lease, in_order=config.stands_by)
+        may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1  # ranks' pools are alike
+        return TcpBackend(spec.addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
 
     if spec.kind == "join":
         from fastdecode.cluster.links.tcp import JoiningBackend

@@ -28,6 +28,7 @@ from fastdecode.backends import (
     with_key_of,
 )
 from fastdecode.core.errors import BackendError
+from fastdecode.core.held import KnownTokens
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
@@ -228,18 +229,28 @@ def _make_journal(config: EngineConfig, model: SModel, pool: _Pool, run: Run, cl
 
 
 def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, keeps: bool) -> None:
-    """Keep what R-workers hold of sequences that ``journal`` knows, and have them forget the rest; from here on note
-    what an engine after this one has to know, where R-workers are to keep it (``keeps``)."""
+    """Adopt what R-workers hold of sequences that ``journal`` knows; from here on note what an engine after this one
+    has to know, where R-workers are to keep it (``keeps``)."""
     scheduler.store.names.is_wanted = keeps
     held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
-    if not held:
-        if keeps and any(known.token_ids for known in journal.cached_tokens(whole_prompts=True).values()):
-            logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
-        return
+    placing = scheduler.limits.placing
+    in_one_place = not placing.twice and placing.segment_tokens == UNLIMITED
+    known = journal.cached_tokens(in_one_place)
+    if held:
+        _adopt(scheduler, r_workers, journal, known)
+    elif keeps and any(each.token_ids for each in known.values()):
+        logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
+    if keeps and not in_one_place:
+        # else rows that attended on an R-worker which is lost in their first step would count as right until its end
+        adopted = {each.sequence_id: scheduler.store.prefixes.num_adopted(each.sequence_id) for each in known.values()}
+        journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
+
+
+def _adopt(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, known: dict[int, KnownTokens]) -> None:
+    """Keep what R-workers hold of sequences of ``known`` tokens, and have them forget the rest."""
+    held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
     ends = (1 + each.cache_id for several in held.values() for each in several)
     journal.next_sequence_id = max(journal.next_sequence_id, *ends)
-    placing = scheduler.limits.placing
-    known = journal.cached_tokens(not placing.twice and placing.segment_tokens == UNLIMITED)
     lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
     foreign = {index: held.pop(index) for index in list(held) if not _wrote(journal, r_workers[index])}
     scheduler.store.prefixes.adopt(foreign, {}, lowest_name)

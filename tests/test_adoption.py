@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,14 @@ import pytest
 from helpers.examples import SEES_ALL
 from helpers.scheduler_harness import AMPLE, Job, Run
 
+from fastdecode.build import _go_on
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.placing import WHOLE, Placing
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.journal.journal import KeptJournal
 from fastdecode.journal.past import Past, pasts_of
-from fastdecode.journal.records import Asked, Placed, Record, Stepped
+from fastdecode.journal.places import Folder
+from fastdecode.journal.records import Asked, Began, Chain, Placed, Record, Stepped, read
 
 PLACINGS = {"whole": WHOLE, "copies": Placing(copies=2), "ranges": Placing(32), "both": Placing(32, 2)}
 
@@ -38,7 +43,8 @@ class Journaled:
         self.run = Run(schedule, limits, jobs)
         self.run.scheduler.store.names.is_wanted = True
         self.records: list[Record] = [
-            Asked(100 * number, "", None, job.prompt, {"n": len(job.lengths)}) for number, job in enumerate(jobs)
+            Asked(100 * number, str(number), None, job.prompt, {"n": len(job.lengths)})
+            for number, job in enumerate(jobs)
         ]
         self._written = Counter[int]()
 
@@ -94,6 +100,50 @@ def go_on(first: Journaled, second: Journaled, pasts: dict[int, Past], whole_pro
             run.scheduler.add(member)
     run.to_the_end()
     return again
+
+
+@pytest.mark.parametrize("name", ["copies", "ranges", "both"])
+def test_rows_of_a_first_step_are_not_known_before_it_is_written(name: str, tmp_path: Path) -> None:
+    """An R-worker is lost with its engine. The next one may lose another in its first step, so that rows of it are
+    wrong, and be killed before it says so: the third takes nothing that was not there before that step."""
+    num_cut = 0
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        limits = replace(
+            AMPLE, block_size=4, num_blocks=(1000,) * 3, bandwidths=(1.0,) * 3, placing=PLACINGS[name],
+            max_model_len=200, prefix_caching=True, max_num_batched_tokens=64,
+        )  # fmt: skip
+        jobs = jobs_of(rng)
+        first = Journaled(limits, jobs)
+        for _ in range(12):
+            first.one_step()
+        first.run.naive.lose(seed)
+        (folder := tmp_path / str(seed)).mkdir()
+        (folder / "journal").write_bytes(Chain().encode([Began("model", "first"), *first.records]))
+        journal = KeptJournal(Folder(str(folder)), "model", "second")
+        held = first.held
+        infos = [RWorkerInfo(str(at), 1000, 4, 1, "scalar", True, held=tuple(held.get(at, ()))) for at in range(3)]
+        _go_on(Run("stall-free", limits, jobs).scheduler, infos, journal, keeps=True)
+        journal.close()
+        for past in pasts_of(read((folder / "journal").read_bytes())[0]).values():
+            num_cut += cut_of(past, [each for one in held.values() for each in one])
+    assert (num_cut > 0) == (name == "ranges")
+
+
+def cut_of(past: Past, held: list[HeldSequence]) -> int:
+    """How many sequences of ``past`` that decode are not all there; what is known of each must be ``held``."""
+    known, num_cut = past.cached_tokens(False), 0
+    for sequence_id, sample in enumerate(past.samples, past.asked.sequence_id):
+        if not sample.token_ids or sample.ended:
+            continue
+        pieces = [(known[it.cache_id], it.num_tokens) for it in held if it.cache_id in known]
+        num_there = 0
+        for start in range(0, 200, 32):
+            here = [size for piece, size in pieces if (piece.sequence_id, piece.start) == (sequence_id, start)]
+            num_there += max(here, default=0) if num_there == start else 0
+        assert len(known[sequence_id].token_ids) <= num_there
+        num_cut += num_there < len(past.asked.prompt_token_ids + sample.token_ids) - 1
+    return num_cut
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_the_copy_that_was_written_last_counts(copies: list[tuple[int, int, int,
 
 def opened(addresses: list[str], run: str) -> TcpBackend:
     lease = AskedLease("s", f"model {run}", "model ", 60.0, any_run=True)
-    backend = TcpBackend(addresses, contract.BLOCK_SIZE, lease=lease)
+    backend = TcpBackend(addresses, contract.BLOCK_SIZE, lease=lease, may_miss=True)
     backend.open(contract.LAYOUT)
     return backend
 

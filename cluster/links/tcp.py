@@ -46,6 +46,7 @@ class TcpBackend(PoolBackend):
     ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear. ``silence_seconds``: after which
     an R-worker is lost; one that listens again later is taken again. ``lease``: what R-workers are asked to keep.
     ``in_order``: they are opened one after another, so that of two that want them the first R-worker's choice has all.
+    ``may_miss``: ``open`` goes on without those that are lost, as where they were killed with the engine before.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class TcpBackend(PoolBackend):
         silence_seconds: float = SILENCE_SECONDS,
         lease: AskedLease | None = None,
         in_order: bool = False,
+        may_miss: bool = False,
     ) -> None:
         link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
         if lease is not None:
             link = partial(link, patience_seconds=LEASE_SECONDS)
-        self._in_order, self._keeps = in_order, lease is not None and lease.keep_seconds > 0
+        self._in_order, self._misses = in_order, may_miss
         seconds = [TAKE_SECONDS] * len(addresses)
         if lease is not None and lease.waits:
             seconds = [0.0] + [SETTLE_SECONDS] * (len(addresses) - 1)
@@ -84,8 +86,8 @@ class TcpBackend(PoolBackend):
         return [info for info in infos if info]
 
     def _may_miss(self, worker: PoolWorker) -> bool:
-        """See ``PoolBackend``; also of a session that is kept, which goes on whatever was killed with its engine."""
-        return self._keeps or super()._may_miss(worker)
+        """See ``PoolBackend``."""
+        return self._misses or super()._may_miss(worker)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
         return gone.anew if isinstance(gone, RemoteWorker) and gone.name in self._addresses else None

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from fastdecode.api.request import Completion, Request
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
-from fastdecode.core.held import KnownTokens
+from fastdecode.core.held import KnownTokens, Reached
 from fastdecode.journal.past import Past, asked, pasts_of
 from fastdecode.journal.places import FILE, Place
 from fastdecode.journal.records import Began, Chain, Dropped, Placed, Record, Run, Stepped, TokenLogprobs, read
@@ -66,6 +66,10 @@ class Journal:
 
     def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
         """A step was committed, and these requests have got tokens, or an end; what lies where is in ``notes``."""
+
+    def reached(self, counts: Mapping[int, int]) -> None:
+        """So many tokens of sequences of the engine before this one are cached, and right: what this one computes is
+        said as it does."""
 
     def dropped(self, request: Request) -> None:
         """``request`` was aborted."""
@@ -138,6 +142,10 @@ class KeptJournal(Journal):
         records: list[Record] = [step] if step.tokens or step.ended else []
         if records := [*records, *_placed(notes)]:
             self._write(records)
+
+    def reached(self, counts: Mapping[int, int]) -> None:
+        if counts:
+            self._write([Placed([], [Reached(*each) for each in counts.items()])])
 
     def dropped(self, request: Request) -> None:
         for each in request.completions:

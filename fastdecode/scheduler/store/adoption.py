@@ -49,7 +49,7 @@ class Adoption:
 
     def hits(self, sequence: Sequence) -> dict[int, Hit]:
         """What R-workers have of ``sequence`` itself, each the same; of several segments that which has the last."""
-        pieces = self.pieces(sequence)
+        pieces = self.pieces(sequence.sequence_id)
         if not pieces:
             return {}
         num_blocks, num_tokens = sum(each.num_blocks for each in pieces), sum(each.num_tokens for each in pieces)
@@ -60,15 +60,15 @@ class Adoption:
             and self._hit(prefix).num_tokens == pieces[-1].num_tokens
         }
 
-    def pieces(self, sequence: Sequence) -> list[Hit]:
-        """What there is of each segment, up to the first that is not whole."""
-        by_start = self._names.get(sequence.sequence_id, {})
+    def pieces(self, sequence_id: int) -> list[Hit]:
+        """What there is of each segment of a sequence, up to the first that is not whole."""
+        by_start = self._names.get(sequence_id, {})
         pieces: list[Hit] = []
         while by_start and all(each.num_tokens == self._segment_tokens for each in pieces[-1:]):
             found = [self._hit(each) for each in self._prefixes(by_start.get(len(pieces) * self._segment_tokens, ()))]
             if not found:
                 break
-            pieces.append(max(found, key=lambda hit: (hit.num_tokens, hit.prefix.prefix_id == sequence.sequence_id)))
+            pieces.append(max(found, key=lambda hit: (hit.num_tokens, hit.prefix.prefix_id == sequence_id)))
         return pieces
 
     def is_of(self, sequence: Sequence, prefix: Prefix) -> bool:

@@ -117,7 +117,7 @@ class PrefixCache:
 
     def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
         """Return what ``hit`` has of each range of ``sequence``."""
-        if own := self._adoption.pieces(sequence):
+        if own := self._adoption.pieces(sequence.sequence_id):
             return [*own[:-1], own[-1]._replace(prefix=hit.prefix)]
         whole = self.segment_tokens // self._workers.block_size
         ends = range(whole, hit.num_blocks, whole)
@@ -217,6 +217,10 @@ class PrefixCache:
         names = (each.cache_id for several in held.values() for each in several)
         self._ids = itertools.count(min((lowest_name, *names)) - 1, -1)
         return self._adoption.adopt(held, known if self.enabled else {})
+
+    def num_adopted(self, sequence_id: int) -> int:
+        """Tokens of a sequence, from its first one on, that R-workers have of an engine before this one."""
+        return sum(each.num_tokens for each in self._adoption.pieces(sequence_id))
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
         """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens: it is wrong."""
