@@ -129,7 +129,7 @@ arm-python: $(STAMP)
 	for cpu in $(ARM_CPUS); do echo "as $$cpu:"; \
 	  PYTHONPATH=tests QEMU_CPU=$$cpu out/arm-python/python -m pytest -q -p no:cacheprovider tests/rworker \
 	  --ignore tests/rworker/test_picks.py --ignore tests/rworker/test_states.py || exit 1; done
-	out/arm-python/python fuzz/unguided.py --runs 300
+	PYTHONPATH=fuzz out/arm-python/python fuzz/unguided.py --runs 100
 	FASTDECODE_TEST_R_WORKER=$$PWD/out/arm-python/fastdecode FASTDECODE_TEST_BACKENDS=tcp FASTDECODE_ISA=scalar \
 	  $(BIN)/pytest -q --timeout 1200 tests/test_backends.py tests/test_hostile_peers.py
 	FASTDECODE_ARM=$$PWD/out/arm-python/fastdecode $(BIN)/pytest -q -rP --timeout 1200 tests/test_arm.py
