@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import model_zoo
+from helpers import model_zoo, r_workers
 from helpers.examples import SEES_ALL
 from helpers.ports import free_port
 from helpers.processes import children_of
@@ -160,6 +162,34 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(RankLostError, match=rf"rank 1 \(process {rank} "):
             llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_a_session_outlives_a_lost_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The job ends without a word to the R-workers that rank 0 has, so the next one goes on with what all have kept."""
+    job = job_of("llama-gqa", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    kept = {"session": "s", "keep_session": 60.0, "journal": str(tmp_path / "journal"), "tensor_parallel_size": 2}
+    settings = {name: value for name, value in SETTINGS.items() if name not in ("kv_cache_memory", "r_threads")} | kept
+    found: dict[str, list[int]] = {}
+    with ExitStack() as stack:
+        addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
+        for is_first in (True, False):
+            with LLM(job["folder"], skip_tokenizer_init=True, r_workers=addresses, **settings) as llm:
+                for number, prompt in enumerate(job["prompts"]):
+                    llm.engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+                while llm.engine.has_unfinished_requests():
+                    found |= {each.request_id: list(each.outputs[0].token_ids) for each in llm.engine.step()}
+                    if is_first and min(map(len, found.values())) > 9:
+                        (rank,) = children_of(os.getpid(), "tensor_parallel.process")
+                        os.kill(rank, signal.SIGKILL)
+                        with pytest.raises(RankLostError, match=rf"rank 1 \(process {rank} "):
+                            [llm.engine.step() for _ in range(9)]
+                        break
+    assert [found[str(number)] for number in range(len(job["prompts"]))] == expected("llama-gqa", 32)
+    num_known = sum(map(len, job["prompts"])) + 9 * len(job["prompts"])
+    (num_kept,) = re.findall("has kept ([0-9]+) tokens of the session", caplog.text)
+    assert int(num_kept) >= num_known
 
 
 @pytest.mark.thorough  # others are lost above
