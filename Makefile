@@ -45,13 +45,13 @@ model: $(STAMP)
 
 # Side by side; sanitizers, which need no package, beside the installation, too. Some tests wait for other processes,
 # compilers and mypy never do; so one process more than there are cores. Each costs some 4 seconds of CPU time for its
-# imports, or 10 where tests have no bytecode yet.
+# imports, or 10 where tests have no bytecode yet. One that crashes ends the run.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 test:
 	$(MAKE) -j4 lint sanitize-quick emulated arm-quick pytest
 
 pytest: $(STAMP)
-	$(BIN)/pytest -q -n $(WORKERS)
+	$(BIN)/pytest -q -n $(WORKERS) --max-worker-restart 0
 
 # All that is drawn at random, and tests marked thorough; `make test` looks at an eighth of the properties' examples, and
 # a sixteenth of the traces.

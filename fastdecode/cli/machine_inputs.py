@@ -7,16 +7,14 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import parse_bytes
 from fastdecode.cli.assumptions import absorption_lines, figures, rank_lines, state_lines, token_lines, window_lines
 from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
+from fastdecode.cli.shape_inputs import asked_shape, gpu_kv_bytes, kv_dtype_of, mean_row_bytes, profiled_shape
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
-from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, find_cpu_host, find_gpu, parse_link
-from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
@@ -67,24 +65,6 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     return _from_profile(args) if args.profile else _from_names(args)
 
 
-def named_shape(name: str) -> ModelShape:
-    """``find_shape``, of a GGUF file too; only that needs transformers."""
-    if Path(name).suffix != ".gguf":
-        return find_shape(name)
-    from fastdecode.sworker.loader import model_shape
-
-    return model_shape(EngineConfig(model=name))
-
-
-def asked_shape(args: argparse.Namespace) -> ModelShape:
-    """The shape of ``--model``, its states in the dtype that is asked for, its latents absorbed where it is."""
-    dtype = args.mamba_ssm_cache_dtype
-    shape = named_shape(args.model).with_state_dtype("float32" if dtype == "auto" else dtype)
-    if args.latent_absorption == "r" and not shape.latent:
-        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {shape.name} has none")
-    return shape.absorbing(args.latent_absorption == "r")
-
-
 def _from_names(args: argparse.Namespace) -> PlanInputs:
     for name in ("model", "gpu", "cpu"):
         if getattr(args, name) is None:
@@ -95,7 +75,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     shape, host = asked_shape(args), shared_host(args, find_cpu_host(args.cpu))
     one, group = find_gpu(args.gpu), rank_group(args, find_gpu(args.gpu))
     gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
-    kv_dtype = _kv_dtype(args, shape)
+    kv_dtype = kv_dtype_of(args, shape)
     link = parse_link(args.link or DEFAULT_LINK)
     memory = _beside_weights(
         parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes)), of_rank
@@ -131,7 +111,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
         raise ConfigError("cpu and profile are two ways to say how fast an R-worker is; give one")
     profile = load_profile(args.profile)
     shape = profiled_shape(args, profile).absorbing(args.latent_absorption == "r")
-    kv_dtype = _kv_dtype(args, shape)
+    kv_dtype = kv_dtype_of(args, shape)
     r_part = profile.measured_r_part(kv_dtype, shape=shape, num_ranks=args.tensor_parallel_size)
     memory = _memory(args)
     if memory:
@@ -182,7 +162,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
         raise ConfigError(f"num_layers is {args.num_layers}, and {shape.name} has {shape.num_layers}")
     rows = max(round(args.mini_batch_size * _workload(args).rows_per_output_token), 1)
     s_part = MeasuredSPart((rows,), (args.s_part_seconds,), (0.0,))
-    kv_dtype = _kv_dtype(args, shape) if shape else "auto"
+    kv_dtype = kv_dtype_of(args, shape) if shape else "auto"
     rates = (parse_link(args.link),) if args.link else ()
     planner = _planner(
         args, shape, kv_dtype, s_part, _of_read_rows(args, shape, RPart(args.r_part_seconds_per_token)), rates,
@@ -217,7 +197,7 @@ def _planner(
     workload = _workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
     share = shape.read_share(kv_dtype, workload.read_share(shape.windows, shape.chunked)) if shape else 1.0
-    row_bytes = _mean_row_bytes(shape, workload) if shape else 0.0
+    row_bytes = mean_row_bytes(shape, workload) if shape else 0.0
     return Planner(
         workload=workload,
         num_layers=shape.num_layers if shape else args.num_layers,
@@ -268,15 +248,6 @@ def _server(planner: Planner, shape: ModelShape, kv_dtype: str, gpu: Gpu, group:
     return server
 
 
-def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[float, float]:
-    """Bytes of a token that GPUs alone hold, and the part of them that a step reads.
-
-    They free what no window sees; what an index did not pick may be picked in the next step.
-    """
-    held = shape.kv_bytes_per_token(kv_dtype)
-    return (held, read_share) if shape.index else (read_share * held, 1.0)
-
-
 def _of_read_rows(
     args: argparse.Namespace,
     shape: ModelShape | None,
@@ -308,18 +279,6 @@ def _workload(args: argparse.Namespace) -> Workload:
     return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len, remote_prompts)
 
 
-def _mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
-    """A prompt's rows attend on the S-worker, and send k and v alone; those of hybrids attend on R-workers."""
-    if shape.state:
-        return shape.attending_row_bytes
-    of_prompt = 1.0 - 1.0 / workload.rows_per_output_token
-    return shape.attending_row_bytes * (1.0 - of_prompt) + shape.appending_row_bytes * of_prompt
-
-
-def _kv_dtype(args: argparse.Namespace, shape: ModelShape) -> str:
-    return shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-
-
 def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
     """And the host's own time in a step, as measured."""
     (none, per_row), (one, _) = (profile.step_overhead_seconds(None, number, planner.num_ranks) for number in (0, 1))
@@ -345,12 +304,3 @@ def shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
 
 def _memory(args: argparse.Namespace) -> int | None:
     return parse_bytes("kv_cache_memory", args.kv_cache_memory) if args.kv_cache_memory else None
-
-
-def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
-    """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
-    if args.model is None:
-        return profile.shape
-    shape = asked_shape(args)
-    check_alike(profile, shape)
-    return shape

@@ -14,7 +14,8 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import PLACING, SCHEDULE
 from fastdecode.cli.machine_flags import BARE_FLAGS
-from fastdecode.cli.machine_inputs import PlanInputs, asked_shape, gpu_kv_bytes, rank_group, read_inputs
+from fastdecode.cli.machine_inputs import PlanInputs, rank_group, read_inputs
+from fastdecode.cli.shape_inputs import asked_shape, gpu_kv_bytes
 from fastdecode.cli.simulate_events import read_timeline
 from fastdecode.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.cli.variants.speculative_decoding import read_drafting

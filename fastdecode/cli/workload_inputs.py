@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdecode.cli.machine_inputs import named_shape
+from fastdecode.cli.shape_inputs import named_shape
 from fastdecode.core.errors import ConfigError
 from fastdecode.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.simulate import SimulatedWorkload

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
-from fastdecode.cli.machine_inputs import named_shape, profiled_shape
+from fastdecode.cli.shape_inputs import named_shape, profiled_shape
 from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.hardware import find_gpu, parse_link

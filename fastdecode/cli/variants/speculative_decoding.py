@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.cli.flags import json_object
-from fastdecode.cli.machine_inputs import PlanInputs, named_shape
+from fastdecode.cli.machine_inputs import PlanInputs
+from fastdecode.cli.shape_inputs import named_shape
 from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError
 from fastdecode.drafting.speculative_config import SpeculativeConfig

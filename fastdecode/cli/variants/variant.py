@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from fastdecode.cli.machine_inputs import PlanInputs, named_shape, read_inputs
+from fastdecode.cli.machine_inputs import PlanInputs, read_inputs
+from fastdecode.cli.shape_inputs import named_shape
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile_json import load_profile
