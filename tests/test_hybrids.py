@@ -18,6 +18,7 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
+from fastdecode.backends import pool_layout
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.metrics import StepRecord
@@ -256,6 +257,16 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
 def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved: Any) -> None:
     with pytest.raises(ConfigError, match=f"{setting}: (this model keeps a state|states lie on R-workers)"):
         make_llm(saved("lfm2")[0], r_workers="inproc:2", **{setting: value})
+
+
+@pytest.mark.parametrize(("drafts", "kept_rows"), [({}, 1), ({"method": "ngram", "num_speculative_tokens": 4}, 5)])
+def test_r_workers_that_keep_sessions_keep_a_row_beside_states(drafts: dict[str, Any], kept_rows: int) -> None:
+    state = StateLayout("window", 0, 0, 3, 0, False, False, 64, b"")
+    layout = KVLayout((LayerLayout(1, 1, 16, 16, 1.0, state=state),), "float32", "float32")
+    kept = {"r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0}
+    told = [pool_layout(EngineConfig(speculative_config=drafts, **each), layout) for each in ({}, kept)]
+    assert [each.layers[0].state.keeps_single for each in told] == [False, True]
+    assert told[1].layers[0].state.kept_rows == kept_rows
 
 
 @pytest.mark.parametrize(("widths", "message"), [((64,), "no layer of this model attends"), ((0, 64, 32), "several")])

@@ -45,6 +45,8 @@ KINDS = {
     "the engine of a hybrid": "R-workers at host:port go on",
     "the engine and its prefill worker": "R-workers at host:port go on",
     "an engine of chats": "R-workers at host:port go on",
+    "the engine of a hybrid and one of two R-workers": "started again, empty",
+    "the engine of a hybrid and its prefill worker": "R-workers at host:port go on",
 }
 """What is killed, and what becomes of R-workers."""
 
