@@ -63,6 +63,7 @@ class PrefixCache:
         """
         if own := self._adoption.hits(sequence):
             return own
+        self._adoption.close(sequence)  # of which there is no beginning, and whose name is given anew
         found = self._index.longest(sequence, self._usable(sequence))
         return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}
 
