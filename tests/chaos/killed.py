@@ -177,11 +177,13 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
     with ExitStack() as cleanup:
         workers = _Workers(drawn, cleanup)
         journal = {"journal": str(drawn.folder / "journal")}
+        in_memory = (extra or {}).get("journal") == "r-workers"
         while found.counts["kills"] < most_kills and found.counts["failed"] < MOST_FAILED:
+            had = _size(drawn.client)
             pid = _engine(drawn, {**journal, **workers.settings(), **(extra or {})}, drawn.client)
             if _kill(pid, drawn, rng):
                 found.counts["kills"] += 1
-                workers.befall(rng)
+                workers.befall(rng, spared=in_memory and _size(drawn.client) == had)
             elif os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0:  # type: ignore[union-attr]
                 break
             else:
@@ -213,12 +215,15 @@ class _Workers:
         ranks = {"tensor_parallel_size": self._num_ranks}
         return {"r_workers": addresses, "session": self._name, "keep_session": 60.0, **ranks}
 
-    def befall(self, rng: random.Random) -> None:
-        """The engine was killed just now."""
+    def befall(self, rng: random.Random, spared: bool) -> None:
+        """The engine was killed just now. ``spared``: R-workers are, for perhaps one alone has the journal: the other
+        was killed before, and no engine has taken a step since."""
         if "of one again" in self._kind:
             self._num_ranks = 3 - self._num_ranks
         if "one of two" in self._kind:
             index = rng.randrange(len(self._running))
+            if spared:
+                return
             process, address, one = self._running[index]
             process.kill()
             one.close()
