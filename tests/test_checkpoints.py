@@ -126,10 +126,10 @@ FORMATS: dict[str, tuple[str, Callable[[str, torch.Tensor], tuple[Tensors, torch
 }
 
 
-def saved(kind: str, folder: Path) -> tuple[Path, Path]:
-    """Save a tiny model packed, and the same weights plain."""
-    model_type, pack, settings = FORMATS[kind]
-    config = tiny_config(model_type)
+def saved(kind: str, folder: Path, model_type: str = "") -> tuple[Path, Path]:
+    """Save a tiny model packed, by default of the format's own type, and the same weights plain."""
+    own_type, pack, settings = FORMATS[kind]
+    config = tiny_config(model_type or own_type)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain, packed = folder / "plain", folder / "packed"
     model_zoo.randomised(model, 0.15).save_pretrained(plain)
@@ -159,7 +159,7 @@ def saved(kind: str, folder: Path) -> tuple[Path, Path]:
 def _is_packed(kind: str, name: str, tensor: torch.Tensor) -> bool:
     if kind == "mxfp4":
         return name.endswith(("gate_up_proj", "down_proj"))
-    return name.endswith("proj.weight") and tensor.ndim == 2
+    return name.endswith("proj.weight") and tensor.ndim == 2 and (kind == "fp8" or tensor.shape[1] % GROUP == 0)
 
 
 def loaded(folder: Path, **settings: Any) -> Any:
@@ -167,13 +167,19 @@ def loaded(folder: Path, **settings: Any) -> Any:
     return load_model(config, load_hf_config(config))
 
 
+LATENT = [(kind, "deepseek_v3") for kind in ("awq", "gptq", "int4", "int8")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [*((kind, "") for kind in FORMATS), *(pytest.param(*each, marks=pytest.mark.thorough) for each in LATENT)],
+)
 def test_packed_weights_are_those_unpacked(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kind: str, model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit, in float32 and rounded once in bfloat16, at once and in parts, and a rank's part of them."""
-    plain, packed = saved(kind, tmp_path)
+    plain, packed = saved(kind, tmp_path, model_type)
     for dtype, part_elements in (("float32", unpack.PART_ELEMENTS), ("bfloat16", 1 << 11)):
         monkeypatch.setattr(unpack, "PART_ELEMENTS", part_elements)
         whole = loaded(plain, dtype=dtype)
