@@ -5,16 +5,49 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.pool_workers import PoolWorker
-from fastdecode.cluster.wire.leases import MOST_JOURNAL_BYTES
+from fastdecode.cluster.calls import Calls
+from fastdecode.cluster.wire.frames import Kind
+from fastdecode.cluster.wire.leases import FIRST_BYTE, MOST_JOURNAL_BYTES
+from fastdecode.cluster.wire.messages import NUM_BYTES
 from fastdecode.core.errors import WorkerLostError, interrupts_deferred
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.pool_workers import PoolWorker
 
 COPIES = 2
 
 logger = logging.getLogger(__name__)
+
+
+class RemoteJournal:
+    """A session's journal in the memory of an R-worker in another process, with the errors of ``PoolWorker``."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._num_bytes = 0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its R-worker is neither closed nor lost, as far as this side knows."""
+        return self._calls.link is not None and not self._calls.lost
+
+    def record(self, start: int, data: bytes) -> None:
+        """Send bytes of the journal from byte ``start`` on, its end, or 0: all of it anew."""
+        self._num_bytes = start + len(data)
+        self._calls.send(Kind.RECORD, FIRST_BYTE.pack(start), data)
+
+    def recorded(self) -> None:
+        """Wait for the answer to ``record``."""
+        num_bytes = self._calls.number(self._calls.answer(Kind.RECORDED), NUM_BYTES)
+        if num_bytes != self._num_bytes:
+            raise self._calls.lose(f"it has {num_bytes:,} bytes of a journal of {self._num_bytes:,}")
+
+    def recall(self) -> bytes:
+        """The journal there, "" where there is none."""
+        return self._calls.ask(Kind.RECALL, b"", Kind.RECALLED, bytes, MOST_JOURNAL_BYTES)
 
 
 class JournalCopies:
@@ -40,7 +73,7 @@ class JournalCopies:
         found = []
         for worker in self._able():
             try:
-                found.append(worker.recall())
+                found.append(_of(worker).recall())
             except WorkerLostError as error:
                 logger.warning("%s", error)
         return [each for each in found if each]
@@ -74,7 +107,7 @@ class JournalCopies:
             raise OSError(errno.EFBIG, f"{num_bytes:,} bytes are more than an R-worker keeps, {MOST_JOURNAL_BYTES:,}")
 
     def _able(self) -> list[PoolWorker]:
-        return [worker for worker in self._pool.workers if worker.keeps_journals]
+        return [worker for worker in self._pool.workers if worker.journal and worker.journal.is_there]
 
     def _spread(self) -> None:
         """Until ``COPIES`` have it, or no other R-worker is left."""
@@ -90,8 +123,14 @@ class JournalCopies:
 
 def _told(workers: Iterable[PoolWorker], start: int, data: bytes) -> list[PoolWorker]:
     """Those of ``workers`` that have ``data`` now; one that is lost is not among them."""
-    sent = [worker for worker in workers if _did(worker.record, start, data)]
-    return [worker for worker in sent if _did(worker.recorded)]
+    sent = [worker for worker in workers if _did(_of(worker).record, start, data)]
+    return [worker for worker in sent if _did(_of(worker).recorded)]
+
+
+def _of(worker: PoolWorker) -> RemoteJournal:
+    if worker.journal is None:
+        raise ValueError(f"R-worker {worker.name} keeps no journals")
+    return worker.journal
 
 
 def _did(act: Callable[..., None], *values: Any) -> bool:

@@ -20,6 +20,7 @@ from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
 
 if TYPE_CHECKING:
+    from fastdecode.cluster.journal_copies import RemoteJournal
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
@@ -89,21 +90,9 @@ class PoolWorker:
         return None
 
     @property
-    def keeps_journals(self) -> bool:
-        """Whether ``record`` and ``recall`` are for it: it is there, outlives this process, and keeps the session."""
-        return False
-
-    def record(self, start: int, data: bytes) -> None:
-        """Send bytes of the session's journal from byte ``start`` on, its end, or 0: all of it anew."""
-        raise NotImplementedError
-
-    def recorded(self) -> None:
-        """Wait for the answer to ``record``."""
-        raise NotImplementedError
-
-    def recall(self) -> bytes:
-        """The session's journal there, "" where there is none."""
-        raise NotImplementedError
+    def journal(self) -> RemoteJournal | None:
+        """The session's journal there; None where it does not outlive this process, or keeps no session."""
+        return None
 
     def break_off(self) -> None:
         """``close`` without a word to a process elsewhere, which may keep what it has."""

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.calls import TICK_SECONDS, Calls
+from fastdecode.cluster.journal_copies import RemoteJournal
+from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.parking.disks import Disk, RemoteDisk
 from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.routed_rows import Arrays
-from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
+from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
-from fastdecode.cluster.wire.leases import FIRST_BYTE, MOST_JOURNAL_BYTES, AskedLease, decode_held
+from fastdecode.cluster.wire.leases import AskedLease, decode_held
 from fastdecode.cluster.wire.messages import (
     ALL_TOKENS,
     CHUNK_BYTES,
-    CLOCK,
     EXPORT,
     FIRST_HEAD,
     IMPORT,
     NUM_BYTES,
     Hello,
     Welcome,
-    decode_refusal,
     decode_welcome,
     encode_hello,
     fingerprint,
@@ -41,28 +37,17 @@ from fastdecode.cluster.worker_info import clock_offset, worker_info
 from fastdecode.core.errors import (
     BackendError,
     BusyError,
-    CapacityError,
     ConfigError,
     FrameError,
     SupersededError,
-    WorkerLostError,
     interrupts_deferred,
 )
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 
-Answer = TypeVar("Answer")
-
-TICK_SECONDS = 0.05
-"""How long a wait lasts before the S-worker checks the connection again."""
-
 OPEN_SECONDS = 30.0
 """Most time from HELLO to WELCOME: a running R-worker answers in milliseconds, one that starts in seconds."""
-
-ANSWER_SECONDS = 120.0
-"""Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
-
 
 TAKE_SECONDS = 5.0
 """How long to ask for a named session that another S-worker has: one that is silent gives way in less."""
@@ -90,16 +75,17 @@ class RemoteWorker(PoolWorker):
         ``lease``: where the session has a name, for which ``opened`` asks for ``take_seconds``."""
         self.name, self._take_seconds = name, take_seconds
         self._connect, self._block_size, self._lease = connect, block_size, lease
-        self.link: Link | None = None
+        self._calls = Calls(name)
+        self._journal = RemoteJournal(self._calls)
         self.host = ""
-        self._journal_bytes = 0
-        self._lost = ""
-        self._losses = _Losses(self)
-        self._spin = Spin()
         self._in_step = False
         self._room_bytes = 0
         self._offset_seconds = 0.0
         self._outputs: dict[int, tuple[int, tuple[np.ndarray, ...]]] = {}
+
+    @property
+    def link(self) -> Link | None:
+        return self._calls.link
 
     def anew(self) -> RemoteWorker:
         """Return one of the same name that connects, or starts a process, as this one did; it takes over nothing."""
@@ -108,19 +94,19 @@ class RemoteWorker(PoolWorker):
 
     def open(self, layout: KVLayout) -> None:
         self._layout = layout
-        self.link = self._connect()
-        self._send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size, self._lease)))
+        self._calls.link = self._connect()
+        self._calls.send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size, self._lease)))
 
     def opened(self) -> RWorkerInfo:
         answer = self._welcomed(time.monotonic() + self._take_seconds)
-        welcome = decode_welcome(self._body(answer, MAX_JSON_BYTES))
+        welcome = decode_welcome(self._calls.body(answer, MAX_JSON_BYTES))
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
-            raise self._lose("it opened a KV port that was not asked for, or none")
+            raise self._calls.lose("it opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         self._send_weights()
-        self._offset_seconds = clock_offset(self._ping)
+        self._offset_seconds = clock_offset(self._calls.ping)
         info = worker_info(self.name, self._layout, self._block_size, welcome)
         self.host = info.host
         return replace(info, held=self._held(welcome), kept_of=welcome.kept_of, epoch=welcome.lease_epoch)
@@ -129,7 +115,7 @@ class RemoteWorker(PoolWorker):
         """The WELCOME. Where a named session's S-worker is still served, which may be silent, ask again for a while."""
         while True:
             try:
-                return self._answer(Kind.WELCOME, OPEN_SECONDS)
+                return self._calls.answer(Kind.WELCOME, OPEN_SECONDS)
             except ValueError as refusal:  # of what the settings ask for; nothing else is under way yet
                 raise ConfigError(f"R-worker {self.name}: {refusal}") from refusal
             except BusyError:
@@ -143,41 +129,41 @@ class RemoteWorker(PoolWorker):
         """K and V of latent layers, to an R-worker that multiplies them; one piece is under way at a time."""
         for index, layer in enumerate(self._layout.layers):
             for first, rows in layer.absorption.parts() if layer.absorption else ():
-                with self._losses as link:
+                with self._calls.losses as link:
                     link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=index)
-                self._answer(Kind.READY)
+                self._calls.answer(Kind.READY)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """What the R-worker has of the session that goes on; from now on this side has its epoch."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
-            raise self._lose("it serves a named session that was not asked for, or none")
+            raise self._calls.lose("it serves a named session that was not asked for, or none")
         if self._lease is not None:
             self._lease = msgspec.structs.replace(self._lease, epoch=welcome.lease_epoch)
         if not welcome.goes_on:
             return ()
-        self._send(Kind.INVENTORY)
-        answer = self._body(self._answer(Kind.HELD))
-        with self._losses:
+        self._calls.send(Kind.INVENTORY)
+        answer = self._calls.body(self._calls.answer(Kind.HELD))
+        with self._calls.losses:
             return decode_held(answer, welcome.num_blocks, self._block_size)
 
     @interrupts_deferred()
     def begin_step(self, plan: WorkerPlan) -> None:
         self._slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        with self._losses as link:
+        with self._calls.losses as link:
             link.place(self._slots)
         self._in_step = True
-        self._send(Kind.PLAN, encode_plan(plan))
+        self._calls.send(Kind.PLAN, encode_plan(plan))
 
     @interrupts_deferred()
     def begun(self) -> None:
-        self._answer(Kind.READY)
+        self._calls.answer(Kind.READY)
 
     def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
         if mini_batch in self._outputs:
             raise BackendError(f"submit: mini-batch {mini_batch} has a layer under way; collect it first")
         *_, o, partials = arrays
         self._outputs[mini_batch] = layer, (o,) if partials is None else (o, partials)
-        with self._losses as link:
+        with self._calls.losses as link:
             link.send_arrays(Kind.PAYLOAD, mini_batch, layer, arrays[:3])
 
     def ready(self, mini_batch: int) -> bool:
@@ -188,23 +174,25 @@ class RemoteWorker(PoolWorker):
 
     def wait(self, mini_batch: int) -> None:
         while mini_batch in self._outputs:
-            if not self._spin.until(lambda: self._take(0.0)):
+            if not self._calls.spin.until(lambda: self._take(0.0)):
                 self._take(TICK_SECONDS)
 
     @interrupts_deferred()
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
-        with self._losses as link:
+        with self._calls.losses as link:
             link.send(Kind.PICKS, counts.astype("<i4").tobytes(), mini_batch=mini_batch, layer=layer)
 
     @interrupts_deferred()
     def end_step(self) -> None:
-        self._send(Kind.END)
+        self._calls.send(Kind.END)
 
     @interrupts_deferred()
     def ended(self) -> WorkerReport:
         slots = self._slots
-        with self._losses:
-            times = decode_report(self._body(self._answer(Kind.REPORT)), slots.num_mini_batches, slots.num_layers)
+        with self._calls.losses:
+            times = decode_report(
+                self._calls.body(self._calls.answer(Kind.REPORT)), slots.num_mini_batches, slots.num_layers
+            )
         self._in_step = False
         for moments in (times.busy_start, times.busy_end):
             moments[moments != 0] -= self._offset_seconds
@@ -212,32 +200,32 @@ class RemoteWorker(PoolWorker):
 
     @interrupts_deferred()
     def abandon_step(self) -> None:
-        if not self._in_step or self._lost:
+        if not self._in_step or self._calls.lost:
             return
         self._in_step = False
         self._outputs.clear()
         try:
-            self._send(Kind.ABANDON)
-            self._answer(Kind.ABANDONED, discard=True)
+            self._calls.send(Kind.ABANDON)
+            self._calls.answer(Kind.ABANDONED, discard=True)
         except (BackendError, SupersededError):
-            if not self._lost:
+            if not self._calls.lost:
                 raise
 
     @interrupts_deferred()
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         if num_tokens is not None and num_tokens < 0:  # which would ask for all tokens that follow
             raise ValueError(f"export: {num_tokens} tokens from token {start} on; num_tokens must not be negative")
-        self._send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
-        num_bytes = self._number(self._answer(Kind.EXPORTED), NUM_BYTES)
+        self._calls.send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
+        num_bytes = self._calls.number(self._calls.answer(Kind.EXPORTED), NUM_BYTES)
         if not 0 <= num_bytes <= self._room_bytes:
-            raise self._lose(f"it exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
+            raise self._calls.lose(f"it exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
         data = np.empty(num_bytes, np.uint8)
         filled = 0
         while filled < data.nbytes:
-            frame = self._answer(Kind.DATA)
+            frame = self._calls.answer(Kind.DATA)
             if frame.lengths[0] == 0:
-                raise self._lose("it sent an empty DATA frame")
-            with self._losses as link:
+                raise self._calls.lose("it sent an empty DATA frame")
+            with self._calls.losses as link:
                 link.read_into(data[filled : filled + frame.lengths[0]])
             filled += frame.lengths[0]
         return data
@@ -246,163 +234,35 @@ class RemoteWorker(PoolWorker):
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise ValueError(f"import: data must be C-contiguous uint8 [num_bytes], not {data.dtype} {data.shape}")
-        self._send(Kind.IMPORT, IMPORT.pack(sequence_id, start, num_tokens, data.nbytes))
-        self._answer(Kind.READY)
+        self._calls.send(Kind.IMPORT, IMPORT.pack(sequence_id, start, num_tokens, data.nbytes))
+        self._calls.answer(Kind.READY)
         for start in range(0, data.nbytes, CHUNK_BYTES):
-            self._send(Kind.DATA, data[start : start + CHUNK_BYTES])
-        self._answer(Kind.IMPORTED)
+            self._calls.send(Kind.DATA, data[start : start + CHUNK_BYTES])
+        self._calls.answer(Kind.IMPORTED)
 
     @property
     def disk(self) -> Disk:
-        return RemoteDisk(self, self._block_size)
-
-    @interrupts_deferred()
-    def ask(
-        self,
-        kind: Kind,
-        body: bytes,
-        answer: Kind,
-        decode: Callable[[bytearray], Answer],
-        most_bytes: int = FRAME_LIMIT,
-    ) -> Answer:
-        """What ``decode`` makes of the body of an ``answer`` to ``kind``."""
-        self._send(kind, body)
-        with self._losses:
-            return decode(self._body(self._answer(answer), most_bytes))
+        return RemoteDisk(self._calls, self._block_size)
 
     @property
-    def keeps_journals(self) -> bool:
-        return self._lease is not None and self._lease.keep_seconds > 0 and self.link is not None and not self._lost
-
-    def record(self, start: int, data: bytes) -> None:
-        self._journal_bytes = start + len(data)
-        self._send(Kind.RECORD, FIRST_BYTE.pack(start), data)
-
-    def recorded(self) -> None:
-        num_bytes = self._number(self._answer(Kind.RECORDED), NUM_BYTES)
-        if num_bytes != self._journal_bytes:
-            raise self._lose(f"it has {num_bytes:,} bytes of a journal of {self._journal_bytes:,}")
-
-    @interrupts_deferred()
-    def recall(self) -> bytes:
-        return self.ask(Kind.RECALL, b"", Kind.RECALLED, bytes, MOST_JOURNAL_BYTES)
+    def journal(self) -> RemoteJournal | None:
+        return self._journal if self._lease and self._lease.keep_seconds > 0 else None
 
     def break_off(self) -> None:
-        link, self.link = self.link, None
-        if link is not None:
-            link.close()
+        self._calls.close(farewell=False)
 
     def close(self) -> None:
-        link, self.link = self.link, None
-        if link is None:
-            return
-        try:
-            if not self._lost:
-                link.send(Kind.BYE)
-        except ConnectionError:
-            pass  # it is gone already
-        finally:
-            link.close()
+        self._calls.close()
 
     def _take(self, timeout_seconds: float) -> bool:
         """Receive one o, if one comes in time, into its mini-batch's array."""
-        frame = self._next(timeout_seconds)
+        frame = self._calls.next(timeout_seconds)
         if frame is None:
             return False
         layer, arrays = self._outputs.get(frame.mini_batch, (-1, ()))
         if frame.kind is not Kind.OUTPUT or layer != frame.layer:
-            raise self._lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
-        with self._losses as link:
+            raise self._calls.lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
+        with self._calls.losses as link:
             link.load(frame, arrays)
         del self._outputs[frame.mini_batch]
         return True
-
-    def _answer(self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False) -> Frame:
-        """The next frame, which must be ``kind``; with ``discard`` other frames before it are dropped."""
-        deadline = time.monotonic() + most_seconds
-        while True:
-            frame = self._spin.until(lambda: self._next(0.0, discard)) or self._next(TICK_SECONDS, discard)
-            if frame is None and time.monotonic() > deadline:
-                raise self._lose(f"it did not answer within {most_seconds:g} s")
-            if frame is not None and frame.kind is kind:
-                return frame
-            if frame is not None and not discard:
-                raise self._lose(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
-
-    def _next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
-        with self._losses as link:
-            frame = link.receive(timeout_seconds)
-        if frame is not None and frame.kind is Kind.REFUSED:
-            with self._losses:
-                error, message = decode_refusal(self._body(frame, MAX_JSON_BYTES))
-            refusal = _refusal(self.name, error, message)
-            if isinstance(refusal, SupersededError):
-                self._lost = str(refusal)  # it answers no more
-            if self._lost or not discard:
-                raise refusal
-        return frame
-
-    def _ping(self) -> float:
-        """The worker's clock, in seconds."""
-        self._send(Kind.PING)
-        return float(self._number(self._answer(Kind.PONG), CLOCK))
-
-    def _send(self, kind: Kind, *parts: bytes | np.ndarray) -> None:
-        with self._losses as link:
-            link.send(kind, *parts)
-
-    def _body(self, frame: Frame, *most_bytes: int) -> bytearray:
-        with self._losses as link:
-            return link.body(frame, *most_bytes)
-
-    def _number(self, frame: Frame, form: struct.Struct) -> Any:
-        """The one number of ``frame``, which is packed as ``form``."""
-        try:
-            (number,) = form.unpack(self._body(frame, form.size))
-        except struct.error:
-            raise self._lose(f"it sent a {frame.kind.name} frame of {frame.lengths[0]} bytes") from None
-        if not math.isfinite(number):
-            raise self._lose(f"it sent a {frame.kind.name} frame with {number}")
-        return number
-
-    def _lose(self, reason: str) -> WorkerLostError:
-        self._lost = f"R-worker {self.name} is lost: {reason}"
-        return WorkerLostError(self._lost)
-
-
-class _Losses:
-    """Around uses of a worker's link: what breaks the link becomes a WorkerLostError with the worker's name.
-
-    An object and not a generator, since it is entered several times in every layer.
-    """
-
-    def __init__(self, worker: RemoteWorker) -> None:
-        self._worker = worker
-
-    def __enter__(self) -> Link:
-        worker = self._worker
-        if worker._lost:
-            raise WorkerLostError(worker._lost)
-        if worker.link is None:
-            raise BackendError(f"R-worker {worker.name} is closed")
-        return worker.link
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, ConnectionError | FrameError):
-            link = self._worker.link
-            raise self._worker._lose(link.give_up(error) if link else str(error)) from error
-
-
-def _refusal(name: str, error: str, message: str) -> Exception:
-    """The error that R-worker ``name`` means by refusing a request with ``error``."""
-    if error == "capacity":
-        return CapacityError(f"R-worker {name}: {message}")
-    if error == "busy":
-        return BusyError(f"R-worker {name} refused: {message}")
-    if error == "superseded":
-        return SupersededError(f"R-worker {name}: {message}")
-    if error == "refused":
-        return ValueError(message)
-    return BackendError(f"R-worker {name} refused: {message}")

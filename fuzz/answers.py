@@ -47,10 +47,10 @@ class AnswersRun:
             times = worker.ended()
             if not np.isfinite(times.busy_start).all():
                 raise RuntimeError("a time is no number")
-            if self._lease:
-                worker.record(0, b"1234567")
-                worker.recorded()
-                worker.recall()
+            if worker.journal:
+                worker.journal.record(0, b"1234567")
+                worker.journal.recorded()
+                worker.journal.recall()
             worker.export(1, 0, None)
             worker.import_(1, 2, np.zeros(2 * self._layout.kv_bytes_per_token, np.uint8), 0)
         worker.close()

@@ -5,18 +5,15 @@ import os
 
 _DEFAULTS = {
     "GOMP_SPINCOUNT": "20000",
-    "HF_DEACTIVATE_ASYNC_LOAD": "1",
     "LRU_CACHE_CAPACITY": "64",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
-"""Variables that torch's libraries and transformers read, as they are where the user has set none:
+"""Variables that torch's libraries read, as they are where the user has set none:
 
 - Turns that an idle OpenMP thread spins before it sleeps, some tens of microseconds. libgomp's own default spins for
   milliseconds: on cores shared with an R-worker's threads, or with any other process, matrix products then wait for
   each other's time slices (measured: 10 times slower beside one busy neighbour; with this setting 3.4 times faster than
   that, and within a few per cent on a quiet machine). libgomp reads it when it is loaded.
-- Whether transformers reads a checkpoint's tensors one by one. By default threads read ahead as far as they get, so the
-  experts of all layers lie in memory before the first are put together: 1.8 times the weights, measured with FP8.
 - What torch (ideep) and oneDNN below it keep of products: what they prepared for each layer shape and number of rows,
   about a megabyte each. Both keep 1,024 by default, so memory grows by a gigabyte until all numbers of rows have come;
   as they share what they keep, only both bounds together hold. A step needs one for each shape of a layer, about five,

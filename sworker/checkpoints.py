@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -54,15 +55,17 @@ class Files:
                 self.places |= dict.fromkeys(handle.keys(), file)
         self._file, self._num_bytes = "", 0
         self._handle: Any = None
+        self._lock = Lock()  # transformers reads in threads where the user has it so
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor that lies in the file still: what has been read of a file stays until all such are gone."""
         file = self.places[name]
-        if file != self._file or self._num_bytes > MAPPED_BYTES:
-            self._handle, self._file, self._num_bytes = safe_open(file, "pt"), file, 0
-            return_free_memory()
-        tensor: torch.Tensor = self._handle.get_tensor(name)
-        self._num_bytes += tensor.nbytes
+        with self._lock:
+            if file != self._file or self._num_bytes > MAPPED_BYTES:
+                self._handle, self._file, self._num_bytes = safe_open(file, "pt"), file, 0
+                return_free_memory()
+            tensor: torch.Tensor = self._handle.get_tensor(name)
+            self._num_bytes += tensor.nbytes
         return tensor
 
 

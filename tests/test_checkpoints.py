@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker import checkpoints, unpack
+from fastdecode.sworker import checkpoints, loader, unpack
 from fastdecode.sworker.loader import load_hf_config, load_model
 from fastdecode.sworker.sharding import Rank, shard
 
@@ -178,10 +178,12 @@ LATENT = [(kind, "deepseek_v3") for kind in ("awq", "gptq", "int4", "int8")]
 def test_packed_weights_are_those_unpacked(
     kind: str, model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, in float32 and rounded once in bfloat16, at once and in parts, and a rank's part of them."""
+    """Bit by bit, in float32 and rounded once in bfloat16, at once and in parts, read one by one and by threads, and a
+    rank's part of them."""
     plain, packed = saved(kind, tmp_path, model_type)
-    for dtype, part_elements in (("float32", unpack.PART_ELEMENTS), ("bfloat16", 1 << 11)):
+    for dtype, part_elements, one_by_one in (("float32", unpack.PART_ELEMENTS, "1"), ("bfloat16", 1 << 11, "0")):
         monkeypatch.setattr(unpack, "PART_ELEMENTS", part_elements)
+        monkeypatch.setenv(loader.ONE_BY_ONE[0], one_by_one)
         whole = loaded(plain, dtype=dtype)
         expected = whole.state_dict()
         caplog.clear()
@@ -201,6 +203,7 @@ def test_packed_weights_are_those_unpacked(
 @pytest.mark.slow
 def test_weights_are_unpacked_one_layer_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of no two layers are there experts apart at once, and of files no more than the tensors that are under way."""
+    monkeypatch.delenv(loader.ONE_BY_ONE[0], raising=False)
     _, packed = saved("fp8", tmp_path)
     mapped: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     made: weakref.WeakKeyDictionary[torch.Tensor, str] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from helpers import contract, r_workers
-from test_sessions import make
+from helpers.sessions import make
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.journal_copies import JournalCopies
@@ -151,8 +151,9 @@ def test_two_r_workers_have_it(three: tuple[list[Any], list[str]]) -> None:
     with pytest.raises(OSError, match="134,217,731 bytes are more than an R-worker keeps, 134,217,728"):
         copies.replace(bytes(MOST_JOURNAL_BYTES + 3))
     with pytest.raises(CapacityError, match="a journal of 134,217,731 bytes; an R-worker keeps 134,217,728"):
-        backend.workers[1].record(6, bytes(MOST_JOURNAL_BYTES - 3))
-        backend.workers[1].recorded()
+        journal = backend.workers[1].journal
+        journal.record(6, bytes(MOST_JOURNAL_BYTES - 3))  # type: ignore[union-attr]
+        journal.recorded()  # type: ignore[union-attr]
     second = opened(addresses[1:], "second")
     then = JournalCopies(second)
     assert then.copies() == [b"abcdef"] * 2

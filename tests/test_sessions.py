@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import contract, r_workers
+from helpers.sessions import make
 
-from fastdecode import SamplingParams, _rworker
+from fastdecode import SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.host import begin_step, end_step
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
 from fastdecode.cluster.wire import leases
 from fastdecode.cluster.wire.leases import AskedLease
@@ -39,10 +40,6 @@ from fastdecode.scheduler.store.workers import Workers
 
 def hello(follows: str = "", epoch: int = 0, name: str = "a", fingerprint: str = "first", keep: float = 60.0) -> Hello:
     return Hello("host:1", contract.LAYOUT, 16, AskedLease(name, fingerprint, follows, keep, epoch))
-
-
-def make() -> _rworker.RWorker:
-    return make_rworker(contract.LAYOUT, 16, RWorkerSize(1 << 20, 1))
 
 
 def test_a_lease_goes_to_the_heir_with_the_next_epoch() -> None:

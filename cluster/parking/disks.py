@@ -17,8 +17,8 @@ from fastdecode.cluster.wire.parked import (
 from fastdecode.core.parked import Chain, Parked
 
 if TYPE_CHECKING:
+    from fastdecode.cluster.calls import Calls
     from fastdecode.cluster.pool import PoolBackend
-    from fastdecode.cluster.remote import RemoteWorker
 
 
 class Disk(Protocol):
@@ -34,11 +34,11 @@ class Disk(Protocol):
 class RemoteDisk:
     """``Disk`` of a worker in another process."""
 
-    def __init__(self, worker: RemoteWorker, block_size: int) -> None:
-        self._worker, self._block_size = worker, block_size
+    def __init__(self, calls: Calls, block_size: int) -> None:
+        self._calls, self._block_size = calls, block_size
 
     def chains(self, model: str) -> list[Chain]:
-        return self._worker.ask(
+        return self._calls.ask(
             Kind.PARKING, encode_parking(model), Kind.CHAINS, lambda data: decode_chains(data, self._block_size)
         )
 
@@ -49,7 +49,7 @@ class RemoteDisk:
         return self._parked(Kind.WAKE, WAKE.pack(patience_ms, sequence_id, num_blocks, name))
 
     def _parked(self, kind: Kind, body: bytes) -> Parked:
-        return self._worker.ask(kind, body, Kind.PARKED, decode_parked, MAX_PARK_BYTES)
+        return self._calls.ask(kind, body, Kind.PARKED, decode_parked, MAX_PARK_BYTES)
 
 
 class PoolParks:

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fastdecode import _rworker
 from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION
 from fastdecode.cluster.wire.messages import Hello, encode_hello
 from fastdecode.core.errors import BackendError
@@ -15,6 +17,11 @@ from fastdecode.core.types import StepPlan
 from helpers import contract
 
 PATIENCE_SECONDS = 60
+
+
+def make() -> _rworker.RWorker:
+    """An R-worker in this process, as a lease makes one for ``contract.LAYOUT``."""
+    return make_rworker(contract.LAYOUT, 16, RWorkerSize(1 << 20, 1))
 
 
 def make_key(path: Path, text: str, mode: int = 0o600) -> Path:

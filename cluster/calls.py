@@ -1,0 +1,165 @@
+"""Requests to one R-worker in another process, and its answers, over any link."""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fastdecode.cluster.links.link import Link, Spin
+from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
+from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.cluster.wire.messages import CLOCK, decode_refusal
+from fastdecode.core.errors import (
+    BackendError,
+    BusyError,
+    CapacityError,
+    FrameError,
+    SupersededError,
+    WorkerLostError,
+    interrupts_deferred,
+)
+
+Answer = TypeVar("Answer")
+
+TICK_SECONDS = 0.05
+"""How long a wait lasts before the S-worker checks the connection again."""
+
+ANSWER_SECONDS = 120.0
+"""Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
+
+
+class Calls:
+    """One R-worker's link, in use. Once it is lost every call raises WorkerLostError with the worker's name.
+
+    ``link``: None before it is set, and once it is closed. ``lost``: why no call is answered any more, or "".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.link: Link | None = None
+        self.lost = ""
+        self.losses = _Losses(self)
+        self.spin = Spin()
+
+    @interrupts_deferred()
+    def ask(
+        self,
+        kind: Kind,
+        body: bytes,
+        answer: Kind,
+        decode: Callable[[bytearray], Answer],
+        most_bytes: int = FRAME_LIMIT,
+    ) -> Answer:
+        """What ``decode`` makes of the body of an ``answer`` to ``kind``."""
+        self.send(kind, body)
+        with self.losses:
+            return decode(self.body(self.answer(answer), most_bytes))
+
+    def close(self, farewell: bool = True) -> None:
+        """Free the link, with a word to the other side before, unless that is gone; may be called twice."""
+        link, self.link = self.link, None
+        if link is None:
+            return
+        try:
+            if farewell and not self.lost:
+                link.send(Kind.BYE)
+        except ConnectionError:
+            pass  # it is gone already
+        finally:
+            link.close()
+
+    def answer(self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False) -> Frame:
+        """The next frame, which must be ``kind``; with ``discard`` other frames before it are dropped."""
+        deadline = time.monotonic() + most_seconds
+        while True:
+            frame = self.spin.until(lambda: self.next(0.0, discard)) or self.next(TICK_SECONDS, discard)
+            if frame is None and time.monotonic() > deadline:
+                raise self.lose(f"it did not answer within {most_seconds:g} s")
+            if frame is not None and frame.kind is kind:
+                return frame
+            if frame is not None and not discard:
+                raise self.lose(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
+
+    def next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
+        with self.losses as link:
+            frame = link.receive(timeout_seconds)
+        if frame is not None and frame.kind is Kind.REFUSED:
+            with self.losses:
+                error, message = decode_refusal(self.body(frame, MAX_JSON_BYTES))
+            refusal = _refusal(self.name, error, message)
+            if isinstance(refusal, SupersededError):
+                self.lost = str(refusal)  # it answers no more
+            if self.lost or not discard:
+                raise refusal
+        return frame
+
+    def ping(self) -> float:
+        """The worker's clock, in seconds."""
+        self.send(Kind.PING)
+        return float(self.number(self.answer(Kind.PONG), CLOCK))
+
+    def send(self, kind: Kind, *parts: bytes | np.ndarray) -> None:
+        with self.losses as link:
+            link.send(kind, *parts)
+
+    def body(self, frame: Frame, *most_bytes: int) -> bytearray:
+        with self.losses as link:
+            return link.body(frame, *most_bytes)
+
+    def number(self, frame: Frame, form: struct.Struct) -> Any:
+        """The one number of ``frame``, which is packed as ``form``."""
+        try:
+            (number,) = form.unpack(self.body(frame, form.size))
+        except struct.error:
+            raise self.lose(f"it sent a {frame.kind.name} frame of {frame.lengths[0]} bytes") from None
+        if not math.isfinite(number):
+            raise self.lose(f"it sent a {frame.kind.name} frame with {number}")
+        return number
+
+    def lose(self, reason: str) -> WorkerLostError:
+        self.lost = f"R-worker {self.name} is lost: {reason}"
+        return WorkerLostError(self.lost)
+
+
+class _Losses:
+    """Around uses of a worker's link: what breaks the link becomes a WorkerLostError with the worker's name.
+
+    An object and not a generator, since it is entered several times in every layer.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> Link:
+        calls = self._calls
+        if calls.lost:
+            raise WorkerLostError(calls.lost)
+        if calls.link is None:
+            raise BackendError(f"R-worker {calls.name} is closed")
+        return calls.link
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConnectionError | FrameError):
+            link = self._calls.link
+            raise self._calls.lose(link.give_up(error) if link else str(error)) from error
+
+
+def _refusal(name: str, error: str, message: str) -> Exception:
+    """The error that R-worker ``name`` means by refusing a request with ``error``."""
+    if error == "capacity":
+        return CapacityError(f"R-worker {name}: {message}")
+    if error == "busy":
+        return BusyError(f"R-worker {name} refused: {message}")
+    if error == "superseded":
+        return SupersededError(f"R-worker {name}: {message}")
+    if error == "refused":
+        return ValueError(message)
+    return BackendError(f"R-worker {name} refused: {message}")
