@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import contract, r_workers
+from helpers.forks import relayed
+from helpers.processes import script
 from helpers.sessions import make
 
 from fastdecode.api.config import EngineConfig
@@ -223,6 +222,5 @@ for number in (0, 1):
 @pytest.mark.slow
 def test_killed_engines_go_on_with_an_empty_disk() -> None:
     """Alone, and together with one of two R-workers, which starts again, empty."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True)
+    done = subprocess.run(relayed(script(KILLED)), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
