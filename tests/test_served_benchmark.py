@@ -21,7 +21,12 @@ NUM_PROMPTS = 12
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     flags = ["--chat-template", CHAT_TEMPLATE, "--max-num-seqs", "8", "--kv-load-limit", "4000"]
-    flags += ["--park-dir", str(tmp_path_factory.mktemp("parked"))]
+    flags += [
+        "--park-dir",
+        str(tmp_path_factory.mktemp("parked")),
+        "--journal",
+        str(tmp_path_factory.mktemp("journal")),
+    ]
     with serving(tmp_path_factory.mktemp("server"), *flags, FASTDECODE_API_KEY="secret") as running:
         yield running
 
