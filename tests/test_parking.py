@@ -208,6 +208,6 @@ def test_frames_about_parking_that_an_r_worker_refuses(tmp_path: Path) -> None:
             (Kind.CHAINS, b"", "has no place here"),
         ):
             with pytest.raises((ValueError, BackendError), match=reason):
-                worker.ask(kind, body, Kind.PARKED, decode_parked)
+                worker.calls.ask(kind, body, Kind.PARKED, decode_parked)
         assert len(_fill(backend, 3, 2)) > 0
         backend.close()
