@@ -2,7 +2,9 @@
 set(CMAKE_SYSTEM_NAME Darwin)
 set(CMAKE_SYSTEM_PROCESSOR arm64)
 set(CMAKE_OSX_SYSROOT "")  # zig has headers of its own
-set(CMAKE_CXX_COMPILER python-zig c++ -target aarch64-macos)
+find_program(ZIG python-zig REQUIRED)
+set(CMAKE_CXX_COMPILER ${ZIG})
+set(CMAKE_CXX_COMPILER_ARG1 "c++ -target aarch64-macos")
 # zig takes the name of a processor where other compilers take that of an architecture.
 set(neon_dot_flags "-mcpu=generic+v8_2a+dotprod" CACHE STRING "")
 set(neon_bf16_flags "-mcpu=generic+v8_2a+dotprod+bf16+i8mm+fullfp16+fp16fml" CACHE STRING "")
