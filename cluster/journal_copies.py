@@ -15,7 +15,6 @@ from fastdecode.core.errors import WorkerLostError, interrupts_deferred
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool import PoolBackend
-    from fastdecode.cluster.pool_workers import PoolWorker
 
 COPIES = 2
 
@@ -23,9 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteJournal:
-    """A session's journal in the memory of an R-worker in another process, with the errors of ``PoolWorker``."""
+    """A session's journal in the memory of an R-worker in another process, with the errors of ``PoolWorker``.
+
+    ``name``: of the R-worker; ``host``: its machine, as of ``RWorkerInfo``, "" before it is open.
+    """
 
     def __init__(self, calls: Calls) -> None:
+        self.name, self.host = calls.name, ""
         self._calls = calls
         self._num_bytes = 0
 
@@ -63,17 +66,15 @@ class JournalCopies:
 
     def __init__(self, pool: PoolBackend) -> None:
         self._pool = pool
-        self._holders: list[PoolWorker] = []
-        self._data = b""
-        self._tail: list[bytes] = []
-        self._num_bytes = 0
+        self._holders: list[RemoteJournal] = []
+        self._data = bytearray()
 
     def copies(self) -> list[bytes]:
         """What each R-worker has; an R-worker that is lost meanwhile has none."""
         found = []
-        for worker in self._able():
+        for journal in self._able():
             try:
-                found.append(_of(worker).recall())
+                found.append(journal.recall())
             except WorkerLostError as error:
                 logger.warning("%s", error)
         return [each for each in found if each]
@@ -81,16 +82,15 @@ class JournalCopies:
     @interrupts_deferred()
     def replace(self, data: bytes) -> None:
         self._check(len(data))
-        self._data, self._tail, self._num_bytes = data, [], len(data)
+        self._data = bytearray(data)
         self._holders = _told(self._holders, 0, data)
         self._spread()
 
     @interrupts_deferred()
     def append(self, data: bytes) -> None:
-        start = self._num_bytes
+        start = len(self._data)
         self._check(start + len(data))
-        self._tail.append(data)
-        self._num_bytes += len(data)
+        self._data += data
         self._holders = _told(self._holders, start, data)
         self._spread()
 
@@ -106,8 +106,8 @@ class JournalCopies:
         if num_bytes > MOST_JOURNAL_BYTES:
             raise OSError(errno.EFBIG, f"{num_bytes:,} bytes are more than an R-worker keeps, {MOST_JOURNAL_BYTES:,}")
 
-    def _able(self) -> list[PoolWorker]:
-        return [worker for worker in self._pool.workers if worker.journal and worker.journal.is_there]
+    def _able(self) -> list[RemoteJournal]:
+        return [worker.journal for worker in self._pool.workers if worker.journal and worker.journal.is_there]
 
     def _spread(self) -> None:
         """Until ``COPIES`` have it, or no other R-worker is left."""
@@ -116,21 +116,14 @@ class JournalCopies:
             hosts = {each.host for each in self._holders}
             best = min(others, key=lambda each: each.host in hosts)
             others.remove(best)
-            self._data, self._tail = b"".join([self._data, *self._tail]), []
-            self._holders += _told([best], 0, self._data)
+            self._holders += _told([best], 0, bytes(self._data))
             logger.info("R-worker %s keeps the journal", best.name)
 
 
-def _told(workers: Iterable[PoolWorker], start: int, data: bytes) -> list[PoolWorker]:
-    """Those of ``workers`` that have ``data`` now; one that is lost is not among them."""
-    sent = [worker for worker in workers if _did(_of(worker).record, start, data)]
-    return [worker for worker in sent if _did(_of(worker).recorded)]
-
-
-def _of(worker: PoolWorker) -> RemoteJournal:
-    if worker.journal is None:
-        raise ValueError(f"R-worker {worker.name} keeps no journals")
-    return worker.journal
+def _told(journals: Iterable[RemoteJournal], start: int, data: bytes) -> list[RemoteJournal]:
+    """Those of ``journals`` that have ``data`` now; one whose R-worker is lost is not among them."""
+    sent = [journal for journal in journals if _did(journal.record, start, data)]
+    return [journal for journal in sent if _did(journal.recorded)]
 
 
 def _did(act: Callable[..., None], *values: Any) -> bool:

@@ -79,10 +79,14 @@ class PoolBackend:
 
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
         """All at once."""
-        for worker in self.workers:
+        return self._open_some(list(self.workers), layout)
+
+    def _open_some(self, workers: Sequence[PoolWorker], layout: KVLayout) -> list[RWorkerInfo]:
+        """At once; what those say of themselves that are not lost."""
+        for worker in workers:
             with contextlib.suppress(WorkerLostError):  # which ``opened`` says again
                 worker.open(layout)
-        return [info for worker in list(self.workers) if (info := self._opened(worker))]
+        return [info for worker in workers if (info := self._opened(worker))]
 
     def _opened(self, worker: PoolWorker) -> RWorkerInfo | None:
         """What ``worker`` says of itself; None where it is lost, and the others go on without it."""

@@ -32,7 +32,6 @@ class PoolWorker:
     """
 
     name: str
-    host = ""
 
     def open(self, layout: KVLayout) -> None:
         """Request caches for ``layout``."""

@@ -59,8 +59,7 @@ class RemoteWorker(PoolWorker):
     """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
 
     Ctrl-C waits until a request is answered, since half an answer would garble the next. Between layers it need not
-    wait: ``abandon_step`` drops what is under way. ``link``: None before ``open`` and once it is lost. ``host``: its
-    machine, as of ``RWorkerInfo``.
+    wait: ``abandon_step`` drops what is under way. ``link``: None before ``open`` and once it is closed.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class RemoteWorker(PoolWorker):
         self._connect, self._block_size, self._lease = connect, block_size, lease
         self.calls = Calls(name)
         self._journal = RemoteJournal(self.calls)
-        self.host = ""
         self._in_step = False
         self._room_bytes = 0
         self._offset_seconds = 0.0
@@ -108,7 +106,7 @@ class RemoteWorker(PoolWorker):
         self._send_weights()
         self._offset_seconds = clock_offset(self.calls.ping)
         info = worker_info(self.name, self._layout, self._block_size, welcome)
-        self.host = info.host
+        self._journal.host = info.host
         return replace(info, held=self._held(welcome), kept_of=welcome.kept_of, epoch=welcome.lease_epoch)
 
     def _welcomed(self, deadline: float) -> Frame:

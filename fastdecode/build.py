@@ -54,6 +54,7 @@ from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
+from fastdecode.scheduler.store.adoption import Held
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.part_attention import TIMED_ROWS
 from fastdecode.sworker.s_worker import Lead
@@ -237,7 +238,7 @@ def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal,
     in_one_place = not placing.twice and placing.segment_tokens == UNLIMITED
     known = journal.cached_tokens(in_one_place)
     if held:
-        _adopt(scheduler, r_workers, journal, known)
+        _adopt(scheduler, r_workers, held, journal, known)
     elif keeps and any(each.token_ids for each in known.values()):
         logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
     if keeps and not in_one_place:
@@ -246,15 +247,17 @@ def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal,
         journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
 
 
-def _adopt(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, known: dict[int, KnownTokens]) -> None:
+def _adopt(
+    scheduler: Scheduler, r_workers: list[RWorkerInfo], held: Held, journal: Journal, known: dict[int, KnownTokens]
+) -> None:
     """Keep what R-workers hold of sequences of ``known`` tokens, and have them forget the rest."""
-    held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
     ends = (1 + each.cache_id for several in held.values() for each in several)
     journal.next_sequence_id = max(journal.next_sequence_id, *ends)
     lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
-    foreign = {index: held.pop(index) for index in list(held) if not _wrote(journal, r_workers[index])}
+    ours = {index: several for index, several in held.items() if _wrote(journal, r_workers[index])}
+    foreign = {index: several for index, several in held.items() if index not in ours}
     scheduler.store.prefixes.adopt(foreign, {}, lowest_name)
-    for index, num_tokens in scheduler.store.prefixes.adopt(held, known, lowest_name).items():
+    for index, num_tokens in scheduler.store.prefixes.adopt(ours, known, lowest_name).items():
         r_workers[index] = replace(r_workers[index], held=())
         name = r_workers[index].name
         logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)

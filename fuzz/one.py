@@ -18,7 +18,7 @@ import parsers
 import sessions
 
 from fastdecode.api import settings
-from fastdecode.cluster import remote, worker_info
+from fastdecode.cluster import calls, journal_copies, remote, worker_info
 from fastdecode.cluster.links import link, port, shared_memory
 from fastdecode.cluster.parking import chain_file, directory, door, parker
 from fastdecode.cluster.r_worker import host, kv_port, lease, session, session_journal
@@ -73,7 +73,7 @@ def _functions(members: dict[str, Any], module: str) -> Iterator[FunctionType]:
 def main() -> None:
     """Does not return: libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
-    instrument(frames, handshake, host, kv_port, lease, link, messages, payload, port, remote)
+    instrument(calls, frames, handshake, host, journal_copies, kv_port, lease, link, messages, payload, port, remote)
     instrument(session, session_journal, shared_memory)
     instrument(chain_file, directory, door, parked, parker)
     instrument(errors, settings, worker_info)

@@ -6,7 +6,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 from fastdecode.api.settings import split_address
@@ -25,7 +24,7 @@ from fastdecode.cluster.wire.frames import Conversation, Kind, decode
 from fastdecode.cluster.wire.handshake import BOTH_SIDES, S_WORKER, Gate, Security, proven, read_security
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import MAX_HELLO_BYTES, Hello, decode_hello, encode_refusal
-from fastdecode.core.errors import ConfigError, FrameError, WorkerLostError
+from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo
 
@@ -78,12 +77,7 @@ class TcpBackend(PoolBackend):
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
         if not self._in_order:
             return super()._open_all(layout)
-        infos = []
-        for worker in list(self.workers):
-            with suppress(WorkerLostError):  # which ``opened`` says again
-                worker.open(layout)
-            infos.append(self._opened(worker))
-        return [info for info in infos if info]
+        return [info for worker in list(self.workers) for info in self._open_some([worker], layout)]
 
     def _may_miss(self, worker: PoolWorker) -> bool:
         """See ``PoolBackend``."""
