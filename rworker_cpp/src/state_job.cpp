@@ -78,7 +78,13 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     const LayerSpec& of = cache_.layers()[layer];
     spec_ = of.state.get();
     payload_ = payload;
-    for (Hand& hand : hands_) hand.convolved = {}, hand.next.item = -1;
+    std::int64_t most_rows = 0;
+    for (const Rows& rows : rows_) most_rows = std::max({most_rows, rows.count, rows.num_kept});
+    const std::size_t shared = most_rows > 1 ? state_shared_floats(spec_->key_dim, most_rows) : 0;
+    for (Hand& hand : hands_) {
+        hand.convolved = {}, hand.next.item = -1;
+        if (hand.shared.size() < shared) hand.shared.resize(shared);
+    }
     const std::int64_t head_bytes = spec_->value_dim * (spec_->key_dim * item_bytes(spec_->dtype) + 4 * (spec_->taps - 1));
     std::int64_t cost = 0;
     for (const Rows& rows : rows_)
@@ -260,11 +266,12 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     args.next_reads = hand.next_reads.data();
     args.num_next_reads = int(hand.next_reads.size());
     args.scratch = hand.scratch.data();
+    args.shared = hand.shared.data();
     const StateArgs here = args;
     const bool computes = rows.attends || (rows.count && !rows.coming);
-    const bool alone = computes && rows.count == 1 && !rows.num_kept;
-    const Convolved convolved = alone ? Convolved{item / spec.heads, group} : Convolved{};
-    args.shares = alone && convolved == hand.convolved;
+    const bool shareable = computes && !rows.num_kept;
+    const Convolved convolved = shareable ? Convolved{item / spec.heads, group} : Convolved{};
+    args.shares = shareable && convolved == hand.convolved;
     hand.convolved = convolved;
     if (rows.num_kept && args.matrix) advance_kept(args, rows);
     if (rows.num_kept && computes) {

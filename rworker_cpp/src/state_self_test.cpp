@@ -27,7 +27,7 @@ std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, 
         }
     for (float& factor : factors) factor = -std::fabs(factor);
     std::vector<float> out(kRows * kValueDim), state((kKeyDim + 3 * (kTaps - 1)) * kRowFloats), scratch(
-        state_scratch_floats(kKeyDim, kValueDim, kTaps));
+        state_scratch_floats(kKeyDim, kValueDim, kTaps)), shared(state_shared_floats(kKeyDim, kRows));
     std::vector<float*> pointers;
     for (std::size_t i = 0; i < state.size(); i += kRowFloats) pointers.push_back(state.data() + i);
     StateArgs args{};
@@ -58,6 +58,7 @@ std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, 
     args.out = out.data();
     args.out_stride = kValueDim;
     args.scratch = scratch.data();
+    args.shared = shared.data();
     kernels.advance(args);
     kernels.keep({DType::float32, rows.data(), kRowElements, kRows, 0, args.value, kTaps, kRowFloats});
     if (state_dtype == DType::float32) out.insert(out.end(), state.begin(), state.end());

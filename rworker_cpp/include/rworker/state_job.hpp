@@ -49,7 +49,7 @@ class StateJob final : public LayerJob {
     };
     /// What a thread has at hand.
     struct alignas(64) Hand {
-        std::vector<float> scratch;
+        std::vector<float> scratch, shared;
         Convolved convolved;
         Head here, next;
         std::vector<Stretch> next_reads;

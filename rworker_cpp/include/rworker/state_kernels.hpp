@@ -48,12 +48,22 @@ struct StateArgs {
     void* out;
     int64_t out_stride;
     float* scratch;
-    bool shares;  // delta, scan: query and key are those of the call before with this scratch, and num_rows is 1
+    float* shared;  // delta, scan of several rows: [num_rows][query and key, each of round_up16(key_dim)]
+    bool shares;    // delta, scan: query and key are those of the call before with this scratch and as many rows
 };
+
+/// Tokens that go over a strip of a matrix while it is near, and most columns of it.
+constexpr int kStateBatch = 32, kStripColumns = 32;
 
 /// Floats that `advance` needs.
 constexpr int64_t state_scratch_floats(int64_t key_dim, int64_t value_dim, int64_t taps) {
-    return (taps + 4) * 2 * ((key_dim + 15) / 16 * 16) + (taps + 4) * ((value_dim + 15) / 16 * 16);
+    const int64_t keys = (key_dim + 15) / 16 * 16, values = (value_dim + 15) / 16 * 16;
+    return (taps + 4) * (2 * keys + values) + key_dim * kStripColumns + kStateBatch * 2 * (keys + values);
+}
+
+/// And of `shared`.
+constexpr int64_t state_shared_floats(int64_t key_dim, int64_t num_rows) {
+    return num_rows * 2 * ((key_dim + 15) / 16 * 16);
 }
 
 /// Keep the last inputs of a convolution in its window.

@@ -1,0 +1,147 @@
+// What recurrent layers read of rows and windows, over any Lanes: the convolution, and what is asked for meanwhile.
+#pragma once
+
+#include "kernels/math.hpp"
+#include "kernels/rows.hpp"
+#include "rworker/state_kernels.hpp"
+
+namespace {
+
+using rworker::StateArgs;
+using rworker::StateChannels;
+using rworker::Stretch;
+
+/// x * sigmoid(x); e^-|x| keeps it from overflowing.
+template <class L>
+inline typename L::vec silu(typename L::vec x) {
+    const typename L::vec e = exp_nonpositive_one<L>(L::sub(L::set1(0.0f), L::abs(x))), one = L::set1(1.0f);
+    const typename L::vec top = L::if_less(x, L::set1(0.0f), e, one);
+    return L::mul(x, L::div(top, L::add(one, e)));
+}
+
+/// Asks for what the call that follows reads, line by line in the order of memory, evenly over all that is done meanwhile:
+/// what else reads ahead follows it. Loops take a copy, so that it stays in registers.
+class Ahead {
+  public:
+    explicit Ahead(const StateArgs& args)
+        : stretch_(args.next_reads), end_(args.num_rows == 1 ? stretch_ + args.num_next_reads : stretch_),
+          end_of_all_(stretch_ + args.num_next_reads) {
+        begin_stretch();
+    }
+
+    /// In the last of several tokens.
+    void begin() {
+        if (end_ == end_of_all_) return;
+        end_ = end_of_all_;
+        begin_stretch();
+    }
+
+    [[gnu::always_inline]] void ask(int lines) {
+        for (; lines > 0 && line_ < last_; --lines) {
+            __builtin_prefetch(line_, 0, 2);
+            if ((line_ += 64) >= last_) ++stretch_, begin_stretch();
+        }
+    }
+
+  private:
+    [[gnu::always_inline]] void begin_stretch() {
+        if (stretch_ == end_) return;
+        line_ = stretch_->first;
+        last_ = line_ + stretch_->bytes;
+    }
+
+    const Stretch *stretch_, *end_, *end_of_all_;
+    const uint8_t *line_ = nullptr, *last_ = nullptr;
+};
+
+/// One part's inputs of the last `taps` tokens, [token % taps][dim16], and what the convolution makes of them.
+template <class L>
+struct Convolved {
+    const StateArgs& args;
+    const StateChannels& part;
+    Ahead& asked;
+    int dim16;
+    float *history, *out;
+
+    /// `shares`: what it makes is there already.
+    Convolved(const StateArgs& all, const StateChannels& channels, Ahead& asks, float*& scratch, bool shares = false)
+        : args(all), part(channels), asked(asks), dim16(round_up16(channels.dim)), history(scratch) {
+        out = history + args.taps * dim16;
+        scratch = out + dim16;
+        if (shares) return;
+        Ahead ahead = asked;
+        const int rows_of = (part.dim + args.row_floats - 1) / args.row_floats;
+        for (int64_t p = args.position - args.taps + 1; p < args.position; ++p) {
+            float* const to = history + (p + args.taps) % args.taps * dim16;
+            if (p < 0) {
+                for (int i = 0; i < dim16; ++i) to[i] = 0.0f;
+                continue;
+            }
+            float* const* const rows = part.window + p % (args.taps - 1) * rows_of;
+            for (int row = 0, i = 0; row < rows_of; ++row)
+                for (int c = 0; c < args.row_floats && i < dim16; c += L::width, i += L::width) {
+                    ahead.ask(1);
+                    L::store(to + i, L::load(rows[row] + c));
+                }
+        }
+        asked = ahead;
+    }
+
+    void take(int64_t row) const { take(row, out); }
+
+    void take(int64_t row, float* to) const {
+        const int64_t position = args.position + row;
+        widen_row<L>(args.dtype, element(args.dtype, args.rows, row * args.row_stride + part.first_channel), part.dim, 1.0f,
+                     history + position % args.taps * dim16);
+        const float *inputs[16], *const filters = args.filters + part.first_channel;
+        for (int tap = 0; tap < args.taps; ++tap) inputs[tap] = history + (position + 1 + tap) % args.taps * dim16;
+        Ahead ahead = asked;
+        for (int i = 0; i < part.dim; i += L::width) {
+            ahead.ask(3);
+            typename L::vec sum = L::load(args.bias + part.first_channel + i);
+            for (int tap = 0; tap < args.taps; ++tap)
+                sum = L::fma(L::load(filters + tap * args.channels + i), L::load(inputs[tap] + i), sum);
+            L::store(to + i, args.silu ? silu<L>(sum) : sum);
+        }
+        asked = ahead;
+        for (int i = part.dim; i < dim16; ++i) to[i] = 0.0f;
+    }
+
+    /// Scales what it made, to length `scale` where `norm`.
+    void scale_by(float scale, bool norm) const { scale_by(scale, norm, out); }
+
+    void scale_by(float scale, bool norm, float* made) const {
+        if (norm) {
+            typename L::vec sum = L::set1(0.0f);
+            for (int i = 0; i < dim16; i += L::width) sum = L::fma(L::load(made + i), L::load(made + i), sum);
+            scale /= __builtin_sqrtf(L::reduce_add(sum) + 1e-6f);
+        }
+        for (int i = 0; i < dim16; i += L::width) L::store(made + i, L::mul(L::load(made + i), L::set1(scale)));
+    }
+};
+
+inline float number_at(const uint8_t* bytes) {
+    float number;
+    __builtin_memcpy(&number, bytes, sizeof(number));
+    return number;
+}
+
+/// A token's outputs, in the model's dtype.
+template <class L>
+void write_outputs(const StateArgs& args, int64_t row, const float* o) {
+    narrow_row<L>(args.dtype, o, args.value.dim,
+                  const_cast<void*>(element(args.dtype, args.out, row * args.out_stride)));
+}
+
+inline const uint8_t* numbers_of(const StateArgs& args, int64_t row) {
+    return static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride));
+}
+
+/// A sequence begins with a matrix of zeros.
+template <class L>
+void begin_matrix(const StateArgs& args, int key_dim) {
+    for (int i = 0; i < key_dim && args.position == 0; ++i)
+        for (int c = 0; c < args.row_floats; c += L::width) L::store(args.matrix[i] + c, L::set1(0.0f));
+}
+
+}  // namespace

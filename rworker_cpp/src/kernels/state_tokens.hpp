@@ -1,0 +1,151 @@
+// A head's matrix and several tokens of it, over any Lanes: a strip of columns at a time, which stays near while all tokens
+// of a batch go over it. Each column has its operations in the order of state_matrix.hpp, hence its bits.
+#pragma once
+
+#include "kernels/state_matrix.hpp"
+
+namespace {
+
+/// A token's numbers: query, key, decays and decays x key [key_dim], values and outputs [value_dim].
+struct Token {
+    const float *q, *k, *a, *ak, *v;
+    float rate;
+    float* o;
+};
+
+/// Rows of a strip: within those of the matrix, or one below the other.
+struct Scattered {
+    float* const* rows;
+    int64_t offset;
+    void* operator[](int i) const { return reinterpret_cast<uint8_t*>(rows[i]) + offset; }
+};
+struct Stacked {
+    uint8_t* first;
+    int64_t bytes;
+    void* operator[](int i) const { return first + i * bytes; }
+};
+
+/// N vectors of columns of a matrix, and what of them outlives a token: `sum`, delta's S'(ak) with the next one's ak.
+template <class L, DType D, int N, bool Delta>
+struct Strip {
+    using vec = typename L::vec;
+    static constexpr int kBytes = N * L::width * int(item_bytes(D)), kLines = kBytes > 64 ? kBytes / 64 : 1;
+    int dim, first;
+    vec sum[N];
+
+    /// Copies the rows, and sums them by the first token's ak as `add_products` does.
+    [[gnu::always_inline]] void lift(Scattered from, Stacked to, const float* ak) {
+        vec even[N], odd[N];
+        for (int n = 0; n < N; ++n) even[n] = odd[n] = L::set1(0.0f);
+        const auto row = [&](int i, vec(&sums)[N]) __attribute__((always_inline)) {
+            RWORKER_UNROLL
+            for (int n = 0; n < N; ++n) {
+                const vec s = widen<L, D>(from[i], n * L::width);
+                narrow<L, D>(s, to[i], n * L::width);
+                if constexpr (Delta) sums[n] = L::fma(L::set1(ak[i]), s, sums[n]);
+            }
+        };
+        int i = 0;
+        for (; i + 2 <= dim; i += 2) row(i, even), row(i + 1, odd);
+        if (i < dim) row(i, even);
+        for (int n = 0; n < N; ++n) sum[n] = L::add(even[n], odd[n]);
+    }
+
+    /// Takes a token; `after`: the next one's ak.
+    template <class To>
+    [[gnu::always_inline]] void take(const Token& token, const float* after, Stacked from, To to, Ahead& asked) {
+        vec taken[N], out[N], even[N], odd[N];
+        for (int n = 0; n < N; ++n) {
+            vec d = L::load(token.v + first + n * L::width);
+            if constexpr (Delta) d = L::sub(d, sum[n]);
+            taken[n] = L::mul(d, L::set1(token.rate));
+            out[n] = even[n] = odd[n] = L::set1(0.0f);
+        }
+        Ahead ahead = asked;
+        const auto row = [&](int i, vec(&sums)[N]) __attribute__((always_inline)) {
+            ahead.ask(kLines);
+            const vec key = L::set1(token.k[i]), decay = L::set1(token.a[i]), query = L::set1(token.q[i]);
+            RWORKER_UNROLL
+            for (int n = 0; n < N; ++n) {
+                const vec s = L::fma(key, taken[n], L::mul(decay, widen<L, D>(from[i], n * L::width)));
+                narrow<L, D>(s, to[i], n * L::width);
+                out[n] = L::fma(query, s, out[n]);
+                if constexpr (Delta) {
+                    const vec kept = D == DType::float32 ? s : widen<L, D>(to[i], n * L::width);
+                    sums[n] = L::fma(L::set1(after[i]), kept, sums[n]);
+                }
+            }
+        };
+        int i = 0;
+        for (; i + 2 <= dim; i += 2) row(i, even), row(i + 1, odd);
+        if (i < dim) row(i, even);
+        for (int n = 0; n < N; ++n) {
+            L::store(token.o + first + n * L::width, out[n]);
+            if constexpr (Delta) sum[n] = L::add(even[n], odd[n]);
+        }
+        asked = ahead;
+    }
+};
+
+/// Takes `count` tokens into N vectors of columns; `near` has room for a strip.
+template <class L, DType D, int N, bool Delta>
+void take_all(const StateArgs& args, int first, const Token* tokens, int count, float* near, Ahead& ahead) {
+    using Columns = Strip<L, D, N, Delta>;
+    const Scattered far{args.matrix, first * item_bytes(D)};
+    const Stacked stack{reinterpret_cast<uint8_t*>(near), Columns::kBytes};
+    Columns columns{args.key.dim, first, {}};
+    columns.lift(far, stack, tokens[0].ak);
+    for (int t = 0; t + 1 < count; ++t) columns.take(tokens[t], tokens[t + 1].ak, stack, stack, ahead);
+    columns.take(tokens[count - 1], tokens[count - 1].ak, stack, far, ahead);
+}
+
+/// Convolves queries and keys of all rows, once for the heads of a group that follow each other in a thread.
+template <class L>
+void convolve_shared(const StateArgs& args, float*& scratch, Ahead& ahead) {
+    const Convolved<L> query(args, args.query, ahead, scratch), key(args, args.key, ahead, scratch);
+    for (int64_t row = 0; row < args.num_rows; ++row) {
+        float *const q = args.shared + row * 2 * key.dim16, *const k = q + key.dim16;
+        query.take(row, q), key.take(row, k);
+        query.scale_by(args.scale, args.norm, q), key.scale_by(1.0f, args.norm, k);
+    }
+}
+
+/// `delta` and `scan`, several tokens.
+template <class L, DType D, bool Delta>
+void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* scratch, Ahead& ahead) {
+    constexpr int kWide = L::width >= 8 ? 2 : 4;
+    const int key16 = round_up16(args.key.dim), value16 = value.dim16;
+    begin_matrix<L>(args, args.key.dim);
+    if (!args.shares) convolve_shared<L>(args, scratch, ahead);
+    float *const near = scratch, *numbers = near + args.key.dim * kWide * L::width;
+    Token tokens[rworker::kStateBatch];
+    for (Token& token : tokens) {
+        token.a = numbers, token.ak = numbers + key16, token.v = numbers + 2 * key16, token.o = numbers + 2 * key16 + value16;
+        numbers += 2 * (key16 + value16);
+    }
+    for (int64_t begin = 0; begin < args.num_rows; begin += rworker::kStateBatch) {
+        const int64_t left = args.num_rows - begin;
+        const int count = left < rworker::kStateBatch ? int(left) : rworker::kStateBatch;
+        for (int t = 0; t < count; ++t) {
+            Token& token = tokens[t];
+            float *const a = const_cast<float*>(token.a), *const ak = const_cast<float*>(token.ak);
+            token.q = args.shared + (begin + t) * 2 * key16, token.k = token.q + key16;
+            value.take(begin + t, const_cast<float*>(token.v));
+            const uint8_t* const said = numbers_of(args, begin + t);
+            read_decays<L>(args, said, key16, a);
+            for (int i = 0; i < key16; ++i) ak[i] = a[i] * token.k[i];
+            token.rate = number_at(said + args.first_rate);
+        }
+        if (begin + count == args.num_rows) ahead.begin();
+        int first = 0;
+        for (; first + kWide * L::width <= value16; first += kWide * L::width)
+            take_all<L, D, kWide, Delta>(args, first, tokens, count, near, ahead);
+        for (; first < value16; first += L::width) take_all<L, D, 1, Delta>(args, first, tokens, count, near, ahead);
+        for (int t = 0; t < count; ++t) {
+            add_skip<L>(args, value16, tokens[t].v, tokens[t].o);
+            write_outputs<L>(args, begin + t, tokens[t].o);
+        }
+    }
+}
+
+}  // namespace
