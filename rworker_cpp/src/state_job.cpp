@@ -6,16 +6,18 @@
 namespace rworker {
 namespace {
 
+constexpr std::int64_t kItemsPerThread = 16;  // so that threads end at about the same time
 constexpr std::int64_t kRowsPerReading = 8;  // a row's arithmetic takes as long as reading an eighth of the state
+constexpr std::int64_t kLineFloats = 16;
+
+/// The first float of `floats` that begins a line of 64 bytes; they have kLineFloats more than are needed.
+float* first_line(std::vector<float>& floats) {
+    const auto place = reinterpret_cast<std::uintptr_t>(floats.data());
+    return floats.data() + (64 - place % 64) % 64 / sizeof(float);
+}
 
 const void* advanced(const void* data, std::int64_t elements, DType dtype) {
     return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
-}
-
-Recurrence recurrence_of(StateKind kind) {
-    constexpr Recurrence kinds[] = {Recurrence::delta, Recurrence::scan, Recurrence::none, Recurrence::selective,
-                                    Recurrence::lru};
-    return kinds[int(kind)];
 }
 
 }  // namespace
@@ -39,7 +41,7 @@ StateJob::StateJob(const KVCache& cache, const StateKernels& kernels, DType dtyp
     for (const LayerSpec& layer : cache.layers())
         if (layer.state)
             floats = std::max(floats, state_scratch_floats(layer.state->key_dim, layer.state->value_dim, layer.state->taps));
-    for (Hand& hand : hands_) hand.scratch.resize(floats);
+    for (Hand& hand : hands_) hand.scratch.resize(floats + kLineFloats);
 }
 
 void StateJob::plan(std::span<const Span> spans) {
@@ -80,9 +82,9 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     payload_ = payload;
     std::int64_t most_rows = 0;
     for (const Rows& rows : rows_) most_rows = std::max({most_rows, rows.count, rows.num_kept});
-    const std::size_t shared = most_rows > 1 ? state_shared_floats(spec_->key_dim, most_rows) : 0;
+    const std::size_t shared = most_rows > 1 ? state_shared_floats(spec_->key_dim, most_rows) + kLineFloats : 0;
     for (Hand& hand : hands_) {
-        hand.convolved = {}, hand.next.item = -1;
+        hand.convolved = {}, hand.next.number = -1;
         if (hand.shared.size() < shared) hand.shared.resize(shared);
     }
     const std::int64_t head_bytes = spec_->value_dim * (spec_->key_dim * item_bytes(spec_->dtype) + 4 * (spec_->taps - 1));
@@ -92,54 +94,17 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     for (std::size_t i = 0; i < rows_.size() * spec_->groups; ++i)
         heads_left_[i].store(std::int32_t(spec_->heads_per_group()), std::memory_order_relaxed);
     const std::int64_t num_rows = std::int64_t(rows_.size());
-    begin(layer, num_rows * spec_->heads, cost, num_rows * spec_->heads * head_bytes);
+    heads_per_item_ = find_heads_per_item();
+    begin(layer, num_items(), cost, num_rows * spec_->heads * head_bytes);
 }
 
-/// Finds where the state of an item's head lies.
-void StateJob::find(std::int64_t item, Head& head) const {
-    const LayerSpec& of = cache_.layers()[layer()];
-    const StatePlaces& places = cache_.states();
-    const std::int32_t* const blocks = rows_[item / spec_->heads].blocks;
-    const std::int64_t index = item % spec_->heads, group = index / spec_->heads_per_group(), earlier = spec_->taps - 1;
-    const auto fill = [&](std::vector<float*>& rows, std::int64_t first, std::int64_t count) {
-        rows.resize(count);
-        cache_.state_rows(blocks, first, rows);
-    };
-    fill(head.value, places.value_window(of, layer(), index), earlier * places.rows_of(spec_->value_dim));
-    if (spec_->groups) {
-        fill(head.query, places.query_window(of, layer(), group), earlier * places.rows_of(spec_->key_dim));
-        fill(head.key, places.key_window(of, layer(), group), earlier * places.rows_of(spec_->key_dim));
-    }
-    if (spec_->key_dim) fill(head.matrix, places.matrix(of, layer(), index), spec_->key_dim);
-    head.item = item;
-}
-
-/// Lists what an item's call will read; filters are near.
-void StateJob::look_ahead(std::int64_t item, Hand& hand) const {
-    hand.next_reads.clear();
-    if (item < 0) return;
-    find(item, hand.next);
-    const auto add = [&](const void* data, std::int64_t bytes) {
-        const auto* const first = static_cast<const std::uint8_t*>(data);
-        if (!hand.next_reads.empty() && hand.next_reads.back().first + hand.next_reads.back().bytes == first)
-            hand.next_reads.back().bytes += bytes;
-        else
-            hand.next_reads.push_back({first, bytes});
-    };
-    const auto add_rows = [&](const std::vector<float*>& rows) {
-        for (const float* const row : rows) add(row, 4 * cache_.states().row_floats());
-    };
-    const auto add_part = [&](std::int64_t channel, std::int64_t dim, const std::vector<float*>& window) {
-        add_rows(window);
-        add(advanced(payload_of(rows_[item / spec_->heads]), channel, dtype_), dim * item_bytes(dtype_));
-    };
-    const std::int64_t index = item % spec_->heads, group = index / spec_->heads_per_group(), key_dim = spec_->key_dim;
-    add_part(spec_->first_value() + index * spec_->value_dim, spec_->value_dim, hand.next.value);
-    if (spec_->groups && index % spec_->heads_per_group() == 0) {
-        add_part(spec_->first_query() + group * key_dim, key_dim, hand.next.query);
-        add_part(spec_->first_key() + group * key_dim, key_dim, hand.next.key);
-    }
-    add_rows(hand.next.matrix);
+/// Heads that follow each other in a thread convolve what they share once; enough items are left for all threads.
+std::int64_t StateJob::find_heads_per_item() const {
+    const std::int64_t of_group = spec_->heads_per_group(), all = std::int64_t(rows_.size()) * spec_->heads;
+    for (const std::int64_t count : {4, 3, 2})
+        if (spec_->groups && of_group % count == 0 && all / count >= kItemsPerThread * std::int64_t(hands_.size()))
+            return count;
+    return 1;
 }
 
 const void* StateJob::payload_of(const Rows& rows) const {
@@ -210,67 +175,34 @@ void StateJob::advance_silently(StateArgs args) const {
     kernels_.advance(args);
 }
 
-/// What is the same for all tokens of a head, which lies where `at` says; without what a thread has at hand.
-StateArgs StateJob::args_of(const Rows& rows, const Head& at) const {
-    const StateSpec& spec = *spec_;
-    const std::int64_t head = at.item % spec.heads, group = head / spec.heads_per_group(), dim = spec.value_dim;
-    const std::int64_t numbers = spec.channels() * item_bytes(dtype_);
-    const auto part = [](std::int64_t first, std::int64_t width, const std::vector<float*>& window) {
-        return StateChannels{first, int(width), window.data()};
-    };
-    StateArgs args{};
-    args.dtype = dtype_;
-    args.rows = payload_of(rows);
-    args.row_stride = spec.row_elements(item_bytes(dtype_));
-    args.num_rows = rows.count;
-    args.position = rows.position;
-    args.value = part(spec.first_value() + head * dim, dim, at.value);
-    if (spec.groups) args.query = part(spec.first_query() + group * spec.key_dim, spec.key_dim, at.query);
-    if (spec.groups) args.key = part(spec.first_key() + group * spec.key_dim, spec.key_dim, at.key);
-    args.filters = spec.filters.data();
-    args.bias = spec.bias.data();
-    args.channels = spec.channels();
-    args.taps = int(spec.taps);
-    args.silu = spec.silu;
-    args.recurrence = recurrence_of(spec.kind);
-    args.norm = spec.norm;
-    args.first_decay = numbers + 4 * head * (spec.by_channel() ? dim : spec.decays);
-    args.first_rate = numbers + 4 * (spec.heads * spec.decays + head);
-    args.decays = int(spec.decays);
-    args.factors = spec.factors.data() + head * dim;
-    args.factor_stride = spec.heads * dim;
-    args.scale = spec.scale;
-    args.skip = spec.skip.empty() ? 0.0f : spec.skip[head];
-    args.matrix = spec.key_dim ? at.matrix.data() : nullptr;
-    args.row_floats = int(cache_.states().row_floats());
-    args.state_dtype = spec.dtype;
-    if (rows.attends)
-        args.out = const_cast<void*>(advanced(payload_.out, (rows.first * spec.heads + head) * dim, dtype_));
-    args.out_stride = spec.heads * dim;
-    return args;
+void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
+    const std::int64_t first = item * heads_per_item_, end = first + heads_per_item_;
+    const std::int64_t after = next_item < 0 ? -1 : next_item * heads_per_item_;
+    for (std::int64_t number = first; number < end; ++number)
+        run_head(number, number + 1 < end ? number + 1 : after, thread);
 }
 
-void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
+void StateJob::run_head(std::int64_t number, std::int64_t next, int thread) {
     thread_local Aside aside;
     const StateSpec& spec = *spec_;
     const StatePlaces& places = cache_.states();
-    const Rows& rows = rows_[item / spec.heads];
-    const std::int64_t head = item % spec.heads, group = head / spec.heads_per_group();
+    const Rows& rows = rows_[number / spec.heads];
+    const std::int64_t head = number % spec.heads, group = head / spec.heads_per_group();
     Hand& hand = hands_[thread];
-    if (hand.next.item == item)
+    if (hand.next.number == number)
         std::swap(hand.here, hand.next);
     else
-        find(item, hand.here);
-    look_ahead(next_item, hand);
+        find(number, hand.here);
+    look_ahead(next, hand);
     StateArgs args = args_of(rows, hand.here);
     args.next_reads = hand.next_reads.data();
     args.num_next_reads = int(hand.next_reads.size());
-    args.scratch = hand.scratch.data();
-    args.shared = hand.shared.data();
+    args.scratch = first_line(hand.scratch);
+    args.shared = first_line(hand.shared);
     const StateArgs here = args;
     const bool computes = rows.attends || (rows.count && !rows.coming);
     const bool shareable = computes && !rows.num_kept;
-    const Convolved convolved = shareable ? Convolved{item / spec.heads, group} : Convolved{};
+    const Convolved convolved = shareable ? Convolved{number / spec.heads, group} : Convolved{};
     args.shares = shareable && convolved == hand.convolved;
     hand.convolved = convolved;
     if (rows.num_kept && args.matrix) advance_kept(args, rows);
@@ -287,7 +219,7 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
     if (computes) rows.attends ? kernels_.advance(args) : advance_silently(args);
     keep(here.value, rows);
     if (spec.groups == 0) return;
-    std::atomic<std::int32_t>& left = heads_left_[item / spec.heads * spec.groups + group];
+    std::atomic<std::int32_t>& left = heads_left_[number / spec.heads * spec.groups + group];
     if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     keep(here.query, rows);
     keep(here.key, rows);

@@ -203,6 +203,25 @@ def test_outputs_are_the_oracles_whatever_the_cuts_and_the_company(name: str, dt
         assert np.array_equal(states[0], states[1]) and np.array_equal(states[0], states[2])
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_of_several_batches_have_the_bits_of_single_tokens(name: str) -> None:
+    """Tokens go over a state in batches of 32, and heads of many sequences in pairs: no bit tells of either."""
+    kind = KINDS[name]
+    rows, *said = kind.rows("float32", 70)
+    for isa in _rworker.supported_isas()[:3]:
+        whole = Harness(kind, isa=isa, num_blocks=4000)
+        found = whole.step([(sequence, 0, rows) for sequence in range(9)]).reshape(9, 70, kind.heads, -1)
+        single, threads = (Harness(kind, isa=isa, num_threads=count) for count in (1, 2))
+        assert np.array_equal(single.cut(rows, tuple(range(1, 70))), found[0])
+        assert np.array_equal(threads.cut(rows, (31, 65)), found[0])
+        states = [each.worker.export(sequence) for each, sequence in ((whole, 8), (single, 1), (threads, 1))]
+        assert np.array_equal(found, found[:1].repeat(9, 0))
+        assert np.array_equal(states[0], states[1]) and np.array_equal(states[0], states[2])
+    near = 5e-5 if kind.dtype == "float32" else 2e-2
+    wanted = oracle(kind, *said)
+    assert np.abs(found[0] - wanted).max() < near * np.abs(wanted).max()
+
+
 def test_states_are_counted_forked_moved_and_released() -> None:
     """A fork and an export go on with the bits of the one they come from; nothing stays behind."""
     kind = KINDS["delta"]

@@ -11,7 +11,8 @@
 
 namespace rworker {
 
-/// An item is a head of a sequence, with all its rows. The last one of a group keeps what its heads share.
+/// An item is a head of a sequence, or several that share queries and keys, with all its rows. The last one of a group
+/// keeps what its heads share.
 class StateJob final : public LayerJob {
   public:
     StateJob(const KVCache& cache, const StateKernels& kernels, DType dtype, int num_threads);
@@ -22,7 +23,7 @@ class StateJob final : public LayerJob {
     void plan(std::int64_t sequence_id, std::int64_t count);
     /// No rows come after all: in a layer that had none, states are advanced by the rows they lack, all of them.
     void settle(std::int64_t layer);
-    std::int64_t num_items() const { return std::int64_t(rows_.size()) * spec_->heads; }
+    std::int64_t num_items() const { return std::int64_t(rows_.size()) * spec_->heads / heads_per_item_; }
     void prepare(std::int64_t layer, const Payload& payload);
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
 
@@ -39,7 +40,7 @@ class StateJob final : public LayerJob {
     struct Aside;
     /// Where the state of an item's head lies: rows of windows and of the matrix.
     struct Head {
-        std::int64_t item = -1;  // none
+        std::int64_t number = -1;  // among those of all sequences; none
         std::vector<float*> query, key, value, matrix;
     };
     /// Whose query and key a thread's scratch has; row -1: none's.
@@ -56,9 +57,11 @@ class StateJob final : public LayerJob {
     };
 
     void reserve_counters();
+    std::int64_t find_heads_per_item() const;
+    void run_head(std::int64_t number, std::int64_t next, int thread);
 
-    void find(std::int64_t item, Head& head) const;
-    void look_ahead(std::int64_t item, Hand& hand) const;
+    void find(std::int64_t number, Head& head) const;
+    void look_ahead(std::int64_t number, Hand& hand) const;
     StateArgs args_of(const Rows& rows, const Head& at) const;
     StateChannels moved_on(const StateChannels& part, const Rows& rows, std::vector<float>& floats,
                            std::vector<float*>& pointers) const;
@@ -75,6 +78,7 @@ class StateJob final : public LayerJob {
     const StateKernels& kernels_;
     DType dtype_;
     const StateSpec* spec_ = nullptr;
+    std::int64_t heads_per_item_ = 1;
     Payload payload_{};
     std::vector<Rows> rows_;
     std::unique_ptr<std::atomic<std::int32_t>[]> heads_left_;  // of each sequence and group

@@ -91,19 +91,15 @@ struct Convolved {
 
     void take(int64_t row, float* to) const {
         const int64_t position = args.position + row;
-        widen_row<L>(args.dtype, element(args.dtype, args.rows, row * args.row_stride + part.first_channel), part.dim, 1.0f,
-                     history + position % args.taps * dim16);
-        const float *inputs[16], *const filters = args.filters + part.first_channel;
-        for (int tap = 0; tap < args.taps; ++tap) inputs[tap] = history + (position + 1 + tap) % args.taps * dim16;
-        Ahead ahead = asked;
-        for (int i = 0; i < part.dim; i += L::width) {
-            ahead.ask(3);
-            typename L::vec sum = L::load(args.bias + part.first_channel + i);
-            for (int tap = 0; tap < args.taps; ++tap)
-                sum = L::fma(L::load(filters + tap * args.channels + i), L::load(inputs[tap] + i), sum);
-            L::store(to + i, args.silu ? silu<L>(sum) : sum);
+        const int here = int(position % args.taps);
+        widen_row<L>(args.dtype, inputs_of(row), part.dim, 1.0f, history + here * dim16);
+        if (row + kRowsAhead < args.num_rows) ask_for(row + kRowsAhead);
+        const float* inputs[16];
+        for (int tap = 0, at = here; tap < args.taps; ++tap) {
+            if (++at == args.taps) at = 0;
+            inputs[tap] = history + at * dim16;
         }
-        asked = ahead;
+        args.taps == 4 ? convolve<4>(inputs, to) : convolve<0>(inputs, to);
         for (int i = part.dim; i < dim16; ++i) to[i] = 0.0f;
     }
 
@@ -117,6 +113,34 @@ struct Convolved {
             scale /= __builtin_sqrtf(L::reduce_add(sum) + 1e-6f);
         }
         for (int i = 0; i < dim16; i += L::width) L::store(made + i, L::mul(L::load(made + i), L::set1(scale)));
+    }
+
+  private:
+    static constexpr int kRowsAhead = 4;  // rows of a prompt lie further apart than what reads ahead by itself sees
+
+    const uint8_t* inputs_of(int64_t row) const {
+        return static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride + part.first_channel));
+    }
+
+    void ask_for(int64_t row) const {
+        const uint8_t* const first = inputs_of(row);
+        for (int64_t i = 0; i < part.dim * item_bytes(args.dtype); i += 64) __builtin_prefetch(first + i);
+    }
+
+    /// `Taps`: as many as there are, or 0. `inputs`: of each tap, the oldest first.
+    template <int Taps>
+    void convolve(const float* const* inputs, float* to) const {
+        const float* const filters = args.filters + part.first_channel;
+        const int taps = Taps ? Taps : args.taps;
+        Ahead ahead = asked;
+        for (int i = 0; i < part.dim; i += L::width) {
+            ahead.ask(3);
+            typename L::vec sum = L::load(args.bias + part.first_channel + i);
+            for (int tap = 0; tap < taps; ++tap)
+                sum = L::fma(L::load(filters + tap * args.channels + i), L::load(inputs[tap] + i), sum);
+            L::store(to + i, args.silu ? silu<L>(sum) : sum);
+        }
+        asked = ahead;
     }
 };
 
