@@ -18,8 +18,9 @@ from .rounding import BYTES
 
 ISAS = _rworker.supported_isas()
 SLOPES = (0.5, 0.1, 0.02, 0.3, 0.0)
-ERROR = {"int8": (1.2e-2, 3e-2), "int4": (0.14, 0.25)}
-"""Median and largest norm-wise error of a sequence and head against the unquantised cache, Gaussian data."""
+ERROR = {"int8": (1.25e-2, 3e-2), "int4": (0.14, 0.25)}
+"""Median and largest norm-wise error of a sequence and head against the unquantised cache, Gaussian data. Weights of
+bytes share a scale with up to 127 others."""
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -146,7 +147,7 @@ def test_groups_with_peaked_queries_among_others(layer: Layer, kv_dtype: str, sh
     want = harness.expected(0, new.q)
     of_more_bits = {"int8": 3e-3, "int4": 2e-2}[kv_dtype]
     assert relative_error(output[peaked], want[peaked]) <= of_more_bits
-    by_bytes = {"int8": 2.0, "int4": 0.4}[kv_dtype] * off_by_storing(harness, layer, rows, new, ~peaked)
+    by_bytes = {"int8": 2.0, "int4": 0.42}[kv_dtype] * off_by_storing(harness, layer, rows, new, ~peaked)
     assert relative_error(output[~peaked], want[~peaked]) <= (by_bytes if isa in BYTES[kv_dtype] else of_more_bits)
 
 

@@ -17,7 +17,8 @@ constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype 
 constexpr bool is_rotated(DType dtype) { return dtype == DType::int4; }
 
 constexpr int kTileTokens = 16;   // tokens whose keys lie side by side in one tile
-constexpr int kChunkTokens = 64;  // tokens scored before each step of the online softmax
+constexpr int kChunkTokens = 64;      // tokens scored before each step of the online softmax
+constexpr int kMaxChunkTokens = 128;  // of codes, where sums have room for as many
 constexpr int kSplitTokens =
     512;  // a sequence is cut here, always at multiples, so that results do not depend on who else runs
 constexpr int kBlockRows = 64;  // query rows that pass over a split together
@@ -77,7 +78,7 @@ struct LatentArgs {
 
 /// Floats of a thread's scratch before those of the keys of an unfilled tile.
 constexpr int64_t open_tile_offset(int64_t key_dim) {
-    return kBlockRows * ((key_dim + 15) / 16 * 16 + kChunkTokens);
+    return kBlockRows * ((key_dim + 15) / 16 * 16 + kMaxChunkTokens);
 }
 
 /// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, so

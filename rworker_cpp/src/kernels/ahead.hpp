@@ -6,22 +6,25 @@
 namespace {
 
 using rworker::kChunkTokens;
+using rworker::kMaxChunkTokens;
 using rworker::kStreams;
 using rworker::ReadAhead;
 
-constexpr int kChunkTiles = kChunkTokens / kTileTokens;
+template <class L, DType D>
+constexpr int chunk_tokens = rworker::is_quantized(D) ? L::code_chunk : kChunkTokens;
+
 constexpr int kCacheLineBytes = 64;
 
 /// What a call reads after this chunk: tiles of keys, then as many of values.
 struct Coming {
-    const uint8_t* tiles[2 * kChunkTiles];  // keys, and from kChunkTiles on values; tiles[0] is always some address
-    int num_tiles = 0;
+    const uint8_t *keys[kMaxChunkTokens / kTileTokens], *values[kMaxChunkTokens / kTileTokens];
+    int num_tiles = 0;           // keys[0] is some address even where there are none
     int key_lines, value_lines;  // of a tile
-    ReadAhead read_ahead;        // pages: of kChunkTiles tiles only
+    ReadAhead read_ahead;        // pages: where num_tiles is a multiple of kStreams / 2
 
     void add(const Tile& tile) {
-        tiles[num_tiles] = tile.keys;
-        tiles[kChunkTiles + num_tiles++] = tile.values;
+        keys[num_tiles] = tile.keys;
+        values[num_tiles++] = tile.values;
     }
 };
 
@@ -100,10 +103,12 @@ class Ahead {
         const Coming& coming = *coming_;
         if (coming.read_ahead != ReadAhead::pages && run_ < 2 * coming.num_tiles) {
             const bool of_keys = run_ < coming.num_tiles;
-            at_ = coming.tiles[of_keys ? run_ : run_ + kChunkTiles - coming.num_tiles];
+            at_ = of_keys ? coming.keys[run_] : coming.values[run_ - coming.num_tiles];
             left_ = of_keys ? coming.key_lines : coming.value_lines;
-        } else if (coming.read_ahead == ReadAhead::pages && run_ < kStreams * coming.key_lines) {
-            at_ = coming.tiles[run_ % kStreams] + run_ / kStreams * kCacheLineBytes;
+        } else if (coming.read_ahead == ReadAhead::pages && run_ < 2 * coming.num_tiles * coming.key_lines) {
+            const int line = run_ / kStreams, stream = run_ % kStreams;
+            const int tile = line / coming.key_lines * (kStreams / 2) + stream % (kStreams / 2);
+            at_ = (stream < kStreams / 2 ? coming.keys : coming.values)[tile] + line % coming.key_lines * kCacheLineBytes;
             left_ = 1;
         } else {
             stay();
@@ -112,7 +117,7 @@ class Ahead {
 
     /// On the line asked for last, or on any that is here.
     void stay() {
-        at_ = coming_->tiles[0];
+        at_ = coming_->keys[0];
         step_ = 0;
         left_ = 0;
     }

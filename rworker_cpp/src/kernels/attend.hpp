@@ -1,4 +1,4 @@
-// Attention of stacked query rows over one split, in one pass: scores of 64 tokens, online softmax, weighted values.
+// Attention of stacked query rows over one split, in one pass: scores of a chunk, online softmax, weighted values.
 //
 // A row's result has the same bits however many rows run beside it: each of its sums takes the same operands in the
 // same order whatever the register blocking, and a chunk in which it sees nothing leaves it as it was.
@@ -53,6 +53,7 @@ inline void for_row_groups(int rows, F f) {
 template <class L, DType D>
 struct RowBlock {
     using S = Stored<L, D>;
+    static constexpr int chunk_size = chunk_tokens<L, D>, chunk_tiles = chunk_size / kTileTokens;
     const AttendArgs& args;
     const int64_t first_row;
     const int rows;
@@ -102,8 +103,8 @@ struct RowBlock {
 
     void run() {
         prepare();
-        for (int64_t chunk = begin / kChunkTokens * kChunkTokens; chunk < end; chunk += kChunkTokens)
-            attend_chunk(chunk, clip(begin, end, chunk));
+        for (int64_t chunk = begin / chunk_size * chunk_size; chunk < end; chunk += chunk_size)
+            attend_chunk(chunk, clip(begin, end, chunk, chunk_size));
         for (int r = 0; r < rows; ++r) {
             const auto partial = Partial<float>::of_output(outputs[r]);
             *partial.max = sums.max[r], *partial.sum = sums.sum[r];
@@ -116,17 +117,17 @@ struct RowBlock {
     /// asks for all of the next one's first.
     Coming coming_after(int64_t chunk) const {
         const int64_t first = chunk / kTileTokens, own_end = tiles_of(end);
-        const bool alone = chunk <= begin && first + kChunkTiles >= own_end;
-        const int64_t from = alone ? own_end : first + kChunkTiles;
-        const int64_t to = from + (alone || own_end - first > kChunkTiles ? kChunkTiles : own_end - first);
+        const bool alone = chunk <= begin && first + chunk_tiles >= own_end;
+        const int64_t from = alone ? own_end : first + chunk_tiles;
+        const int64_t to = from + (alone || own_end - first > chunk_tiles ? chunk_tiles : own_end - first);
         Coming coming;
-        coming.tiles[0] = tile_of(args.view, first).keys;
+        coming.keys[0] = tile_of(args.view, first).keys;
         for (int64_t tile = from; tile < to && tile < own_end; ++tile) coming.add(tile_of(args.view, tile));
         if (to > own_end && last && args.next) add_next(coming, from - own_end, to - own_end);
         coming.key_lines = int((args.view.key_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
         coming.value_lines = int((args.view.value_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
         coming.read_ahead = args.read_ahead;
-        const bool all = coming.num_tiles == kChunkTiles;  // pages side by side take a tile of each
+        const bool all = coming.num_tiles == chunk_tiles;  // pages side by side take a tile of each
         if (!all && coming.read_ahead == ReadAhead::pages) coming.read_ahead = ReadAhead::run;
         return coming;
     }
@@ -141,7 +142,7 @@ struct RowBlock {
     static int64_t tiles_of(int64_t tokens) { return (tokens + kTileTokens - 1) / kTileTokens; }
 
     void attend_chunk(int64_t chunk, Range seen) {
-        Tile tiles[kChunkTiles];
+        Tile tiles[chunk_tiles];
         const Range worked_on = is_quantized(D) ? whole_tiles(seen) : round_out(seen, L::width);
         find_tiles(chunk, seen, tiles);
         const Coming coming = coming_after(chunk);
@@ -149,11 +150,11 @@ struct RowBlock {
                     args.key_dim + args.value_dim);
         for_row_groups<L, D>(rows, [&]<int R>(int r) {
             score_rows<L, D, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, key_lines, args.scale,
-                                scores + r * kChunkTokens);
+                                scores + r * chunk_size);
         });
-        with_constant_range(worked_on, [&](Range range) { soften(chunk, range, ahead); });
+        with_constant_range<chunk_size>(worked_on, [&](Range range) { soften(chunk, range, ahead); });
         for_row_groups<L, D>(rows, [&]<int R>(int r) {
-            add_value_rows<L, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
+            add_value_rows<L, D, R>(tiles, seen, ahead, scores + r * chunk_size, sums.keep + r, outputs + r,
                                     padded_dim);
         });
     }
@@ -162,19 +163,19 @@ struct RowBlock {
         const bool bent = args.soft_cap != 0.0f || args.alibi_slopes;
         for (int r = 0; r < rows; ++r) {
             if (bent) bend_scores(r, chunk, worked_on);
-            sums.find_top(r, scores + r * kChunkTokens, worked_on, clip(begins[r], ends[r], chunk));
+            sums.find_top(r, scores + r * chunk_size, worked_on, clip(begins[r], ends[r], chunk, chunk_size));
         }
         sums.renew_maxima(rows);
         for (int r = 0; r < rows; ++r) {
             ahead.ask_for_row();
-            sums.template weigh_row<S>(r, scores + r * kChunkTokens, worked_on);
+            sums.template weigh_row<S>(r, scores + r * chunk_size, worked_on);
         }
         sums.renew_sums(rows);
     }
 
     /// A soft cap, then ALiBi; apart from the loop, so that layers without them pay nothing.
     [[gnu::noinline]] void bend_scores(int row, int64_t chunk, Range worked_on) const {
-        float* const row_scores = scores + row * kChunkTokens;
+        float* const row_scores = scores + row * chunk_size;
         if (args.soft_cap != 0.0f) cap_scores<L>(row_scores, worked_on, args.soft_cap);
         if (args.alibi_slopes)
             add_slope<L>(row_scores, worked_on, args.alibi_slopes[(first_row + row) % args.group],

@@ -13,7 +13,7 @@ template <class L, DType D>
 struct ByteBlock : RowBlock<L, D> {
     using Block = RowBlock<L, D>;
     using Wide = typename L::Wide;
-    using Block::args, Block::begin, Block::end, Block::outputs, Block::padded_dim, Block::queries,
+    using Block::args, Block::begin, Block::chunk_size, Block::end, Block::outputs, Block::padded_dim, Block::queries,
         Block::query_stride, Block::rows, Block::scores, Block::sums;
     int narrow = 0;
     alignas(64) float factors[kBlockRows] = {};  // of scores, which then are exponents of 2
@@ -29,8 +29,8 @@ struct ByteBlock : RowBlock<L, D> {
         for_row_groups<L, D>(narrow, [&]<int R>(int r) {
             pack_queries<D, R>(queries + r * query_stride, query_stride, packed_rows(r));
         });
-        for (int64_t chunk = begin / kChunkTokens * kChunkTokens; chunk < end; chunk += kChunkTokens)
-            attend_chunk(chunk, clip(begin, end, chunk));
+        for (int64_t chunk = begin / chunk_size * chunk_size; chunk < end; chunk += chunk_size)
+            attend_chunk(chunk, clip(begin, end, chunk, chunk_size));
         for (int r = 0; r < rows; ++r) {
             const auto partial = Partial<float>::of_output(outputs[r]);
             *partial.max = sums.max[r] * kLn2, *partial.sum = sums.sum[r];
@@ -56,25 +56,25 @@ struct ByteBlock : RowBlock<L, D> {
     }
 
     void attend_chunk(int64_t chunk, Range seen) {
-        Tile tiles[kChunkTiles];
+        Tile tiles[Block::chunk_tiles];
         this->find_tiles(chunk, seen, tiles);
         const Coming coming = this->coming_after(chunk);
         Ahead ahead(coming, row_groups<L, D>(narrow) + row_groups<Wide, D>(rows - narrow));
         touch(coming);
         for_row_groups<L, D>(narrow, [&]<int R>(int r) {
-            score_byte_rows<L, D, R>(tiles, seen, ahead, packed_rows(r), this->key_lines, scores + r * kChunkTokens);
+            score_byte_rows<L, D, R>(tiles, seen, ahead, packed_rows(r), this->key_lines, scores + r * chunk_size);
         });
         for_wide_groups([&]<int R>(int r) {
             score_rows<Wide, D, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, this->key_lines,
-                                   args.scale, scores + r * kChunkTokens);
+                                   args.scale, scores + r * chunk_size);
         });
-        with_constant_range(whole_tiles(seen), [&](Range range) { weigh_scores(chunk, range); });
+        with_constant_range<chunk_size>(whole_tiles(seen), [&](Range range) { weigh_scores(chunk, range); });
         for_row_groups<L, D>(narrow, [&]<int R>(int r) {
-            add_byte_value_rows<L, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
+            add_byte_value_rows<L, D, R>(tiles, seen, ahead, scores + r * chunk_size, sums.keep + r, outputs + r,
                                          padded_dim);
         });
         for_wide_groups([&]<int R>(int r) {
-            add_value_rows<Wide, D, R>(tiles, seen, ahead, scores + r * kChunkTokens, sums.keep + r, outputs + r,
+            add_value_rows<Wide, D, R>(tiles, seen, ahead, scores + r * chunk_size, sums.keep + r, outputs + r,
                                        padded_dim);
         });
     }
@@ -82,8 +82,8 @@ struct ByteBlock : RowBlock<L, D> {
     /// Asking for a line waits until it is known where its page lies: for pages side by side all at once.
     static void touch(const Coming& coming) {
         for (int i = 0; i < coming.num_tiles; ++i) {
-            __builtin_prefetch(coming.tiles[i], 0, 2);
-            __builtin_prefetch(coming.tiles[kChunkTiles + i], 0, 2);
+            __builtin_prefetch(coming.keys[i], 0, 2);
+            __builtin_prefetch(coming.values[i], 0, 2);
         }
     }
 
@@ -91,7 +91,7 @@ struct ByteBlock : RowBlock<L, D> {
     [[gnu::always_inline]] void weigh_scores(int64_t chunk, Range worked_on) {
         if (args.soft_cap != 0.0f) cap_rows(worked_on);
         for (int r = 0; r < rows; ++r)
-            sums.find_top(r, scores + r * kChunkTokens, worked_on, clip(this->begins[r], this->ends[r], chunk));
+            sums.find_top(r, scores + r * chunk_size, worked_on, clip(this->begins[r], this->ends[r], chunk, chunk_size));
         for (int r = 0; r < rows; r += L::width) {
             const auto old = L::load(sums.max + r);
             const auto largest = L::max(old, L::mul(L::load(sums.top + r), L::load(factors + r)));
@@ -100,7 +100,7 @@ struct ByteBlock : RowBlock<L, D> {
             L::store(sums.keep + r, exp2_nonpositive(L::sub(old, from)));
         }
         for (int r = 0; r < rows; ++r) {
-            float* const row_scores = scores + r * kChunkTokens;
+            float* const row_scores = scores + r * chunk_size;
             const auto factor = L::set1(factors[r]), base = L::set1(-sums.base[r]);
             auto total = L::set1(0.0f);
             RWORKER_UNROLL
@@ -116,7 +116,7 @@ struct ByteBlock : RowBlock<L, D> {
 
     [[gnu::noinline]] void cap_rows(Range worked_on) {
         for (int r = 0; r < rows; ++r) {
-            float* const row_scores = scores + r * kChunkTokens;
+            float* const row_scores = scores + r * chunk_size;
             if (r < narrow)
                 for (int t = worked_on.begin; t < worked_on.end; t += L::width)
                     L::store(row_scores + t, L::mul(L::load(row_scores + t), L::set1(scale_of(r))));

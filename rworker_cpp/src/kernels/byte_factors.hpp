@@ -87,7 +87,7 @@ inline void pack_queries(const float* queries, int padded, uint32_t* packed) {
 /// token; products with codes are to be multiplied by `scale`, and middles times weights come to `constant`.
 template <int Rows>
 struct ByteWeights {
-    alignas(64) uint8_t bytes[Rows][kChunkTokens];
+    alignas(64) uint8_t bytes[Rows][kMaxChunkTokens];
     alignas(64) float scale[16], constant[16];
 };
 
@@ -101,7 +101,7 @@ template <class L, DType D>
 /// Of the values of a chunk, those of int4 of a group of dims.
 template <class L, DType D>
 struct ValueTerms {
-    alignas(64) float scales[kChunkTokens], middles[kChunkTokens];
+    alignas(64) float scales[kMaxChunkTokens], middles[kMaxChunkTokens];
     bool finite;
 
     [[gnu::always_inline]] ValueTerms(const Tile* tiles, Range tokens, int group) {
@@ -147,10 +147,10 @@ template <class L, DType D, int Rows>
                                                   ByteWeights<Rows>& shrunk) {
     static_assert(Rows <= L::width);
     const ValueTerms<L, D> terms(tiles, tokens, group);
-    alignas(64) float scaled[Rows][kChunkTokens];
+    alignas(64) float scaled[Rows][kMaxChunkTokens];
     alignas(64) float max[L::width] = {}, total[L::width] = {}, sum[L::width] = {}, factors[L::width];
     for (int r = 0; r < Rows; ++r) {
-        const float* const row = weights + r * kChunkTokens;
+        const float* const row = weights + r * chunk_tokens<L, D>;
         if (terms.finite)
             scale_weights<L, D, false>(terms, tokens, row, scaled[r], max + r, total + r);
         else

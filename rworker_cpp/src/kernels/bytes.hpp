@@ -151,7 +151,7 @@ template <class L, DType D, bool First, int Rows, int Vectors>
         const auto scale = load_scale<L, D>(header), zero = L::load_pair_high(pairs);
         RWORKER_UNROLL
         for (int r = 0; r < Rows; ++r) {
-            float* const to = scores + r * kChunkTokens + v * L::width;
+            float* const to = scores + r * chunk_tokens<L, D> + v * L::width;
             const auto products = L::to_float(sums.sum[r][v]);
             if constexpr (D == DType::int8) {
                 L::store(to, L::mul(products, scale));
@@ -239,10 +239,10 @@ void add_byte_value_rows(const Tile* tiles, Range seen, Ahead& ahead, const floa
     for (int first = 0; first < padded_dim; first += group_dims) {
         const int end = first + group_dims < padded_dim ? first + group_dims : padded_dim;
         ByteWeights<Rows> shrunk;
-        with_constant_range(tokens, [&](Range range) __attribute__((always_inline)) {
+        with_constant_range<chunk_tokens<L, D>>(tokens, [&](Range range) __attribute__((always_inline)) {
             shrink_weights<L, D>(tiles, range, first / group_dims, weights, shrunk);
         });
-        ahead.ask<kChunkTiles * kHeaderLineBytes>();
+        ahead.ask<chunk_tokens<L, D> / kTileTokens * kHeaderLineBytes>();
         for_lanes<L, DType::int8, Rows>(first, end, [&]<int Vectors>(int lane) {
             add_byte_values<L, D, Rows, Vectors>(tiles, tokens, shrunk, keep, lane, outputs, padded_dim, ahead);
         });

@@ -95,13 +95,13 @@ inline void quantize_query(float* row, int padded) {
 
 /// Weights of a chunk, multiplied by the scales of its tokens. Those of tiles outside `seen` are neither set nor used.
 struct PairWeights {
-    alignas(64) int16_t pairs[kChunkTokens];
+    alignas(64) int16_t pairs[kMaxChunkTokens];
     float scale;
     int32_t bias;
 };
 
 struct HalfWeights {
-    alignas(64) uint8_t high[kChunkTokens], low[kChunkTokens];
+    alignas(64) uint8_t high[kMaxChunkTokens], low[kMaxChunkTokens];
     float scale, constant;
 };
 
@@ -113,8 +113,8 @@ inline typename L::vec weigh(typename L::vec weight, typename L::vec term) {
 
 template <class L>
 inline void shrink_weights(const Tile* tiles, Range tokens, const float* weights, PairWeights& shrunk) {
-    alignas(64) float scaled[kChunkTokens];
-    alignas(64) int32_t ints[kChunkTokens];
+    alignas(64) float scaled[kMaxChunkTokens];
+    alignas(64) int32_t ints[kMaxChunkTokens];
     auto top = L::set1(0.0f), total = top;
     for (int t = tokens.begin; t < tokens.end; t += L::width) {
         const float* scales = reinterpret_cast<const float*>(tiles[t / kTileTokens].values) + t % kTileTokens;
@@ -131,8 +131,8 @@ inline void shrink_weights(const Tile* tiles, Range tokens, const float* weights
 
 template <class L>
 inline void shrink_weights(const Tile* tiles, Range tokens, int group, const float* weights, HalfWeights& shrunk) {
-    alignas(64) float scaled[kChunkTokens];
-    alignas(64) int32_t ints[kChunkTokens];
+    alignas(64) float scaled[kMaxChunkTokens];
+    alignas(64) int32_t ints[kMaxChunkTokens];
     auto top = L::set1(0.0f), total = top, zeros = top;
     for (int t = tokens.begin; t < tokens.end; t += L::width) {
         const uint32_t* line = reinterpret_cast<const uint32_t*>(tiles[t / kTileTokens].values) + group * kTileTokens;

@@ -12,7 +12,7 @@ struct Avx2 {
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
     static constexpr bool half_products = false;  // nor of halves, with sums of float32
     static constexpr int float_rows = 4, code_rows = 4;
-    static constexpr int float_sums = 8, code_sums = 8;
+    static constexpr int float_sums = 8, code_sums = 8, code_chunk = 64;
 
     static vec set1(float x) { return _mm256_set1_ps(x); }
     static vec load(const float* p) { return _mm256_loadu_ps(p); }

@@ -12,7 +12,7 @@ struct Avx512 {
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
     static constexpr bool half_products = false;  // nor of halves, with sums of float32
     static constexpr int float_rows = 6, code_rows = 8;
-    static constexpr int float_sums = 24, code_sums = 16;
+    static constexpr int float_sums = 24, code_sums = 16, code_chunk = 64;
 
     static vec set1(float x) { return _mm512_set1_ps(x); }
     static vec load(const float* p) { return _mm512_loadu_ps(p); }

@@ -6,6 +6,7 @@
 namespace {
 
 struct Avx512Vnni : Avx512 {
+    static constexpr int code_chunk = 128;  // sums are 32 bits wide
     static ivec add_pair_products(ivec sum, ivec a, ivec b) { return _mm512_dpwssd_epi32(sum, a, b); }
     /// Sums are 32 bits wide here, so halves are joined without widening.
     static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {

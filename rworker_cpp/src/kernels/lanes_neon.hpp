@@ -12,7 +12,7 @@ struct Neon {
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
     static constexpr bool half_products = false;  // nor of halves, with sums of float32
     static constexpr int float_rows = 6, code_rows = 4;
-    static constexpr int float_sums = 24, code_sums = 16;
+    static constexpr int float_sums = 24, code_sums = 16, code_chunk = 64;
 
     static vec set1(float x) { return vdupq_n_f32(x); }
     static vec load(const float* p) { return vld1q_f32(p); }

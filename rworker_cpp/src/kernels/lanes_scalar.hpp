@@ -12,6 +12,7 @@ struct Scalar {
     static constexpr bool half_products = false;  // nor of halves, with sums of float32
     static constexpr int float_rows = 2, code_rows = 2;   // query rows that share a line, of floats or of codes
     static constexpr int float_sums = 16, code_sums = 16;  // vectors that fit the registers beside the operands
+    static constexpr int code_chunk = 64;                  // tokens whose products with codes sums have room for, 64 or 128
 
     static vec set1(float x) { return x; }
     static vec load(const float* p) { return *p; }

@@ -10,10 +10,11 @@ struct Range {
     int begin, end;
 };
 
-inline int clamp_to_chunk(int64_t token) { return int(token < 0 ? 0 : token > kChunkTokens ? kChunkTokens : token); }
+inline int clamp(int64_t token, int most) { return int(token < 0 ? 0 : token > most ? most : token); }
 
-inline Range clip(int64_t begin, int64_t end, int64_t chunk) {
-    const Range range{clamp_to_chunk(begin - chunk), clamp_to_chunk(end - chunk)};
+/// What of [begin, end) lies in the chunk of `tokens` that begins with `chunk`.
+inline Range clip(int64_t begin, int64_t end, int64_t chunk, int tokens) {
+    const Range range{clamp(begin - chunk, tokens), clamp(end - chunk, tokens)};
     return range.begin < range.end ? range : Range{0, 0};
 }
 

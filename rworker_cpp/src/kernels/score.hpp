@@ -42,8 +42,8 @@ struct HeadScores {
     }
 
     void score_chunk(int64_t chunk, int heads) {
-        Tile tiles[kChunkTiles];
-        const Range seen = clip(0, args.end, chunk);
+        Tile tiles[kChunkTokens / kTileTokens];
+        const Range seen = clip(0, args.end, chunk, kChunkTokens);
         for (int i = 0; i * kTileTokens < seen.end; ++i) {
             tiles[i] = tile_of(args.view, chunk / kTileTokens + i);
             if (chunk + (i + 1) * kTileTokens > args.end) tiles[i].keys = open_keys;
@@ -59,14 +59,14 @@ struct HeadScores {
     /// The keys of the next chunk, of this split or of the next call's, each tile as two halves.
     Coming coming_after(int64_t chunk) const {
         Coming coming;
-        coming.tiles[0] = tile_of(args.view, chunk / kTileTokens).keys;
+        coming.keys[0] = tile_of(args.view, chunk / kTileTokens).keys;
         coming.key_lines = coming.value_lines = int(args.view.key_tile_bytes / 2 / kCacheLineBytes);
         coming.read_ahead = args.read_ahead == ReadAhead::pages ? ReadAhead::run : args.read_ahead;
         const bool here = chunk + kChunkTokens < args.end;
         if ((!here && !args.next) || coming.key_lines == 0) return coming;
         const HeadView& view = here ? args.view : args.next->view;
         const int64_t first = here ? chunk + kChunkTokens : args.next->begin, end = here ? args.end : args.next->end;
-        for (int64_t tile = first / kTileTokens; tile * kTileTokens < end && coming.num_tiles < kChunkTiles; ++tile) {
+        for (int64_t tile = first / kTileTokens; tile * kTileTokens < end && coming.num_tiles < kChunkTokens / kTileTokens; ++tile) {
             uint8_t* const keys = tile_of(view, tile).keys;
             coming.add({keys, keys + coming.key_lines * kCacheLineBytes});
         }

@@ -53,7 +53,7 @@ template <class L, int Rows, int Vectors>
         for (int v = 0; v < Vectors; ++v) {
             const auto key_scale = L::load(reinterpret_cast<const float*>(keys.vector(v)));
             const auto score = L::mul(L::mul(L::to_float(sums.sum[r][v]), scale), key_scale);
-            L::store(scores + r * kChunkTokens + (first + v) * L::width, score);
+            L::store(scores + r * chunk_tokens<L, DType::int8> + (first + v) * L::width, score);
         }
     }
 }
@@ -89,7 +89,7 @@ template <class L, int Rows, int Vectors>
             RWORKER_UNROLL
             for (int v = 0; v < Vectors; ++v) {
                 const uint32_t* header = reinterpret_cast<const uint32_t*>(keys.vector(v) + g * kHeaderLineBytes);
-                float* score = scores + r * kChunkTokens + (first + v) * L::width;
+                float* score = scores + r * chunk_tokens<L, DType::int4> + (first + v) * L::width;
                 const auto sum = L::to_float(L::join_halves(sums.high[r][v], sums.low[r][v]));
                 const auto products = L::fma(sum, L::set1(terms[0]), L::set1(terms[1]));
                 auto zeros = L::mul(L::load_pair_high(header), L::set1(terms[2]));

@@ -38,9 +38,9 @@ inline void hide_unseen(float* scores, Range tokens, Range seen) {
 }
 
 /// Calls f(worked_on), and where that is all of a chunk with a constant, whose loops are unrolled.
-template <class F>
+template <int ChunkTokens, class F>
 [[gnu::always_inline]] inline void with_constant_range(Range worked_on, F f) {
-    if (worked_on.begin == 0 && worked_on.end == kChunkTokens) return f(Range{0, kChunkTokens});
+    if (worked_on.begin == 0 && worked_on.end == ChunkTokens) return f(Range{0, ChunkTokens});
     f(worked_on);
 }
 

@@ -94,7 +94,7 @@ void add_value_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* we
     const Range tokens = whole_tiles(seen);
     if constexpr (D == DType::int8) {
         PairWeights shrunk[Rows];
-        for (int r = 0; r < Rows; ++r) shrink_weights<L>(tiles, tokens, weights + r * kChunkTokens, shrunk[r]);
+        for (int r = 0; r < Rows; ++r) shrink_weights<L>(tiles, tokens, weights + r * chunk_tokens<L, D>, shrunk[r]);
         for_lanes<L, D, Rows>(0, padded_dim, [&]<int Vectors>(int lane) {
             add_int8_values<L, Rows, Vectors>(tiles, tokens, shrunk, keep, lane, outputs, padded_dim, ahead);
         });
@@ -103,7 +103,7 @@ void add_value_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* we
             const int end = first + kGroupDims < padded_dim ? first + kGroupDims : padded_dim;
             HalfWeights shrunk[Rows];
             for (int r = 0; r < Rows; ++r)
-                shrink_weights<L>(tiles, tokens, first / kGroupDims, weights + r * kChunkTokens, shrunk[r]);
+                shrink_weights<L>(tiles, tokens, first / kGroupDims, weights + r * chunk_tokens<L, D>, shrunk[r]);
             for_lanes<L, D, Rows>(first, end, [&]<int Vectors>(int lane) {
                 add_int4_values<L, Rows, Vectors>(tiles, tokens, shrunk, keep, lane, outputs, padded_dim, ahead);
             });
