@@ -12,6 +12,9 @@ namespace {
 template <class L, DType D>
 struct ByteBlock : RowBlock<L, D> {
     using Block = RowBlock<L, D>;
+    /// A row's softmax and the rounding of its weights take as long as the products of about so many dims. From so many
+    /// rows on arithmetic binds, and asking meanwhile costs more than memory that idles.
+    static constexpr int kSoftmaxDims = 64, kManyRows = 7;
     using Wide = typename L::Wide;
     using Block::args, Block::begin, Block::chunk_size, Block::end, Block::outputs, Block::padded_dim, Block::queries,
         Block::query_stride, Block::rows, Block::scores, Block::sums;
@@ -59,7 +62,8 @@ struct ByteBlock : RowBlock<L, D> {
         Tile tiles[Block::chunk_tiles];
         this->find_tiles(chunk, seen, tiles);
         const Coming coming = this->coming_after(chunk);
-        Ahead ahead(coming, row_groups<L, D>(narrow) + row_groups<Wide, D>(rows - narrow));
+        Ahead ahead(coming, row_groups<L, D>(narrow) + row_groups<Wide, D>(rows - narrow), rows,
+                    rows < kManyRows ? kSoftmaxDims : 0, args.key_dim + args.value_dim);
         touch(coming);
         for_row_groups<L, D>(narrow, [&]<int R>(int r) {
             score_byte_rows<L, D, R>(tiles, seen, ahead, packed_rows(r), this->key_lines, scores + r * chunk_size);
@@ -68,7 +72,7 @@ struct ByteBlock : RowBlock<L, D> {
             score_rows<Wide, D, R>(tiles, seen, ahead, queries + r * query_stride, query_stride, this->key_lines,
                                    args.scale, scores + r * chunk_size);
         });
-        with_constant_range<chunk_size>(whole_tiles(seen), [&](Range range) { weigh_scores(chunk, range); });
+        with_constant_range<chunk_size>(whole_tiles(seen), [&](Range range) { weigh_scores(chunk, range, ahead); });
         for_row_groups<L, D>(narrow, [&]<int R>(int r) {
             add_byte_value_rows<L, D, R>(tiles, seen, ahead, scores + r * chunk_size, sums.keep + r, outputs + r,
                                          padded_dim);
@@ -88,7 +92,7 @@ struct ByteBlock : RowBlock<L, D> {
     }
 
     /// As RowBlock's soften, in powers of two.
-    [[gnu::always_inline]] void weigh_scores(int64_t chunk, Range worked_on) {
+    [[gnu::always_inline]] void weigh_scores(int64_t chunk, Range worked_on, Ahead& ahead) {
         if (args.soft_cap != 0.0f) cap_rows(worked_on);
         for (int r = 0; r < rows; ++r)
             sums.find_top(r, scores + r * chunk_size, worked_on, clip(this->begins[r], this->ends[r], chunk, chunk_size));
@@ -100,6 +104,7 @@ struct ByteBlock : RowBlock<L, D> {
             L::store(sums.keep + r, exp2_nonpositive(L::sub(old, from)));
         }
         for (int r = 0; r < rows; ++r) {
+            ahead.ask_for_row();
             float* const row_scores = scores + r * chunk_size;
             const auto factor = L::set1(factors[r]), base = L::set1(-sums.base[r]);
             auto total = L::set1(0.0f);
