@@ -19,7 +19,14 @@ from fastdecode.perfmodel.index_shape import (
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.latent_shape import read_latent_shape
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.state_shape import RECURRENT, HybridLayers, has_kinds, read_hybrid_layers, read_state_shape
+from fastdecode.perfmodel.state_shape import (
+    NONE_ATTENDS,
+    RECURRENT,
+    HybridLayers,
+    has_kinds,
+    read_hybrid_layers,
+    read_state_shape,
+)
 
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -61,6 +68,9 @@ _RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "at
 
 _RECURRENT_KINDS = ("rwkv", "xlstm", "zamba2")
 """Recurrent models whose layers the equations know only from a list of their types, if at all."""
+
+_STATES_ALONE = ("mamba", "mamba2", "falcon_mamba")
+"""Models without a layer that attends."""
 
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 """Beginnings of types of models whose queries are projected twice, for a gate of the output."""
@@ -179,6 +189,8 @@ def _beside_attention(config: Mapping[str, Any]) -> int:
 def _unknown_kind(config: Mapping[str, Any]) -> str | None:
     """Return why the equations do not know a model, None where nothing says so."""
     kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
+    if kind in _STATES_ALONE:
+        return NONE_ATTENDS
     has_state = any(key.startswith(_RECURRENT) for key in config) and not has_kinds(config)
     if has_state or (kind in _RECURRENT_KINDS and not has_kinds(config)):
         return f"a recurrent state ({kind}) is not in the equations"

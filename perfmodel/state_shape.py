@@ -120,6 +120,9 @@ _BLOCKS = {"recurrent": "mamba", "attention": "full_attention"}
 RECURRENT = ("linear_attention", "mamba", "conv")
 """Types of layers that are recurrent."""
 
+NONE_ATTENDS = "all layers are recurrent, so it has no KV cache to plan for, though an engine runs it"
+"""Why a model of states alone is not planned."""
+
 _ALONE = ("mlp", "moe")
 """Types of layers that are an MLP and nothing else."""
 
@@ -153,9 +156,7 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
         raise UnsupportedModelError(f"{name}: layers of one MLP beside layers of experts are not in the equations")
     attending = num_layers - recurrent - alone
     if not attending:
-        raise UnsupportedModelError(
-            f"{name}: all layers are recurrent, so there are no cached tokens to deal to R-workers"
-        )
+        raise UnsupportedModelError(f"{name}: {NONE_ATTENDS}")
     return HybridLayers(attending, recurrent, alone or num_layers, not alone or kinds["moe"] > 0)
 
 
@@ -217,7 +218,7 @@ def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> S
             num_layers, config["mamba_n_heads"], config["mamba_d_head"], config["mamba_n_groups"],
             config["mamba_d_state"], config["mamba_d_conv"], rates=1,
         )  # fmt: skip
-    if "n_mamba_heads" in config:  # Mamba-2 in Zamba2
+    if "mamba_headdim" in config:  # Mamba-2 in Zamba2
         return StateShape(
             num_layers, config["n_mamba_heads"], config["mamba_headdim"], config["mamba_ngroups"],
             config["mamba_d_state"], config["mamba_d_conv"], rates=1,

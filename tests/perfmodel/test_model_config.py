@@ -179,7 +179,17 @@ def test_the_demo_model_is_read() -> None:
         ({"index_topk": 2048}, ModelLoadError, "cannot be right: 'index_n_heads'"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "a recurrent state .llama."),
-        ({"model_type": "mamba2", "state_size": 128}, UnsupportedModelError, "a recurrent state .mamba2. is not"),
+        (
+            {"model_type": "mamba2", "state_size": 128},
+            UnsupportedModelError,
+            "m: all layers are recurrent, so it has no KV",
+        ),
+        ({"model_type": "falcon_mamba", "state_size": 16}, UnsupportedModelError, "m: all layers are recurrent"),
+        (
+            {"model_type": "zamba", "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2},
+            UnsupportedModelError,
+            "a recurrent state .zamba. is not",
+        ),
         ({"model_type": "zamba2"}, UnsupportedModelError, "a recurrent state .zamba2."),
         ({"model_type": "bert"}, UnsupportedModelError, "bert generates no text"),
         ({"architectures": ["BertForMaskedLM"]}, UnsupportedModelError, "BertForMaskedLM generates no text"),
