@@ -74,8 +74,10 @@ def times(
     return seconds, loop, whole, outliving, num_bytes
 
 
-def decode_steps(kind: str, threads: int, num_sequences: int, dtype: str, keeps: bool) -> Callable[[], None]:
-    """What takes one more token of every sequence, of an R-worker that holds this layer's states alone."""
+def decode_steps(
+    kind: str, threads: int, num_sequences: int, dtype: str, keeps: bool, num_tokens: int = 1
+) -> Callable[[], None]:
+    """What takes ``num_tokens`` more of every sequence, of an R-worker that holds this layer's states alone."""
     heads, groups, key_dim, value_dim = SHAPES[kind]
     channels = heads * value_dim + 2 * groups * key_dim
     random = np.random.default_rng(1)
@@ -87,21 +89,22 @@ def decode_steps(kind: str, threads: int, num_sequences: int, dtype: str, keeps:
     layer = LayerLayout(heads, 1, value_dim, value_dim, key_dim**-0.5 if kind == "delta" else 1.0, state=state)
     worker = _rworker.RWorker(
         layers=[layer], model_dtype="float32", kv_dtype="float32", block_size=16, num_threads=threads,
-        num_blocks=num_sequences * (heads * (key_dim + 3 * (1 + 2 * groups)) // 16 + 64),
+        num_blocks=num_sequences * (heads * (key_dim + 3 * (1 + 2 * groups)) // 16 + 64 + 60 * num_tokens // 16),
     )  # fmt: skip
-    numbers = np.concatenate([np.full((num_sequences, heads), -0.1), np.full((num_sequences, heads), 0.5)], 1)
-    rows = np.concatenate([random.standard_normal((num_sequences, channels)), numbers], 1).astype(np.float32)[:, None]
-    none = np.zeros((num_sequences, 1, 0), np.float32)
-    out = np.empty((num_sequences, heads, value_dim), np.float32)
+    num_rows = num_sequences * num_tokens
+    numbers = np.concatenate([np.full((num_rows, heads), -0.1), np.full((num_rows, heads), 0.5)], 1)
+    rows = np.concatenate([random.standard_normal((num_rows, channels)), numbers], 1).astype(np.float32)[:, None]
+    none = np.zeros((num_rows, 1, 0), np.float32)
+    out = np.empty((num_rows, heads, value_dim), np.float32)
     taken = 0
 
     def step() -> None:
         nonlocal taken
-        spans = np.array([(sequence, taken, 1, 1) for sequence in range(num_sequences)], SPANS)
+        spans = np.array([(sequence, taken, num_tokens, 1) for sequence in range(num_sequences)], SPANS)
         worker.begin_step(CONTROLS, [spans])
         worker.run(0, 0, none, rows, none, out)
         worker.end_step()
-        taken += 1
+        taken += num_tokens
 
     return step
 
