@@ -81,8 +81,8 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     spec_ = of.state.get();
     payload_ = payload;
     std::int64_t most_rows = 0;
-    for (const Rows& rows : rows_) most_rows = std::max({most_rows, rows.count, rows.num_kept});
-    const std::size_t shared = most_rows > 1 ? state_shared_floats(spec_->key_dim, most_rows) + kLineFloats : 0;
+    for (const Rows& rows : rows_) most_rows = std::max(most_rows, rows.count + rows.num_kept);
+    const std::size_t shared = state_shared_floats(spec_->key_dim, most_rows) + kLineFloats;
     for (Hand& hand : hands_) {
         hand.convolved = {}, hand.next.number = -1;
         if (hand.shared.size() < shared) hand.shared.resize(shared);
@@ -160,7 +160,7 @@ void StateJob::set_aside(float* const* matrix, Aside& aside) const {
 /// Take the rows that the state lacked, whose outputs are known.
 void StateJob::advance_kept(StateArgs args, const Rows& rows) const {
     args.rows = kept_of(rows);
-    args.num_rows = rows.num_kept;
+    args.num_rows = args.num_taken = rows.num_kept;
     args.position = rows.position - rows.num_kept;
     args.num_next_reads = 0;
     advance_silently(args);
@@ -173,6 +173,31 @@ void StateJob::advance_silently(StateArgs args) const {
     args.out = out.data();
     args.out_stride = 0;
     kernels_.advance(args);
+}
+
+/// Rows that the state lacked, and those that come, are few tokens of one matrix.
+bool StateJob::goes_together(const Rows& rows) const {
+    const bool matrix = spec_->kind == StateKind::delta || spec_->kind == StateKind::scan;
+    return matrix && (rows.num_kept || rows.coming) && rows.num_kept + rows.count <= kStateBatch;
+}
+
+void StateJob::put_together(const Rows& rows, StateArgs& args) const {
+    args.earlier = rows.num_kept ? kept_of(rows) : nullptr;
+    args.num_earlier = rows.num_kept;
+    args.num_rows += rows.num_kept;
+    args.num_taken = rows.coming ? rows.num_kept : args.num_rows;
+    args.position -= rows.num_kept;
+}
+
+/// The rows that the state lacked are taken here; those that come have windows, and where they may go again a matrix, aside.
+void StateJob::set_apart(const Rows& rows, bool computes, const StateArgs& here, Aside& aside, StateArgs& args) const {
+    if (rows.num_kept && args.matrix) advance_kept(args, rows);
+    if (rows.num_kept && computes) {
+        args.value = moved_on(here.value, rows, aside.value, aside.value_rows);
+        if (spec_->groups) args.query = moved_on(here.query, rows, aside.query, aside.query_rows);
+        if (spec_->groups) args.key = moved_on(here.key, rows, aside.key, aside.key_rows);
+    }
+    if (rows.coming && args.matrix && computes) set_aside(here.matrix, aside), args.matrix = aside.matrix_rows.data();
 }
 
 void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexcept {
@@ -200,22 +225,17 @@ void StateJob::run_head(std::int64_t number, std::int64_t next, int thread) {
     args.scratch = first_line(hand.scratch);
     args.shared = first_line(hand.shared);
     const StateArgs here = args;
-    const bool computes = rows.attends || (rows.count && !rows.coming);
-    const bool shareable = computes && !rows.num_kept;
+    const bool computes = rows.attends || (rows.count && !rows.coming), together = computes && goes_together(rows);
+    const bool shareable = together || (computes && !rows.num_kept);
     const Convolved convolved = shareable ? Convolved{number / spec.heads, group} : Convolved{};
     args.shares = shareable && convolved == hand.convolved;
     hand.convolved = convolved;
-    if (rows.num_kept && args.matrix) advance_kept(args, rows);
-    if (rows.num_kept && computes) {
-        args.value = moved_on(here.value, rows, aside.value, aside.value_rows);
-        if (spec.groups) args.query = moved_on(here.query, rows, aside.query, aside.query_rows);
-        if (spec.groups) args.key = moved_on(here.key, rows, aside.key, aside.key_rows);
-    }
-    if (rows.coming) {
-        if (head == 0)
-            std::memcpy(rows.coming + places.kept_offset(layer()), payload_of(rows), rows.count * row_bytes());
-        if (args.matrix && computes) set_aside(here.matrix, aside), args.matrix = aside.matrix_rows.data();
-    }
+    if (rows.coming && head == 0)
+        std::memcpy(rows.coming + places.kept_offset(layer()), payload_of(rows), rows.count * row_bytes());
+    if (together)
+        put_together(rows, args);
+    else
+        set_apart(rows, computes, here, aside, args);
     if (computes) rows.attends ? kernels_.advance(args) : advance_silently(args);
     keep(here.value, rows);
     if (spec.groups == 0) return;

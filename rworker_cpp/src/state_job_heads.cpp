@@ -75,7 +75,7 @@ StateArgs StateJob::args_of(const Rows& rows, const Head& at) const {
     args.dtype = dtype_;
     args.rows = payload_of(rows);
     args.row_stride = spec.row_elements(item_bytes(dtype_));
-    args.num_rows = rows.count;
+    args.num_rows = args.num_taken = rows.count;
     args.position = rows.position;
     args.value = part(spec.first_value() + head * dim, dim, at.value);
     if (spec.groups) args.query = part(spec.first_query() + group * spec.key_dim, spec.key_dim, at.query);

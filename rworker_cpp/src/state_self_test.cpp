@@ -34,7 +34,7 @@ std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, 
     args.dtype = DType::float32;
     args.rows = rows.data();
     args.row_stride = kRowElements;
-    args.num_rows = kRows;
+    args.num_rows = args.num_taken = kRows;
     args.recurrence = recurrence;
     if (!lru) args.query = {0, kKeyDim, pointers.data()};
     if (!lru) args.key = {kKeyDim, kKeyDim, pointers.data() + kTaps - 1};

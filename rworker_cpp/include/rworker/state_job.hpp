@@ -70,6 +70,9 @@ class StateJob final : public LayerJob {
     void advance_kept(StateArgs args, const Rows& rows) const;
     void advance_silently(StateArgs args) const;
     void set_aside(float* const* matrix, Aside& aside) const;
+    bool goes_together(const Rows& rows) const;
+    void put_together(const Rows& rows, StateArgs& args) const;
+    void set_apart(const Rows& rows, bool computes, const StateArgs& here, Aside& aside, StateArgs& args) const;
     const void* payload_of(const Rows& rows) const;
     const void* kept_of(const Rows& rows) const;
     std::int64_t row_bytes() const { return spec_->row_elements(item_bytes(dtype_)) * item_bytes(dtype_); }

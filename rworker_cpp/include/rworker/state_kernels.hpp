@@ -28,6 +28,8 @@ struct StateArgs {
     DType dtype;
     const void* rows;
     int64_t row_stride, num_rows, position;  // stride in elements
+    const void* earlier;                     // delta, scan: the first `num_earlier` of the rows, whose outputs are known;
+    int64_t num_earlier, num_taken;          // what is written is the state after `num_taken` rows: all, or at most a batch
     Recurrence recurrence;
     StateChannels query, key, value;         // of dim 0 where there is none
     const float* filters;                    // [taps][channels], and 16 floats more

@@ -16,7 +16,7 @@ void advance_lru(const StateArgs& args, const Convolved<L>& value, float* o, flo
     void* const state = args.matrix[0];
     for (int64_t row = 0; row < args.num_rows; ++row) {
         value.take(row);
-        widen_row<L>(DType::float32, numbers_of(args, row) + args.first_decay, args.value.dim, 1.0f, decays);
+        widen_row<L>(DType::float32, row_of(args, row) + args.first_decay, args.value.dim, 1.0f, decays);
         for (int c = 0; c < value.dim16; c += L::width) {
             const typename L::vec s = L::fma(L::load(decays + c), widen<L, D>(state, c), L::load(value.out + c));
             narrow<L, D>(s, state, c);
@@ -36,7 +36,7 @@ void advance_selective(const StateArgs& args, const Convolved<L>& value, float* 
     begin_matrix<L>(args, key_dim);
     for (int64_t row = 0; row < args.num_rows; ++row) {
         value.take(row), query.take(row), key.take(row);
-        widen_row<L>(DType::float32, numbers_of(args, row) + args.first_decay, args.value.dim, 1.0f, steps);
+        widen_row<L>(DType::float32, row_of(args, row) + args.first_decay, args.value.dim, 1.0f, steps);
         if (row + 1 == args.num_rows) ahead.begin();
         for (int c = 0; c < value.dim16; c += L::width) {
             const vec step = L::load(steps + c), taken = L::mul(step, L::load(value.out + c));
@@ -56,7 +56,7 @@ void advance_selective(const StateArgs& args, const Convolved<L>& value, float* 
 
 template <class L, DType D, bool Delta>
 void advance_matrix(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch, Ahead& ahead) {
-    if (args.num_rows == 1) return advance_by_one<L, D, Delta>(args, value, o, scratch, ahead);
+    if (args.num_rows == 1 && args.num_taken == 1) return advance_by_one<L, D, Delta>(args, value, o, scratch, ahead);
     advance_by_many<L, D, Delta>(args, value, scratch, ahead);
 }
 

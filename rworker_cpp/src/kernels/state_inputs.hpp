@@ -54,6 +54,13 @@ class Ahead {
     const uint8_t *line_ = nullptr, *last_ = nullptr;
 };
 
+/// A row of the payload.
+inline const uint8_t* row_of(const StateArgs& args, int64_t row) {
+    const bool is_earlier = row < args.num_earlier;
+    const int64_t index = is_earlier ? row : row - args.num_earlier;
+    return static_cast<const uint8_t*>(element(args.dtype, is_earlier ? args.earlier : args.rows, index * args.row_stride));
+}
+
 /// One part's inputs of the last `taps` tokens, [token % taps][dim16], and what the convolution makes of them.
 template <class L>
 struct Convolved {
@@ -119,7 +126,7 @@ struct Convolved {
     static constexpr int kRowsAhead = 4;  // rows of a prompt lie further apart than what reads ahead by itself sees
 
     const uint8_t* inputs_of(int64_t row) const {
-        return static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride + part.first_channel));
+        return static_cast<const uint8_t*>(element(args.dtype, row_of(args, row), part.first_channel));
     }
 
     void ask_for(int64_t row) const {
@@ -153,12 +160,9 @@ inline float number_at(const uint8_t* bytes) {
 /// A token's outputs, in the model's dtype.
 template <class L>
 void write_outputs(const StateArgs& args, int64_t row, const float* o) {
+    if (row < args.num_earlier) return;
     narrow_row<L>(args.dtype, o, args.value.dim,
-                  const_cast<void*>(element(args.dtype, args.out, row * args.out_stride)));
-}
-
-inline const uint8_t* numbers_of(const StateArgs& args, int64_t row) {
-    return static_cast<const uint8_t*>(element(args.dtype, args.rows, row * args.row_stride));
+                  const_cast<void*>(element(args.dtype, args.out, (row - args.num_earlier) * args.out_stride)));
 }
 
 /// A sequence begins with a matrix of zeros.

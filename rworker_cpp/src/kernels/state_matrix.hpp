@@ -99,7 +99,7 @@ void advance_by_one(const StateArgs& args, const Convolved<L>& value, float* o, 
         query.take(0), key.take(0);
         query.scale_by(args.scale, args.norm), key.scale_by(1.0f, args.norm);
     }
-    const uint8_t* const numbers = numbers_of(args, 0);
+    const uint8_t* const numbers = row_of(args, 0);
     read_decays<L>(args, numbers, key.dim16, a);
     for (int i = 0; i < dim; ++i) ak[i] = a[i] * key.out[i];
     const float rate = number_at(numbers + args.first_rate);

@@ -52,8 +52,8 @@ struct Strip {
     }
 
     /// Takes a token; `after`: the next one's ak.
-    template <class To>
-    [[gnu::always_inline]] void take(const Token& token, const float* after, Stacked from, To to, Ahead& asked) {
+    template <class From, class To>
+    [[gnu::always_inline]] void take(const Token& token, const float* after, From from, To to, Ahead& asked) {
         vec taken[N], out[N], even[N], odd[N];
         for (int n = 0; n < N; ++n) {
             vec d = L::load(token.v + first + n * L::width);
@@ -87,16 +87,23 @@ struct Strip {
     }
 };
 
-/// Takes `count` tokens into N vectors of columns; `near` has room for a strip.
+/// Takes `count` tokens into N vectors of columns, of which the matrix has the first `num_taken`; `near` has room for a strip.
 template <class L, DType D, int N, bool Delta>
-void take_all(const StateArgs& args, int first, const Token* tokens, int count, float* near, Ahead& ahead) {
+void take_all(const StateArgs& args, int first, const Token* tokens, int count, int num_taken, float* near, Ahead& ahead) {
     using Columns = Strip<L, D, N, Delta>;
     const Scattered far{args.matrix, first * item_bytes(D)};
     const Stacked stack{reinterpret_cast<uint8_t*>(near), Columns::kBytes};
     Columns columns{args.key.dim, first, {}};
     columns.lift(far, stack, tokens[0].ak);
-    for (int t = 0; t + 1 < count; ++t) columns.take(tokens[t], tokens[t + 1].ak, stack, stack, ahead);
-    columns.take(tokens[count - 1], tokens[count - 1].ak, stack, far, ahead);
+    for (int t = 0; t < count; ++t) {
+        const float* const after = tokens[t + 1 < count ? t + 1 : t].ak;
+        if (t + 1 == num_taken)
+            columns.take(tokens[t], after, stack, far, ahead);
+        else if (t == num_taken && t > 0)
+            columns.take(tokens[t], after, far, stack, ahead);
+        else
+            columns.take(tokens[t], after, stack, stack, ahead);
+    }
 }
 
 /// Convolves queries and keys of all rows, once for the heads of a group that follow each other in a thread.
@@ -126,12 +133,13 @@ void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* sc
     for (int64_t begin = 0; begin < args.num_rows; begin += rworker::kStateBatch) {
         const int64_t left = args.num_rows - begin;
         const int count = left < rworker::kStateBatch ? int(left) : rworker::kStateBatch;
+        const int taken = args.num_taken < args.num_rows ? int(args.num_taken) : count;
         for (int t = 0; t < count; ++t) {
             Token& token = tokens[t];
             float *const a = const_cast<float*>(token.a), *const ak = const_cast<float*>(token.ak);
             token.q = args.shared + (begin + t) * 2 * key16, token.k = token.q + key16;
             value.take(begin + t, const_cast<float*>(token.v));
-            const uint8_t* const said = numbers_of(args, begin + t);
+            const uint8_t* const said = row_of(args, begin + t);
             read_decays<L>(args, said, key16, a);
             for (int i = 0; i < key16; ++i) ak[i] = a[i] * token.k[i];
             token.rate = number_at(said + args.first_rate);
@@ -139,8 +147,8 @@ void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* sc
         if (begin + count == args.num_rows) ahead.begin();
         int first = 0;
         for (; first + kWide * L::width <= value16; first += kWide * L::width)
-            take_all<L, D, kWide, Delta>(args, first, tokens, count, near, ahead);
-        for (; first < value16; first += L::width) take_all<L, D, 1, Delta>(args, first, tokens, count, near, ahead);
+            take_all<L, D, kWide, Delta>(args, first, tokens, count, taken, near, ahead);
+        for (; first < value16; first += L::width) take_all<L, D, 1, Delta>(args, first, tokens, count, taken, near, ahead);
         for (int t = 0; t < count; ++t) {
             add_skip<L>(args, value16, tokens[t].v, tokens[t].o);
             write_outputs<L>(args, begin + t, tokens[t].o);
