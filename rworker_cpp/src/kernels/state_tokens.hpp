@@ -29,15 +29,17 @@ struct Stacked {
 template <class L, DType D, int N, bool Delta>
 struct Strip {
     using vec = typename L::vec;
-    static constexpr int kBytes = N * L::width * int(item_bytes(D)), kLines = kBytes > 64 ? kBytes / 64 : 1;
+    static constexpr int kBytes = N * L::width * int(item_bytes(D));
     int dim, first;
     vec sum[N];
 
     /// Copies the rows, and sums them by the first token's ak as `add_products` does.
-    [[gnu::always_inline]] void lift(Scattered from, Stacked to, const float* ak) {
+    [[gnu::always_inline]] void lift(Scattered from, Stacked to, const float* ak, Ahead& asked) {
         vec even[N], odd[N];
+        Ahead ahead = asked;
         for (int n = 0; n < N; ++n) even[n] = odd[n] = L::set1(0.0f);
         const auto row = [&](int i, vec(&sums)[N]) __attribute__((always_inline)) {
+            ahead.ask(1);
             RWORKER_UNROLL
             for (int n = 0; n < N; ++n) {
                 const vec s = widen<L, D>(from[i], n * L::width);
@@ -49,6 +51,7 @@ struct Strip {
         for (; i + 2 <= dim; i += 2) row(i, even), row(i + 1, odd);
         if (i < dim) row(i, even);
         for (int n = 0; n < N; ++n) sum[n] = L::add(even[n], odd[n]);
+        asked = ahead;
     }
 
     /// Takes a token; `after`: the next one's ak.
@@ -63,7 +66,7 @@ struct Strip {
         }
         Ahead ahead = asked;
         const auto row = [&](int i, vec(&sums)[N]) __attribute__((always_inline)) {
-            ahead.ask(kLines);
+            ahead.ask(1);
             const vec key = L::set1(token.k[i]), decay = L::set1(token.a[i]), query = L::set1(token.q[i]);
             RWORKER_UNROLL
             for (int n = 0; n < N; ++n) {
@@ -94,7 +97,7 @@ void take_all(const StateArgs& args, int first, const Token* tokens, int count, 
     const Scattered far{args.matrix, first * item_bytes(D)};
     const Stacked stack{reinterpret_cast<uint8_t*>(near), Columns::kBytes};
     Columns columns{args.key.dim, first, {}};
-    columns.lift(far, stack, tokens[0].ak);
+    columns.lift(far, stack, tokens[0].ak, ahead);
     for (int t = 0; t < count; ++t) {
         const float* const after = tokens[t + 1 < count ? t + 1 : t].ak;
         if (t + 1 == num_taken)
@@ -123,6 +126,7 @@ void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* sc
     constexpr int kWide = L::width >= 8 ? 2 : 4;
     const int key16 = round_up16(args.key.dim), value16 = value.dim16;
     begin_matrix<L>(args, args.key.dim);
+    if (args.num_rows <= rworker::kStateBatch) ahead.begin();
     if (!args.shares) convolve_shared<L>(args, scratch, ahead);
     float *const near = scratch, *numbers = near + args.key.dim * kWide * L::width;
     Token tokens[rworker::kStateBatch];
@@ -132,6 +136,7 @@ void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* sc
     }
     for (int64_t begin = 0; begin < args.num_rows; begin += rworker::kStateBatch) {
         const int64_t left = args.num_rows - begin;
+        if (left <= rworker::kStateBatch) ahead.begin();
         const int count = left < rworker::kStateBatch ? int(left) : rworker::kStateBatch;
         const int taken = args.num_taken < args.num_rows ? int(args.num_taken) : count;
         for (int t = 0; t < count; ++t) {
@@ -144,7 +149,6 @@ void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* sc
             for (int i = 0; i < key16; ++i) ak[i] = a[i] * token.k[i];
             token.rate = number_at(said + args.first_rate);
         }
-        if (begin + count == args.num_rows) ahead.begin();
         int first = 0;
         for (; first + kWide * L::width <= value16; first += kWide * L::width)
             take_all<L, D, kWide, Delta>(args, first, tokens, count, taken, near, ahead);
