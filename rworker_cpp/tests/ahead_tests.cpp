@@ -19,6 +19,7 @@ void log_prefetch(const void* line, int = 0, int = 3) { asked.push_back(static_c
 
 namespace {
 
+constexpr int kChunkTiles = kChunkTokens / kTileTokens;
 constexpr int kLines = 64, kTileBytes = kLines * kCacheLineBytes, kSteps = kLines;  // a step is a line of each tile
 std::uint8_t memory[2 * kChunkTiles * kTileBytes + kTileBytes];
 
