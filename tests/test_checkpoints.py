@@ -6,6 +6,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from helpers import model_zoo
 from helpers.tiny_configs import tiny_config
 from safetensors.torch import load_file, save_file
 
+from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker import checkpoints, loader, unpack
@@ -92,11 +94,12 @@ def int8(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {name: numbers, name + "_scale": scales}, numbers.float() * scales
 
 
-def fp8(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Blocks of 24 by 40, which the sizes are no multiples of."""
-    high, wide = (-(-size // each) for size, each in zip(weight.shape, (24, 40), strict=True))
+def fp8(name: str, weight: torch.Tensor, block: tuple[int, int] = (24, 40)) -> tuple[Tensors, torch.Tensor]:
+    """In blocks [out, in], which the sizes are no multiples of, or are."""
+    high, wide = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
     scales, _ = drawn(high, wide, 4, weight.numel())
-    spread = scales.repeat_interleave(24, 0)[: weight.shape[0]].repeat_interleave(40, 1)[:, : weight.shape[1]]
+    spread = scales.repeat_interleave(block[0], 0)[: weight.shape[0]]
+    spread = spread.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
     numbers = (weight / spread).to(torch.float8_e4m3fn)
     return {name: numbers, name + "_scale_inv": scales}, numbers.float() * spread
 
@@ -111,7 +114,8 @@ def mxfp4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": powers}, plain
 
 
-FORMATS: dict[str, tuple[str, Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]], dict[str, Any]]] = {
+Format = tuple[str, Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]], dict[str, Any]]
+FORMATS: dict[str, Format] = {
     "fp8": ("deepseek_v3", fp8, {"quant_method": "fp8", "weight_block_size": [24, 40]}),
     "mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4"}),
     "awq": ("qwen2", awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
@@ -124,11 +128,15 @@ FORMATS: dict[str, tuple[str, Callable[[str, torch.Tensor], tuple[Tensors, torch
     ),
     "int8": ("qwen2", int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
 }
+EVEN_FP8: Format = ("deepseek_v3", partial(fp8, block=(8, 8)), {"quant_method": "fp8", "weight_block_size": [8, 8]})
+"""transformers unpacks no blocks that the sizes are no multiples of."""
+UNPACK_THEMSELVES = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}
+"""What transformers unpacks on a CPU, without a package of the format's own."""
 
 
-def saved(kind: str, folder: Path, model_type: str = "") -> tuple[Path, Path]:
+def saved(kind: str, folder: Path, model_type: str = "", form: Format | None = None) -> tuple[Path, Path]:
     """Save a tiny model packed, by default of the format's own type, and the same weights plain."""
-    own_type, pack, settings = FORMATS[kind]
+    own_type, pack, settings = form or FORMATS[kind]
     config = tiny_config(model_type or own_type)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain, packed = folder / "plain", folder / "packed"
@@ -198,6 +206,30 @@ def test_packed_weights_are_those_unpacked(
         shard(each, load_hf_config(EngineConfig(model=str(folder))), Rank(1, 2, None))
     assert sum(map(torch.numel, model.parameters())) < sum(map(torch.numel, found.values()))
     assert all(torch.equal(*pair) for pair in zip(whole.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [("fp8", ""), *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("mxfp4", ""), *LATENT))],
+)
+def test_packed_weights_answer_as_those_unpacked(kind: str, model_type: str, tmp_path: Path) -> None:
+    """Greedily, as transformers does with what it unpacks itself, or else with the weights saved plain."""
+    plain, packed = saved(kind, tmp_path, model_type, EVEN_FP8 if kind == "fp8" else None)
+    if unpacked := UNPACK_THEMSELVES.get(kind):
+        place, settings = packed, {"quantization_config": unpacked(dequantize=True)}
+    else:
+        place, settings = plain, {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **settings).eval()
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(128, (length,), generator=generator).tolist() for length in (1, 40, 100)]
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    more = {"max_model_len": 256, "kv_cache_memory": "8MiB", "s_threads": 1, "r_threads": 1}
+    with LLM(str(packed), device="cpu", skip_tokenizer_init=True, dtype="float32", **more) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    assert all(len(set(each)) > 8 for each in tokens)
+    assert [model_zoo.disagreements(model, *pair) for pair in zip(prompts, tokens, strict=True)] == [0] * 3
 
 
 @pytest.mark.slow

@@ -69,13 +69,21 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(name, way, marks=pytest.mark.thorough, id=f"{name}-{way}")
 
 
-def numbers(way: str, seed: int, all_of_them: bool) -> list[tuple[int, int]]:
-    """Numbers of R-workers and of mini-batches, or one pair of them; where R-workers absorb, each number once."""
+def numbers(way: str, seed: int, extent: str) -> list[tuple[int, int]]:
+    """Numbers of R-workers and of mini-batches: all pairs, each number once or twice, or one pair, as `extent` says."""
     least = 2 if {"copies", "kill"} & set(way.replace(",", "").split()) else 1
     able = [pair for pair in NUMBERS if pair[0] >= least and ("ranks" not in way or pair[0] < 3)]
-    if all_of_them and "absorbed" in way:
-        return [pair for pair in able if (sum(pair) + seed) % 3 == 0]
-    return able if all_of_them else [able[seed % len(able)]]
+    if extent == "each":
+        workers = sorted({pair[0] for pair in able})
+        return [(workers[(seed + i) % len(workers)], 1 + (seed // 3 + i) % 3) for i in range(3)]
+    return able if extent == "all" else [able[seed % len(able)]]
+
+
+def extent(name: str, way: str) -> str:
+    """Of sparse models, and where R-workers absorb, each number; of others all pairs."""
+    if not SEES_ALL:
+        return "one"
+    return "each" if name in SPARSE or "absorbed" in way else "all"
 
 
 @cache
@@ -143,7 +151,7 @@ def run_with_prefill_workers(
 def test_every_architecture_in_every_way(name: str, way: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "latent_models"
     attempt = partial(run_with_prefill_workers if "prefill workers" in way else run, name, way)
-    for pair in numbers(way, len(name) + len(way), SEES_ALL and name not in SPARSE):
+    for pair in numbers(way, len(name) + len(way), extent(name, way)):
         assert attempt(root, *pair) == proven(name, root), pair
 
 
