@@ -28,7 +28,7 @@ _DEEPSEEK_V32 = replace(
 """transformers' DeepseekV32Config."""
 
 _KIMI_K2 = replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1)
-"""config.json of moonshotai/Kimi-K2-Instruct, from memory."""
+"""vllm-project/vime, scripts/models/kimi-k2.sh."""
 
 _GLM_5 = ModelShape(
     "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8, shared_intermediate_size=2048,
@@ -42,7 +42,8 @@ _MINIMAX_M3 = ModelShape(
     shared_intermediate_size=3072, dense_layers=3, dense_intermediate_size=12288, windows=(0,) * 3 + (2048,) * 57,
     index=IndexShape(57, 4, 128, 2048, weighs_heads=False),
 )  # fmt: skip
-"""transformers' MiniMaxM3VLTextConfig; that its first three layers are dense and see all is from memory."""
+"""transformers' MiniMaxM3VLTextConfig; the published file's sparse_attention_freq and moe_layer_freq begin with three
+zeros: those layers are dense and see all."""
 
 _QWEN3_235B = ModelShape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 128, 151936, num_experts=128, experts_per_token=8)
 """THUDM/slime, scripts/models/qwen3-235B-A22B.sh."""
@@ -56,7 +57,8 @@ _LLAMA_4_SCOUT = ModelShape(
     "llama-4-scout", 48, 5120, 8192, 40, 8, 128, 202048, num_experts=16, shared_intermediate_size=8192,
     windows=(8192, 8192, 8192, 0) * 12, chunked=True,
 )  # fmt: skip
-"""transformers' Llama4TextConfig; Maverick is the same with experts in every other layer, from memory."""
+"""transformers' Llama4TextConfig. Maverick is the same with experts in every other layer: NVIDIA/Megatron-LM,
+examples/post_training/modelopt/conf/meta-llama/Llama-4-Maverick-17B-128E-Instruct.sh."""
 
 _QWEN3_NEXT = ModelShape(
     "qwen3-next-80b-a3b", 48, 2048, 512, 16, 2, 256, 151936, num_experts=512, experts_per_token=10,
@@ -68,7 +70,8 @@ _QWEN35_397B = ModelShape(
     "qwen3.5-397b-a17b", 60, 4096, 1024, 32, 2, 256, 248320, num_experts=512, experts_per_token=10,
     shared_intermediate_size=1024, state=StateShape(45, 64, 128, 16, 128), gated_attention=True,
 )  # fmt: skip
-"""Sizes from memory; 31 KB of cache and 189 MB of states are those of its announcement."""
+"""THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh, and of its states linear_num_value_heads and its kin in config.json
+of Qwen/Qwen3.5-397B-A17B, as others quote it; 31 KB of cache and 189 MB of states are those of its announcement."""
 
 _NEMOTRON_H = ModelShape(
     "nemotron-h-8b", 28, 4096, 21504, 32, 8, 128, 131072, 2, state=StateShape(24, 128, 64, 8, 128, rates=1),
@@ -80,7 +83,7 @@ _GRANITE_4 = ModelShape(
     "granite-4-h-small", 40, 4096, 768, 32, 8, 128, 100352, tied_embeddings=True, num_experts=72, experts_per_token=10,
     shared_intermediate_size=1536, state=StateShape(36, 128, 64, 1, 128, rates=1),
 )  # fmt: skip
-"""config.json of ibm-granite/granite-4.0-h-small, from memory."""
+"""config.json of ibm-granite/granite-4.0-h-small, as others quote it; heads of states: GraniteMoeHybridConfig."""
 
 _KIMI_LINEAR = ModelShape(
     "kimi-linear-48b", 27, 2304, 1024, 32, 1, 576, 163840, num_experts=256, experts_per_token=8,
@@ -108,7 +111,7 @@ BUILT_IN = {
         ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
         ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
         _OPT_175B,
-        ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # from memory
+        ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # radixark/miles, scripts/models/qwen3-32B.sh
         _QWEN3_235B,
         _LLAMA_4_SCOUT,
         replace(

@@ -77,6 +77,7 @@ MINIMAX_M3 = {
     ("name", "kind", "words"),
     [
         ("gpt-oss-120b", "gpt_oss", {}),
+        ("mistral-small", "mistral3", {}),
         ("llama-4-scout", "llama4_text", {}),
         ("deepseek-v3", "deepseek_v3", {}),
         ("deepseek-v3.2", "deepseek_v32", {}),
