@@ -1,4 +1,4 @@
-"""Latent rows, and rows that an index picks, give the tokens of ``generate`` in every way in which they can be run."""
+"""Latent rows, rows that an index picks, and chunks give the tokens of ``generate`` in every way of running them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,24 @@ WAYS: dict[str, dict[str, Any]] = {
 PARTS = ("ranks", "absorbed by R-workers, ranges")
 """Ways that `make test` leaves to those with more in them."""
 NUMBERS = [(workers, mini_batches) for workers in (1, 2, 3) for mini_batches in (1, 2, 3)]
-SPARSE = tuple(sparse_zoo.CONFIGS)
+CHUNKED = "llama4_text"
+SPARSE = (*sparse_zoo.CONFIGS, CHUNKED)
+NO_LATENTS = ("minimax_m3", CHUNKED)
+
+
+class ChunkedZoo:
+    """Llama 4 with chunks of 64 tokens, of which the prompts have up to nine."""
+
+    prompts = staticmethod(sparse_zoo.prompts)
+
+    @staticmethod
+    def build_model(name: str) -> Any:
+        return model_zoo.build_model(name, max_position_embeddings=1024, attention_chunk_size=64)
 
 
 def zoo(name: str) -> Any:
     """Where the architecture's tiny model and its prompts are."""
-    return sparse_zoo if name in SPARSE else latent_zoo
+    return ChunkedZoo if name == CHUNKED else sparse_zoo if name in SPARSE else latent_zoo
 
 
 def pairs() -> Iterator[Any]:
@@ -65,7 +77,7 @@ def pairs() -> Iterator[Any]:
             marks = [pytest.mark.slow] if is_drawn else [pytest.mark.thorough]
             yield pytest.param(name, way, marks=() if is_drawn and way == "ranges" else marks, id=f"{name}-{way}")
     for name in SPARSE:
-        for way in (way for way in ways if "absorbed" not in way or name != "minimax_m3"):  # which has no latents
+        for way in (way for way in ways if "absorbed" not in way or name not in NO_LATENTS):
             yield pytest.param(name, way, marks=pytest.mark.thorough, id=f"{name}-{way}")
 
 
