@@ -67,7 +67,8 @@ void Worker::check_weights() const {
 
 void Worker::begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches) {
     require(!in_step_, "begin_step: the last step is still open; end_step or abandon_step comes first");
-    check_weights();
+    const bool only_controls = std::ranges::all_of(mini_batches, [](const auto& spans) { return spans.empty(); });
+    if (!only_controls) check_weights();
     check_order(mini_batches);
     cache_.begin_step(controls, all_spans(mini_batches));
     edits_.plan();

@@ -134,6 +134,8 @@ def test_what_is_refused() -> None:
     worker.set_weights(1, 0, rows[:6])
     with pytest.raises(ValueError, match="layer 1 did not come yet"):
         worker.begin_step(table([]), [table([(1, 0, 1, ATTEND)])])
+    worker.begin_step(table([]), [table([])])  # nor do controls alone need them: an S-worker may go before it sends any
+    worker.end_step()
     for layer, first, given, message in (
         (0, 0, rows, "layer 0 multiplies no K and V"),
         (2, 0, rows, "layer 2 multiplies no K and V"),
