@@ -34,6 +34,10 @@ class Provider:
         size = ((high - low).bit_length() + 7) // 8
         return low + int.from_bytes(self.ConsumeBytes(size), "little") % (high - low + 1)
 
+    def ConsumeBool(self) -> bool:
+        """True or False."""
+        return bool(self.ConsumeIntInRange(0, 1))
+
     def PickValueInList(self, values: Sequence[Any]) -> Any:
         """One of them."""
         return values[self.ConsumeIntInRange(0, len(values) - 1)]
