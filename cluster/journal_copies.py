@@ -61,6 +61,7 @@ class JournalCopies:
 
     name = "R-workers"
     growth_bytes = 1 << 24
+    most_bytes: float = MOST_JOURNAL_BYTES
     is_own = True
     """An S-worker that was superseded hears of it by a SupersededError, whatever it writes."""
 
@@ -68,6 +69,7 @@ class JournalCopies:
         self._pool = pool
         self._holders: list[RemoteJournal] = []
         self._data = bytearray()
+        self._was_kept = False
 
     def copies(self) -> list[bytes]:
         """What each R-worker has; an R-worker that is lost meanwhile has none."""
@@ -118,6 +120,9 @@ class JournalCopies:
             others.remove(best)
             self._holders += _told([best], 0, bytes(self._data))
             logger.info("R-worker %s keeps the journal", best.name)
+        if self._was_kept and not self._holders:
+            logger.warning("no R-worker that kept the journal is left: requests would not outlive this engine now")
+        self._was_kept = bool(self._holders)
 
 
 def _told(journals: Iterable[RemoteJournal], start: int, data: bytes) -> list[RemoteJournal]:

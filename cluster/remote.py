@@ -87,7 +87,7 @@ class RemoteWorker(PoolWorker):
 
     def anew(self) -> RemoteWorker:
         """Return one of the same name that connects, or starts a process, as this one did; it takes over nothing."""
-        lease = self._lease and msgspec.structs.replace(self._lease, follows="", any_run=False)
+        lease = self._lease and msgspec.structs.replace(self._lease, follows="", any_run=False, waits=False)
         return RemoteWorker(self.name, self._connect, self._block_size, lease)
 
     def open(self, layout: KVLayout) -> None:
@@ -103,6 +103,8 @@ class RemoteWorker(PoolWorker):
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
             raise self.calls.lose("it opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
+        if self._lease and self.link and not self._lease.waits:
+            self.link.begin_beats()
         self._send_weights()
         self._offset_seconds = clock_offset(self.calls.ping)
         info = worker_info(self.name, self._layout, self._block_size, welcome)

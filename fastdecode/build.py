@@ -141,18 +141,19 @@ def _first_pool(
     config: EngineConfig, open_pool: Callable[[Run, bool, ExitStack], _Pool], cleanup: ExitStack
 ) -> tuple[_Pool, Run]:
     """What ``open_pool`` opens; one that stands by asks until the S-worker before it is gone, and insists once that
-    gives no sign of life."""
+    gives no sign of life in the journal's folder. Without one R-workers notice its silence."""
     pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
     reason = ""
     while True:
         run = next_run(config.journal_folder)
         with ExitStack() as opening:
             try:
-                pool = open_pool(run, pulse is None or pulse.is_silent(), opening)
+                insists = pulse.is_silent() if pulse else not config.stands_by
+                pool = open_pool(run, insists, opening)
                 cleanup.push(opening.pop_all())
                 return pool, run
             except BackendError as error:
-                if pulse is None:
+                if not config.stands_by:
                     raise
                 if str(error) != reason:
                     reason = str(error)
@@ -224,6 +225,12 @@ def _make_journal(config: EngineConfig, model: SModel, pool: _Pool, run: Run, cl
     cleanup.callback(place.close)
     journal = KeptJournal(place, fingerprint, run.name, max(worker.epoch for worker in pool.r_workers))
     cleanup.callback(journal.close)
+    if folder is None and not journal.was_found and (names := [each.name for each in pool.r_workers if each.kept_of]):
+        logger.warning(
+            "session %s: R-worker %s has kept sequences, and the journal is gone with the R-workers that had it: "
+            "requests of the engine before this one are not known",
+            config.session, ", ".join(names),
+        )  # fmt: skip
     if folder and config.session is not None:
         cleanup.callback(Pulse(folder).close)
     return journal

@@ -23,7 +23,20 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.held import Named, Reached
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.pulse import Listening, Pulse
-from fastdecode.journal.records import MAGIC, Asked, Began, Chain, Dropped, Placed, Record, Stepped, read
+from fastdecode.journal.records import (
+    MAGIC,
+    Asked,
+    Began,
+    Chain,
+    Dropped,
+    Forgot,
+    Kept,
+    Placed,
+    Record,
+    Stepped,
+    kept_in,
+    read,
+)
 
 RECORDS: list[Record] = [
     Began("a fingerprint", "a run"),
@@ -32,6 +45,9 @@ RECORDS: list[Record] = [
     Asked(2, "b", None, [70000] * 20, {}),
     Stepped([(0, [9, 10]), (1, [11]), (2, [12])], [], [(1, "stop", "é")]),
     Dropped(0),
+    Kept("r", 1.5, b"\x00\xff"),
+    Kept("s", 2.5, b""),
+    Forgot("r"),
     Stepped([(2, [13])], [], [(2, "length", None)]),
 ]
 
@@ -93,6 +109,8 @@ def test_requests_of_records() -> None:
     again = pasts_of([record for past in pasts.values() for record in past.records()])
     assert again == pasts
     assert list(pasts_of(RECORDS)) == [2] and pasts_of(RECORDS)[2].ended
+    assert kept_in(RECORDS) == {"s": Kept("s", 2.5, b"")}
+    assert list(kept_in([Kept("a", 1, b""), Kept("b", 2, b""), Kept("a", 3, b"x")])) == ["b", "a"]
 
 
 def test_what_r_workers_may_have() -> None:

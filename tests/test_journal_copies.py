@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import threading
@@ -25,7 +26,8 @@ from fastdecode.cluster.wire.leases import MOST_JOURNAL_BYTES, AskedLease
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import CapacityError, ConfigError, FrameError, SupersededError, WorkerLostError
 from fastdecode.journal.journal import KeptJournal
-from fastdecode.journal.records import Asked, Began, Chain, Record, Stepped
+from fastdecode.journal.past import pasts_of
+from fastdecode.journal.records import Asked, Began, Chain, Record, Stepped, read
 
 
 def test_a_journal_is_bounded_and_grows_at_its_end() -> None:
@@ -81,14 +83,19 @@ class Listed:
 
     def __init__(self, copies: list[bytes]) -> None:
         self.found, self.written = copies, b""
+        self.most_bytes = math.inf
 
     def copies(self) -> list[bytes]:
         return self.found
 
     def replace(self, data: bytes) -> None:
         self.written = data
+        self.found = [data]
 
-    append = end = replace
+    end = replace
+
+    def append(self, data: bytes) -> None:
+        self.replace(self.written + data)
 
     def close(self) -> None:
         pass
@@ -119,6 +126,43 @@ def test_the_copy_that_was_written_last_counts(copies: list[tuple[int, int, int,
     torn = [copy_of(2, 1, 9, "a")[:-100], copy_of(2, 1, 5, "b")]
     assert KeptJournal(Listed(torn), "model", "next").before == "b"
     assert KeptJournal(Listed([]), "model", "next", epoch=7)._began == Began("model", "next", 7, 1)
+
+
+def test_what_is_kept_goes_on_with_the_journal() -> None:
+    """Also with that of another model, and where all is written anew; a journal of nothing else is empty in the end."""
+    place = Listed([])
+    journal = KeptJournal(place, "model", "first")
+    for name in ("a", "b", "c"):
+        journal.keep(name, name.encode())
+    journal.keep("a", b"d")
+    journal.forget("b")
+    journal.forget("x")
+    second = KeptJournal(place, "another", "second")
+    assert [(each.name, each.data) for each in second.kept.values()] == [("c", b"c"), ("a", b"d")]
+    assert (second.was_found, second.before) == (True, "")
+    second.close()
+    third = KeptJournal(place, "model", "third")
+    third.forget("a")
+    third.forget("c")
+    third.close()
+    assert read(place.written)[0] == [third._began]
+
+
+def test_a_bounded_place_has_room_for_what_has_not_ended() -> None:
+    """Where requests that have fill half of it, they go."""
+    logprobs = [dict.fromkeys(range(20), (-0.5, 1))] * 9000
+    ended = [Asked(0, "a", None, [1], {}), Stepped([(0, [1] * 9000)], [(0, logprobs)], [(0, "stop", None)])]
+    runs = [Asked(1, "b", None, [1], {}), Stepped([(1, [2])])]
+    place = Listed([Chain().encode([Began("model", "first"), *ended, *runs])])
+    assert [each.asked.request_id for each in pasts_of(read(written_anew(place))[0]).values()] == ["a", "b"]
+    place.most_bytes = len(place.written)
+    assert [each.asked.request_id for each in pasts_of(read(written_anew(place))[0]).values()] == ["b"]
+
+
+def written_anew(place: Listed) -> bytes:
+    """What is written anew."""
+    KeptJournal(place, "model", "next")
+    return place.written
 
 
 def opened(addresses: list[str], run: str) -> TcpBackend:

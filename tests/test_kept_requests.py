@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
 from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.core.errors import RequestError
+from fastdecode.journal.journal import Journal
+from fastdecode.journal.records import Kept
 from fastdecode.server.answers import AnswerForm, GrowingChoice
 from fastdecode.server.kept_files import Failure, KeptFiles, KeptRequest, kept_outputs, outputs_of
+from fastdecode.server.kept_records import MOST_REQUEST_BYTES, KeptRecords
 from fastdecode.server.streams import TextStreamPlace
 from fastdecode.server.tool_calls import ForcedCalls
 
@@ -112,3 +117,28 @@ def test_files_are_those_of_one_server(tmp_path: Path) -> None:
     failed = KeptRequest("c", "/v1/responses", {}, 0, [], failure=Failure(409, "x", "cancelled"))
     second.write(failed)
     assert KeptFiles(str(tmp_path)).read("c") == failed and failed.ended
+
+
+class Noted(Journal):
+    """Keeps in memory."""
+
+    def keep(self, name: str, data: bytes) -> None:
+        self.kept[name] = Kept(name, time.time(), data)
+
+    def forget(self, name: str) -> None:
+        self.kept.pop(name, None)
+
+
+def test_a_journal_keeps_requests() -> None:
+    """As files do; not one that has no room there."""
+    kept = KeptRequest("a", "/v1/completions", {"prompt": "x"}, 7, [([1, 2], "x")])
+    with ThreadPoolExecutor(1) as thread:
+        store = KeptRecords(Noted(), thread)
+        num_bytes = store.write(kept)
+        assert store.read("a") == kept and store.read("b") is None
+        assert [(name, size) for name, _, size in store.ages()] == [("a", num_bytes)]
+        with pytest.raises(OSError, match="bytes are more than R-workers keep of one request, 8,388,608"):
+            store.write(KeptRequest("b", "", {"prompt": "x" * MOST_REQUEST_BYTES}, 0, []))
+        store.delete("a")
+        store.delete("a")
+        assert store.read("a") is None and not store.ages()

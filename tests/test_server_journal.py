@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from helpers import r_workers
 from helpers.servers import CHAT_TEMPLATE, MODEL, RunningServer, serving, wait_until_idle
 from helpers.streams import Client
 
@@ -52,23 +55,41 @@ def _timeless(response: dict[str, Any]) -> dict[str, Any]:
     return {**response, "created_at": 0}
 
 
-def start(folder: Path, *flags: str) -> Any:
-    (folder / "template").write_text(CHAT_TEMPLATE)
-    return serving(
-        folder, "--chat-template", str(folder / "template"), "--served-model-name", MODEL,
-        "--journal", str(folder / "journal"), *flags,
-    )  # fmt: skip
+Start = Callable[..., contextlib.AbstractContextManager[RunningServer]]
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(5, marks=pytest.mark.thorough)])
-def test_a_killed_server_s_clients_get_each_token_once(tmp_path: Path, num_kills: int) -> None:
+@contextlib.contextmanager
+def servers(place: str, folder: Path) -> Iterator[Start]:
+    """What starts one after another, with a journal in ``place``: a folder, or R-workers that outlive them."""
+    with contextlib.ExitStack() as stack:
+        flags = ["--journal", str(folder / "journal")]
+        if place == "r-workers":
+            addresses = [stack.enter_context(r_workers.listening())[1] for _ in range(2)]
+            flags = ["--journal", place, "--session", "s", "--keep-session", "60", "--r-workers", ",".join(addresses)]
+            flags += ["--max-model-len", "256"]
+        (folder / "template").write_text(CHAT_TEMPLATE)
+        flags += ["--chat-template", str(folder / "template"), "--served-model-name", MODEL]
+        yield lambda *more: serving(folder, *flags, *more, is_bare=place == "r-workers")
+
+
+@pytest.mark.parametrize(
+    ("place", "num_kills"),
+    [("folder", 1), ("r-workers", 2), pytest.param("folder", 5, marks=pytest.mark.thorough)],
+)
+def test_a_killed_server_s_clients_get_each_token_once(tmp_path: Path, place: str, num_kills: int) -> None:
     """``kill -9`` within streams of all kinds: clients that come back with the last event's id, and one that waits for
     a whole answer, have all that those hear who ask when it is over."""
+    with servers(place, tmp_path) as start:
+        kill_and_compare(start, num_kills)
+    assert place == "folder" or not (tmp_path / "journal").exists()
+
+
+def kill_and_compare(start: Start, num_kills: int) -> None:
     clients = {name: Client(*asked, name) for name, asked in ASKED.items()}
     waiting = "/v1/completions", {"prompt": "x = ", "max_tokens": 150, "temperature": 1}, {"x-request-id": "waits"}
     rng = random.Random(num_kills)
     for kill in range(num_kills + 1):
-        with start(tmp_path) as server, ThreadPoolExecutor(len(clients) + 1) as threads:
+        with start() as server, ThreadPoolExecutor(len(clients) + 1) as threads:
             before = sum(len(client.events) for client in clients.values())
             reading = [threads.submit(client.read, server.url) for client in clients.values()]
             whole = threads.submit(asked_once, server, *waiting)
@@ -102,10 +123,16 @@ def heard(server: RunningServer, path: str, body: dict[str, Any], name: str) -> 
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def test_responses_are_stored_over_servers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["folder", "r-workers"])
+def test_responses_are_stored_over_servers(tmp_path: Path, place: str) -> None:
     """One that was asked for, one in the background when the server is killed, what follows them, and their ends."""
+    with servers(place, tmp_path) as start:
+        store_and_ask(start)
+
+
+def store_and_ask(start: Start) -> None:
     asked: dict[str, Any] = {"model": MODEL, "temperature": 1, "max_output_tokens": 24}
-    with start(tmp_path) as server, api_of(server) as api:
+    with start() as server, api_of(server) as api:
         stored = api.responses.create(input="hi", store=True, instructions="be brief", metadata={"a": "b"}, **asked)
         lost = api.responses.create(input="hi", **asked)
         assert stored.model_extra and stored.model_extra["store"] is True
@@ -114,7 +141,7 @@ def test_responses_are_stored_over_servers(tmp_path: Path) -> None:
         with api.responses.retrieve(behind.id, stream=True) as stream:
             seen = [next(stream).to_dict() for _ in range(9)]
         server.process.kill()
-    with start(tmp_path) as server, api_of(server) as api:
+    with start() as server, api_of(server) as api:
         assert api.responses.retrieve(stored.id) == stored
         events = [each.to_dict() for each in api.responses.retrieve(stored.id, stream=True)]
         rest = [each.to_dict() for each in api.responses.retrieve(stored.id, stream=True, starting_after=7)]
@@ -140,7 +167,7 @@ def test_responses_are_stored_over_servers(tmp_path: Path) -> None:
             server, "POST", "/v1/responses", 400, {"input": "x", "previous_response_id": stored.id}
         )
         wait_until_idle(server)
-    with start(tmp_path, "--stored-responses", "2") as server, api_of(server) as api:
+    with start("--stored-responses", "2") as server, api_of(server) as api:
         assert api.responses.retrieve(runs.id).status == "cancelled" and api.responses.retrieve(behind.id) == whole
         api.responses.create(input="hi", store=True, **asked)
         while server.request(f"/v1/responses/{behind.id}")[0] == 200:

@@ -40,7 +40,7 @@ def server(folder: Path, name: str, *flags: str) -> Iterator[RunningServer]:
     """One that serves, or stands by, once its first line is there."""
     log = folder / f"{name}.log"
     with log.open("w") as errors:
-        command = [FASTDECODE, "serve", *BARE, "--max-model-len", "512", "--journal", str(folder / "journal"), *flags]
+        command = [FASTDECODE, "serve", *BARE, "--max-model-len", "512", *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         line = process.stdout.readline() if process.stdout else ""
@@ -60,14 +60,16 @@ def wait_for(server: RunningServer, status: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["folder", "r-workers"])
 @pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
-def test_a_standby_takes_over(tmp_path: Path, way: str) -> None:
+def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
     """Within a stream: its client goes on there, and has what an undisturbed one has; a server that was stopped, and
-    wakes up, ends by name."""
+    wakes up, ends by name. The journal lies in a folder of both, or on R-workers, and no folder is needed."""
     asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 400, "temperature": 1, "seed": 3, "logprobs": 1}
     with ExitStack() as stack:
         addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
-        common = ("--r-workers", addresses, "--keep-session", "60")
+        journal = "r-workers" if place == "r-workers" else str(tmp_path / "journal")
+        common = ("--r-workers", addresses, "--keep-session", "60", "--journal", journal)
         first = stack.enter_context(server(tmp_path, "first", *common, "--session", "s"))
         second = stack.enter_context(server(tmp_path, "second", *common, "--standby", "s"))
         while "stands by for session s: R-worker" not in second.log.read_text():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,16 +36,25 @@ REST_SECONDS = 1.0
 Found = TypeVar("Found")
 
 
+class Beating(Protocol):
+    """Signs of life of this process, until it is closed."""
+
+    def close(self) -> None:
+        """May be called twice."""
+
+
 class Link(Conversation):
     """One end of a session between an S-worker and an R-worker: control frames, and q, k, v and o of each layer.
 
     This class sends payload as frames over its channel: q, k and v as one part, since every part costs both ends.
     Subclasses carry payload in other ways. Frames and payload arrive in one order. Every method raises ConnectionError,
-    with the reason, once the other end is gone.
+    with the reason, once the other end is gone. ``make_beats``: for a session of that epoch, if it needs them.
     """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
+        self.make_beats: Callable[[int], Beating] | None = None
+        self._beats: Beating | None = None
         self._memory = aligned_memory(0)
         self._slots: PayloadSlots | None = None
 
@@ -98,8 +107,15 @@ class Link(Conversation):
         """The other end is lost, as ``error`` shows; return the reason."""
         return str(error)
 
+    def begin_beats(self) -> None:
+        """The other end has welcomed this one: from here on it can tell whether this process is stopped, or busy."""
+        if self.make_beats and self._beats is None:
+            self._beats = self.make_beats(self.epoch)
+
     def close(self) -> None:
         """May be called twice."""
+        if self._beats:
+            self._beats.close()
         self.channel.close()
 
     def _open_slots(self, kind: Kind) -> PayloadSlots:

@@ -12,7 +12,7 @@ from fastdecode.api.settings import split_address
 from fastdecode.cluster.joining import Joiner, JoinListener
 from fastdecode.cluster.links.link import SILENCE_SECONDS, TICK_SECONDS, Link
 from fastdecode.cluster.links.peer import MOST_LOGGED, PeerChannel
-from fastdecode.cluster.links.zeromq import PATIENCE_SECONDS, ZmqChannel, ZmqListener
+from fastdecode.cluster.links.zeromq import PATIENCE_SECONDS, Beats, ZmqChannel, ZmqListener, beats_name
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import Host
@@ -61,7 +61,7 @@ class TcpBackend(PoolBackend):
     ) -> None:
         link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
         if lease is not None:
-            link = partial(link, patience_seconds=LEASE_SECONDS)
+            link = partial(link, patience_seconds=LEASE_SECONDS, beats=True)
         self._in_order, self._misses = in_order, may_miss
         seconds = [TAKE_SECONDS] * len(addresses)
         if lease is not None and lease.waits:
@@ -77,7 +77,11 @@ class TcpBackend(PoolBackend):
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
         if not self._in_order:
             return super()._open_all(layout)
-        return [info for worker in list(self.workers) for info in self._open_some([worker], layout)]
+        found = [info for worker in list(self.workers) for info in self._open_some([worker], layout)]
+        for worker in self.workers:  # one that waits has all now, and will not close what it has just opened
+            if isinstance(worker, RemoteWorker) and worker.link:
+                worker.link.begin_beats()
+        return found
 
     def _may_miss(self, worker: PoolWorker) -> bool:
         """See ``PoolBackend``."""
@@ -145,14 +149,21 @@ def connect(
     security: Security,
     silence_seconds: float = SILENCE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
+    beats: bool = False,
 ) -> Link:
     """A link to the R-worker at ``address`` ("host:port"), which waits ``patience_seconds`` for a sign of life of this
-    process; BackendError where the two sides do not share a key."""
+    process. ``beats``: so that it knows a stopped process from a busy one, too.
+
+    BackendError where the two sides do not share a key.
+    """
     channel = ZmqChannel(
         address, security.curve_secret, silence_seconds=silence_seconds, patience_seconds=patience_seconds
     )
     channel.diagnose = partial(_diagnose, address)
-    return Link(proven(channel, security, address))
+    link = Link(proven(channel, security, address))
+    if beats and security.proof_key is None:  # who has only proven the key on another connection is a stranger
+        link.make_beats = partial(Beats, address, security.curve_secret, patience_seconds=patience_seconds)
+    return link
 
 
 def _diagnose(address: str) -> str:
@@ -265,9 +276,14 @@ class Server:
         if hello and (reason := self._lease.superseded(hello.lease)):
             _refuse(peer, "superseded", reason)
             return
-        if self._session and hello and self._lease.may_pass_to(hello):
+        if self._session and hello and self._lease.may_pass_to(hello, self._has_stopped):
             self._session.give_way(hello.name)
         _refuse(peer, "busy", f"it serves another S-worker, {self._serving}")
+
+    def _has_stopped(self) -> bool:
+        """Whether the S-worker that is served sends no heartbeats any more."""
+        epoch = self._session.epoch if self._session else 0
+        return self._gate is None and not self._listener.reaches(beats_name(epoch))
 
     def _log_once(self, peer: PeerChannel, what: str) -> None:
         if peer.identity not in self._logged and len(self._logged) < MOST_LOGGED:

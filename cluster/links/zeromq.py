@@ -205,6 +205,35 @@ class ZmqChannel(_Socket):
             )
 
 
+class Beats:
+    """A second connection to an R-worker, which carries heartbeats alone, under a name that the R-worker knows.
+
+    libzmq counts any message as a sign of life, and the time that a heartbeat names only runs from one to the next
+    message: of a process that is stopped right after it has sent something the other end never notices.
+    """
+
+    def __init__(self, address: str, secret: bytes | None, epoch: int, patience_seconds: float) -> None:
+        """``epoch``: of the session there. It ends there where this process is stopped for ``patience_seconds``."""
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        socket.routing_id, socket.conflate, socket.linger = beats_name(epoch), 1, 0
+        socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+        socket.heartbeat_timeout = int(PATIENCE_SECONDS * 1000)
+        socket.heartbeat_ttl = int(patience_seconds * 1000)
+        if secret is not None:
+            socket.curve_serverkey = _use_curve(socket, secret, S_WORKER)
+        socket.connect(f"tcp://{address}")
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._context.destroy()
+
+
+def beats_name(epoch: int) -> bytes:
+    """Under which a session's ``Beats`` are known to its R-worker's socket."""
+    return b"beats " + epoch.to_bytes(8, "little")
+
+
 class ZmqListener(_Socket):
     """The socket at which an R-worker accepts S-workers, one at a time, or an S-worker the JOINs of R-workers.
 
@@ -267,6 +296,14 @@ class ZmqListener(_Socket):
                 raise ConnectionError("it takes no more messages") from None
         except zmq.ZMQError as error:
             raise ConnectionError(error.strerror) from None
+
+    def reaches(self, identity: bytes) -> bool:
+        """Whether the peer of that name is there; it gets an empty message, which says nothing."""
+        try:
+            self.send_to(identity, [b""], waits=False)
+        except ConnectionError:
+            return False
+        return True
 
     def look_at_connections(self) -> bool:
         """True where one has ended since the last look. Logs once that a peer without the key, or with another security

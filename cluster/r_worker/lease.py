@@ -80,12 +80,13 @@ class Lease:
             return ""
         return f"session {self._name} went on with {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
 
-    def may_pass_to(self, hello: Hello) -> bool:
-        """Whether ``hello`` is of one that is to come after the S-worker that is served."""
+    def may_pass_to(self, hello: Hello, has_stopped: Callable[[], bool]) -> bool:
+        """Whether ``hello`` is of one that is to come after the S-worker that is served; if it waits for the end of
+        that, ``has_stopped`` says whether it is as good as gone."""
         asked = hello.lease
-        if asked is None or asked.waits:
+        if asked is None or not self.epoch or asked.session != self._name or asked.epoch:
             return False
-        return bool(self.epoch) and asked.session == self._name and asked.epoch == 0
+        return not asked.waits or has_stopped()
 
     def leave(self, worker: _rworker.RWorker, is_broken: bool) -> None:
         """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while.

@@ -148,6 +148,11 @@ class Session:
                 self._lease.leave(self._worker, is_broken)
             self._vitals.closed()
 
+    @property
+    def epoch(self) -> int:
+        """Of its frames; 0 before the WELCOME."""
+        return self._link.epoch
+
     def give_way(self, name: str) -> None:
         """Have S-worker ``name`` come after the one that is served, if that has been silent for a while."""
         if time.monotonic() - self._heard > LEASE_SECONDS:

@@ -145,8 +145,8 @@ def _check_journal_on_r_workers(config: EngineConfig) -> None:
             f"journal: {ON_R_WORKERS} keep it as long as the session's sequences: give --session and --keep-session, "
             f"or a folder"
         )
-    if config.stands_by or config.tensor_parallel_size > 1:
-        what = "standby" if config.stands_by else f"tensor_parallel_size {config.tensor_parallel_size}"
+    if config.tensor_parallel_size > 1:
+        what = f"tensor_parallel_size {config.tensor_parallel_size}"
         raise ConfigError(f"journal: {ON_R_WORKERS} keep none with {what} so far: give a folder")
 
 

@@ -9,7 +9,6 @@ import os
 from typing import Any
 
 from fastdecode.api.config import DEMO_MODEL
-from fastdecode.api.settings import ON_R_WORKERS
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings
@@ -44,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
         if args.session not in (None, settings.standby):
             raise ConfigError(f"serve: --session {args.session!r} and --standby {settings.standby!r}: give one")
         args.session = settings.standby
-    if args.journal == ON_R_WORKERS:
-        raise ConfigError(f"journal: {ON_R_WORKERS} keep no API requests so far, which a server answers: give a folder")
     config = dataclasses.replace(engine_config(args), stands_by=settings.standby is not None)
     from fastdecode.server.run import serve
 

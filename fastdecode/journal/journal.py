@@ -17,7 +17,20 @@ from fastdecode.core.errors import BackendError, CapacityError, ConfigError, Fas
 from fastdecode.core.held import KnownTokens, Reached
 from fastdecode.journal.past import Past, asked, pasts_of
 from fastdecode.journal.places import FILE, Place
-from fastdecode.journal.records import Began, Chain, Dropped, Placed, Record, Run, Stepped, TokenLogprobs, read
+from fastdecode.journal.records import (
+    Began,
+    Chain,
+    Dropped,
+    Forgot,
+    Kept,
+    Placed,
+    Record,
+    Run,
+    Stepped,
+    TokenLogprobs,
+    kept_in,
+    read,
+)
 from fastdecode.scheduler.store.names import NO_NOTES, Notes
 
 KEPT_TOKENS = 1 << 20
@@ -44,13 +57,18 @@ class Journal:
     """Of an engine that keeps none: nothing is known, and nothing is written.
 
     ``num_bytes``: of the file; ``write_seconds``: in which steps have waited for it. ``before``: the name of the
-    run that wrote what was found, "" where nothing was.
+    run that wrote what was found, "" where nothing of this model was; ``was_found``: whether anything was. ``kept``:
+    what ``keep`` was given, by name, the oldest first.
     """
 
     next_sequence_id = 0
     num_bytes, write_seconds = 0, 0.0
     lowest_name = 0
     before = ""
+    was_found = False
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Kept] = {}
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
         """What an engine before this one has made of the same request; known once."""
@@ -74,6 +92,12 @@ class Journal:
     def dropped(self, request: Request) -> None:
         """``request`` was aborted."""
 
+    def keep(self, name: str, data: bytes) -> None:
+        """Have ``data`` outlive this engine under ``name``, in place of what is there; it means nothing here."""
+
+    def forget(self, name: str) -> None:
+        """What was kept under ``name`` is not wanted any more; no effect where nothing was."""
+
     def close(self) -> None:
         """The engine ends by itself."""
 
@@ -93,6 +117,7 @@ class KeptJournal(Journal):
         Raises:
             ConfigError: the place cannot be read or written.
         """
+        super().__init__()
         self._place = place
         self._began = Began(fingerprint, run, epoch)
         self._written: dict[int, int] = {}
@@ -152,10 +177,20 @@ class KeptJournal(Journal):
             self._written.pop(each.sequence.sequence_id, None)
         self._write([Dropped(request.completions[0].sequence.sequence_id)])
 
+    def keep(self, name: str, data: bytes) -> None:
+        self.kept.pop(name, None)
+        self.kept[name] = kept = Kept(name, time.time(), data)
+        self._write([kept])
+
+    def forget(self, name: str) -> None:
+        if self.kept.pop(name, None):
+            self._write([Forgot(name)])
+
     def close(self) -> None:
-        """Where something was asked, and all of it has ended, nothing is left to go on with: the journal is empty."""
+        """Where nothing is left to go on with the journal is empty: all that was asked has ended, or none ever was."""
         with contextlib.suppress(OSError, FastDecodeError):
-            if self._is_kept and self._was_asked and not self._written and self._place.is_own:
+            is_over = not (self._written or self.kept) and (self._was_asked or not self._known)
+            if self._is_kept and is_over and self._place.is_own:
                 self._place.end(Chain().encode([self._began]))
         self._is_kept = False
         self._place.close()
@@ -196,6 +231,7 @@ class KeptJournal(Journal):
         records = self._newest()
         if not records:
             return []
+        self.was_found, self.kept = True, kept_in(records)
         began = records[0]
         if not (isinstance(began, Began) and began.fingerprint == self._began.fingerprint):
             logger.warning("journal: %s is of another model, dtype or seed: it begins anew", self._place.name)
@@ -210,12 +246,22 @@ class KeptJournal(Journal):
         return max(found, key=_age, default=([], Chain()))[0]
 
     def _write_anew(self, pasts: list[Past]) -> None:
-        """Have the place hold ``pasts`` alone."""
+        """Have the place hold ``pasts`` alone, and what is kept; without those that have ended where that fills half of
+        it."""
         self._began = msgspec.structs.replace(self._began, edition=self._began.edition + 1)
+        growth, most = self._place.growth_bytes, self._place.most_bytes
+        data = self._encoded_anew(pasts)
+        if len(data) > most / 2:
+            data = self._encoded_anew(past for past in pasts if not past.ended)
+        self._place.replace(data)
+        self._limit = min(2 * len(data) + growth, max(most - growth / 4, len(data) + growth / 4))
+
+    def _encoded_anew(self, pasts: Iterable[Past]) -> bytes:
+        """A whole journal."""
         self._chain = Chain()
-        records = [self._began, *(record for past in pasts for record in past.records())]
-        self._place.replace(self._chain.encode(records))
-        self._limit = 2 * self._chain.num_bytes + self._place.growth_bytes
+        return self._chain.encode(
+            [self._began, *self.kept.values(), *(record for past in pasts for record in past.records())]
+        )
 
 
 def _age(found: tuple[list[Record], Chain]) -> tuple[int, int, int]:

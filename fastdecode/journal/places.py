@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Protocol
@@ -19,11 +20,13 @@ class Place(Protocol):
     """Keeps the bytes of one journal. OSError or CapacityError where it cannot.
 
     ``name``: for logs. ``growth_bytes``: a journal is written anew, without what ended long ago, when it has grown by
-    so much and to twice its size. ``is_own``: False once another process has taken the place over.
+    so much and to twice its size. ``most_bytes``: of a journal, math.inf where there is no bound. ``is_own``: False
+    once another process has taken the place over.
     """
 
     name: str
     growth_bytes: int
+    most_bytes: float
 
     @property
     def is_own(self) -> bool: ...
@@ -48,6 +51,7 @@ class Folder:
     """``Place`` in a folder, which one process at a time may write."""
 
     growth_bytes = 1 << 26
+    most_bytes: float = math.inf
 
     def __init__(self, folder: str, takes_over: bool = False) -> None:
         """``folder`` is made where there is none. ``takes_over``: the process that writes it, if there is one, has lost

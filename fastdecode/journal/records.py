@@ -83,7 +83,21 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     reached: list[Reached]
 
 
-Record = Began | Asked | Stepped | Dropped | Placed
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+    """``data``, which means nothing to an engine, is to outlive it under ``name``; since ``seconds`` of Unix."""
+
+    name: str
+    seconds: float
+    data: bytes
+
+
+class Forgot(msgspec.Struct, frozen=True, array_like=True, tag="forgot"):
+    """What was kept under ``name`` is not wanted any more."""
+
+    name: str
+
+
+Record = Began | Asked | Stepped | Dropped | Placed | Kept | Forgot
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
@@ -116,6 +130,17 @@ def read(data: bytes) -> tuple[list[Record], Chain]:
             records.append(record)
             chain = Chain(end, checksum)
     return records, chain
+
+
+def kept_in(records: Iterable[Record]) -> dict[str, Kept]:
+    """What is kept by ``records``, by name, the oldest first."""
+    found: dict[str, Kept] = {}
+    for record in records:
+        if isinstance(record, Kept | Forgot):
+            found.pop(record.name, None)
+        if isinstance(record, Kept):
+            found[record.name] = record
+    return found
 
 
 def _whole(data: memoryview) -> Iterator[tuple[Record, int, int]]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.core.errors import ConfigError, RequestError, WorkerLostError
+from fastdecode.core.errors import ConfigError, RequestError, SupersededError, WorkerLostError
 from fastdecode.engine import LLMEngine
 from fastdecode.server.exchanges import EngineDeadError, Exchange
 from fastdecode.server.observer import EngineWatch
@@ -20,6 +24,27 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 """How often an idle engine looks for R-workers that have come or gone."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """To be made between two steps."""
+
+    function: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+
+    def make(self) -> None:
+        if self.done.set_running_or_notify_cancel():
+            try:
+                self.done.set_result(self.function())
+            except Exception as error:
+                self.done.set_exception(error)
+                if isinstance(error, SupersededError):
+                    raise
+
+    def drop(self) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_result(None)
 
 
 class EngineThread:
@@ -31,7 +56,7 @@ class EngineThread:
     def __init__(self, config: EngineConfig, observer: EngineWatch) -> None:
         self._config = config
         self.observer = observer
-        self._inbox: queue.SimpleQueue[Exchange | Sequence[str] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Exchange | Sequence[str] | _Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._outbox: dict[str, RequestOutput | Exception] = {}
         self._delivering = False
@@ -88,6 +113,15 @@ class EngineThread:
         if ids and not exchange.finished:
             self._inbox.put(ids)
 
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Have ``function`` called in the engine's thread before the next step, in the order of what is asked here; the
+        result is None where the engine has ended."""
+        call = _Call(function)
+        self._inbox.put(call)
+        if self.dead:
+            self._drop_calls()
+        return call.done
+
     def stop(self) -> None:
         """Close the engine after the present step."""
         self._inbox.put(None)
@@ -131,6 +165,8 @@ class EngineThread:
                 engine.world.clock.restart()  # what it waited for work belongs to no step
             if isinstance(asked, Exchange):
                 self._add(engine, asked)
+            elif isinstance(asked, _Call):
+                asked.make()
             else:
                 engine.abort_request(asked)
             wait = False
@@ -185,9 +221,18 @@ class EngineThread:
 
     def _tell_the_end(self) -> None:
         self._ended = True
+        self._drop_calls()
         self._call(self._bury)
         if self.error is not None and self._loop is not None:
             self._call(self._on_death)
+
+    def _drop_calls(self) -> None:
+        """None is made any more."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                asked = self._inbox.get_nowait()
+                if isinstance(asked, _Call):
+                    asked.drop()
 
     def _bury(self) -> None:
         """In the event loop: fail all exchanges that wait."""

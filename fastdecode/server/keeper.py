@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastdecode.api.settings import parse_bytes
-from fastdecode.core.errors import ConfigError
 from fastdecode.server.api_request import ApiRequest
 from fastdecode.server.errors import ApiError, api_error
 from fastdecode.server.exchanges import DisconnectedError, EngineDeadError, Exchange, ShutdownError
-from fastdecode.server.kept_files import Failure, KeptFiles, KeptRequest, kept_outputs
+from fastdecode.server.kept_files import Failure, KeptRequest, RequestStore, kept_outputs
 from fastdecode.server.server_settings import ServerSettings
 
 CANCELLED = "cancelled"
@@ -25,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """A request in memory; ``is_written``: its answer, where that is stored, is on disk; ``is_deleted``: for good."""
+    """A request in memory; ``is_written``: its answer, where that is stored, is written; ``is_deleted``: for good."""
 
     request: ApiRequest
     has_ended: bool = False
@@ -36,7 +34,7 @@ class _Held:
 
 @dataclass
 class _Stored:
-    """Answers on disk that have ended, oldest first, with their bytes."""
+    """Answers in the store that have ended, oldest first, with their bytes."""
 
     num_bytes: dict[str, int] = field(default_factory=dict)
     total: int = 0
@@ -52,21 +50,15 @@ class _Stored:
 
 class Keeper:
     """Keeps each request until ``reconnect_seconds`` after its client has left, or, where it is stored, its answer
-    within the bounds of ``settings``. Belongs to the event loop; files are written by a thread of its own, in order.
+    within the bounds of ``settings``. Belongs to the event loop; ``store`` is called in its own thread, in order.
     """
 
-    def __init__(self, journal: str, settings: ServerSettings, release: Callable[[Exchange], None]) -> None:
-        """``release``: has the engine abort what is left of an exchange. ConfigError where ``journal`` is no folder to
-        write in."""
-        try:
-            self._files = KeptFiles(journal)
-        except OSError as error:
-            raise ConfigError(f"journal: {error.filename}: {error.strerror}") from None
-        self._settings, self._release = settings, release
-        self._most_bytes = parse_bytes("stored_bytes", settings.stored_bytes)
+    def __init__(self, store: RequestStore, settings: ServerSettings, release: Callable[[Exchange], None]) -> None:
+        """``release``: has the engine abort what is left of an exchange."""
+        self._store, self._settings, self._release = store, settings, release
+        self._most_bytes = min(parse_bytes("stored_bytes", settings.stored_bytes), store.most_bytes)
         self._held: dict[str, _Held] = {}
         self._stored = _Stored()
-        self._writing = ThreadPoolExecutor(1, "requests")
         self._closing = False
 
     @property
@@ -76,7 +68,7 @@ class Keeper:
 
     @property
     def num_stored(self) -> int:
-        """Answers on disk."""
+        """Answers that outlive this server."""
         return len(self._stored.num_bytes)
 
     @property
@@ -87,10 +79,10 @@ class Keeper:
     def unfinished(self) -> list[KeptRequest]:
         """Those that the server before had under way, by age; the answers that it has stored are known from now on."""
         found = []
-        for answer_id, age, num_bytes in self._files.ages():
-            kept = self._files.read(answer_id)
+        for answer_id, age, num_bytes in self._store.ages():
+            kept = self._store.read(answer_id)
             if kept is None or (kept.ended and age > 3600 * self._settings.stored_hours):
-                self._files.delete(answer_id)
+                self._write(self._store.delete, answer_id)
             elif kept.ended:
                 self._stored.add(answer_id, num_bytes)
             else:
@@ -103,10 +95,10 @@ class Keeper:
         return held.request if held else None
 
     async def stored(self, answer_id: str) -> KeptRequest | None:
-        """The one on disk that has ended."""
+        """The one in the store that has ended."""
         if answer_id not in self._stored.num_bytes:
             return None
-        return await self._write(self._files.read, answer_id)
+        return await self._write(self._store.read, answer_id)
 
     def hold(self, request: ApiRequest) -> None:
         """Keep ``request``, which is not yet in the engine."""
@@ -114,8 +106,8 @@ class Keeper:
         request.exchange.on_end = self._ended
 
     async def write(self, request: ApiRequest) -> None:
-        """Have it on disk, before anything of it is handed out."""
-        await self._write(self._files.write, request.kept())
+        """Have it in the store, before anything of it is handed out."""
+        await self._write(self._store.write, request.kept())
 
     def left(self, request: ApiRequest) -> None:
         """A client is gone, or none was there."""
@@ -134,7 +126,7 @@ class Keeper:
         request.exchange.fail(ApiError(409, "the response was cancelled", CANCELLED))
 
     def delete(self, answer_id: str) -> None:
-        """Forget it, and what it has on disk."""
+        """Forget it, in the store too."""
         held = self._held.pop(answer_id, None)
         if held:
             held.is_deleted = True
@@ -143,15 +135,15 @@ class Keeper:
             held.request.exchange.fail(DisconnectedError("the response was deleted"))
             self._release(held.request.exchange)
         self._stored.discard(answer_id)
-        self._write(self._files.delete, answer_id)
+        self._write(self._store.delete, answer_id)
 
     def close(self) -> None:
         """The server ends: what has not ended is left for the next one."""
         self._closing = True
         for held in self._held.values():
             if held.has_ended and not held.request.is_stored:
-                self._writing.submit(_logging, self._files.delete, held.request.answer_id)
-        self._writing.shutdown()
+                self._store.thread.submit(_logging, self._store.delete, held.request.answer_id)
+        self._store.thread.shutdown()
 
     def _ended(self, exchange: Exchange) -> None:
         """All outputs of ``exchange`` have come, or it has failed; where this server ends, the next one goes on."""
@@ -167,13 +159,13 @@ class Keeper:
             else:
                 failed = api_error(exchange.error)
                 kept.failure = Failure(failed.status, str(failed), failed.kind)
-            self._write(self._files.write, kept).add_done_callback(lambda done: self._is_stored(held, done.result()))
+            self._write(self._store.write, kept).add_done_callback(lambda done: self._is_stored(held, done.result()))
             return
         held.is_written = True
         self.left(held.request)
 
     def _is_stored(self, held: _Held, num_bytes: int | None) -> None:
-        """It is on disk, or the disk has failed (None)."""
+        """It is in the store, or that has failed (None)."""
         if held.is_deleted:
             return
         held.is_written = True
@@ -195,8 +187,8 @@ class Keeper:
             self.delete(request.answer_id)
 
     def _write(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Call it in the thread of files; None where the disk fails, which is logged."""
-        return asyncio.get_running_loop().run_in_executor(self._writing, _logging, function, *args)
+        """Call it in the store's thread; None where that fails, which is logged."""
+        return asyncio.get_running_loop().run_in_executor(self._store.thread, _logging, function, *args)
 
 
 def _logging(function: Callable[..., Any], *args: Any) -> Any:

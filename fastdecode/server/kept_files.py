@@ -7,12 +7,14 @@ stopped while another took its place finds no folder, and so changes nothing any
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -70,11 +72,50 @@ class KeptRequest(msgspec.Struct):
 _decoder = msgspec.msgpack.Decoder(KeptRequest)
 
 
+def encoded(kept: KeptRequest) -> bytes:
+    """As it is written."""
+    return msgspec.msgpack.encode(kept)
+
+
+def decoded(data: bytes, where: object) -> KeptRequest | None:
+    """What ``encoded`` was given; None, with a line that names ``where``, for what is of another version."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        logger.warning("%s cannot be read: %s", where, error)
+        return None
+
+
+class RequestStore(Protocol):
+    """Where API requests lie, beside a journal; its methods are called in ``thread``, in order. OSError.
+
+    ``most_bytes``: of what may be stored there, math.inf where only settings say.
+    """
+
+    thread: Executor
+    most_bytes: float
+
+    def write(self, kept: KeptRequest) -> int:
+        """Keep it; returns the bytes that it takes."""
+
+    def read(self, answer_id: str) -> KeptRequest | None:
+        """What is kept by that name; None where nothing is, or it cannot be read."""
+
+    def delete(self, answer_id: str) -> None:
+        """Keep it no longer."""
+
+    def ages(self) -> list[tuple[str, float, int]]:
+        """Of all, oldest first: answer, seconds since it was written, bytes."""
+
+
 class KeptFiles:
-    """The files of one journal, for one server at a time."""
+    """``RequestStore`` in files beside a journal's own, for one server at a time."""
+
+    most_bytes: float = math.inf
 
     def __init__(self, journal: str) -> None:
         """Take the folder in ``journal``, from the server before, if there was one. OSError."""
+        self.thread: Executor = ThreadPoolExecutor(1, "requests")
         found = [(int(match[1]), path) for path in Path(journal).iterdir() if (match := _FOLDER.fullmatch(path.name))]
         number, before = max(found, default=(0, None))
         self._folder = Path(journal) / f"requests-{number + 1}"
@@ -84,30 +125,23 @@ class KeptFiles:
             before.rename(self._folder)
 
     def write(self, kept: KeptRequest) -> int:
-        """Keep it; returns the bytes that it takes. OSError."""
-        data = msgspec.msgpack.encode(kept)
+        data = encoded(kept)
         aside = self._folder / f"{kept.answer_id}.new"
         aside.write_bytes(data)
         os.replace(aside, self._path(kept.answer_id))  # noqa: PTH105 (of two names, not of a Path)
         return len(data)
 
     def read(self, answer_id: str) -> KeptRequest | None:
-        """What is kept by that name; None where nothing is, or it cannot be read."""
         path = self._path(answer_id)
         try:
-            return _decoder.decode(path.read_bytes())
+            return decoded(path.read_bytes(), path)
         except OSError:
-            return None
-        except msgspec.DecodeError as error:
-            logger.warning("%s cannot be read: %s", path, error)
             return None
 
     def delete(self, answer_id: str) -> None:
-        """Keep it no longer. OSError."""
         self._path(answer_id).unlink(missing_ok=True)
 
     def ages(self) -> list[tuple[str, float, int]]:
-        """Of all files, oldest first: answer, seconds since it was written, bytes."""
         now, found = time.time(), []
         for path in self._folder.iterdir():
             if path.suffix == _SUFFIX:

@@ -26,6 +26,7 @@ from fastdecode.server.errors import ApiError
 from fastdecode.server.exchanges import DisconnectedError, Exchange, Reading, ShutdownError
 from fastdecode.server.keeper import Keeper
 from fastdecode.server.kept_files import KeptRequest, outputs_of
+from fastdecode.server.kept_records import request_store
 from fastdecode.server.prompt_reader import PromptTokens
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts, sampling_params
 from fastdecode.server.responses_answer import ResponseForm
@@ -74,7 +75,8 @@ class Service:
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._grammars = engine.s_model.grammars if self.model.tokenizer else None
         self.draining = False
-        self.keeper = Keeper(config.journal, settings, self.end) if config.journal else None
+        store = request_store(config, engine_thread, engine.journal)
+        self.keeper = Keeper(store, settings, self.end) if store else None
         self.archive = Archive(self.keeper, self._remake)
         self.observer.metrics.num_api_requests = lambda: len(self._exchanges)
         if self.keeper:
