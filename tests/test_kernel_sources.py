@@ -9,7 +9,7 @@ import pytest
 
 KERNELS = sorted((Path(__file__).parents[1] / "rworker_cpp/src/kernels").glob("*.[hc]pp"))
 VECTOR = re.compile(
-    r"\b([LS]::(?!width|accumulators|float_rows|code_rows|pack|lane_bytes|pair_dot|packs_factors)|_mm\d*_|__m\d+|vec\b|ivec\b|widen|narrow)"
+    r"\b([LS]::(?!width|accumulators|float_rows|code_rows|code_chunk|pack|lane_bytes|pair_dot|packs_factors)|_mm\d*_|__m\d+|vec\b|ivec\b|widen|narrow)"
 )
 
 

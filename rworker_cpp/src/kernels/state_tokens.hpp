@@ -74,7 +74,8 @@ struct Strip {
                 narrow<L, D>(s, to[i], n * L::width);
                 out[n] = L::fma(query, s, out[n]);
                 if constexpr (Delta) {
-                    const vec kept = D == DType::float32 ? s : widen<L, D>(to[i], n * L::width);
+                    vec kept = s;
+                    if constexpr (D != DType::float32) kept = widen<L, D>(to[i], n * L::width);
                     sums[n] = L::fma(L::set1(after[i]), kept, sums[n]);
                 }
             }
