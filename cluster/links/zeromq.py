@@ -137,9 +137,7 @@ class ZmqChannel(_Socket):
         """``role``: this side's. The connection ends where nothing is heard for ``silence_seconds``, and there where
         nothing is heard of this side for ``patience_seconds``."""
         super().__init__(zmq.DEALER, FRAME_LIMIT, 0)
-        self.socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
-        self.socket.heartbeat_timeout = int(silence_seconds * 1000)
-        self.socket.heartbeat_ttl = int(patience_seconds * 1000)
+        _send_heartbeats(self.socket, silence_seconds, patience_seconds)
         self.diagnose: Callable[[], str] = lambda: ""
         self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
         self._connected = False
@@ -217,9 +215,7 @@ class Beats:
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
         socket.routing_id, socket.conflate, socket.linger = beats_name(epoch), 1, 0
-        socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
-        socket.heartbeat_timeout = int(PATIENCE_SECONDS * 1000)
-        socket.heartbeat_ttl = int(patience_seconds * 1000)
+        _send_heartbeats(socket, PATIENCE_SECONDS, patience_seconds)
         if secret is not None:
             socket.curve_serverkey = _use_curve(socket, secret, S_WORKER)
         socket.connect(f"tcp://{address}")
@@ -330,6 +326,14 @@ class ZmqListener(_Socket):
         self._authenticator.start()
         callback = SimpleNamespace(callback=lambda domain, key: key == accepted)
         self._authenticator.configure_curve_callback(_ZAP_DOMAIN, callback)
+
+
+def _send_heartbeats(socket: zmq.Socket, silence_seconds: float, patience_seconds: float) -> None:
+    """The connection ends after ``silence_seconds`` without a sign of the other end; there, after
+    ``patience_seconds`` without one of this end."""
+    socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+    socket.heartbeat_timeout = int(silence_seconds * 1000)
+    socket.heartbeat_ttl = int(patience_seconds * 1000)
 
 
 def _use_curve(socket: zmq.Socket, secret: bytes, role: str) -> bytes:

@@ -16,10 +16,6 @@ float* first_line(std::vector<float>& floats) {
     return floats.data() + (64 - place % 64) % 64 / sizeof(float);
 }
 
-const void* advanced(const void* data, std::int64_t elements, DType dtype) {
-    return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
-}
-
 }  // namespace
 
 const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {

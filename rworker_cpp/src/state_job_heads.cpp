@@ -4,10 +4,6 @@
 namespace rworker {
 namespace {
 
-const void* advanced(const void* data, std::int64_t elements, DType dtype) {
-    return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
-}
-
 Recurrence recurrence_of(StateKind kind) {
     constexpr Recurrence kinds[] = {Recurrence::delta, Recurrence::scan, Recurrence::none, Recurrence::selective,
                                     Recurrence::lru};

@@ -11,6 +11,11 @@
 
 namespace rworker {
 
+/// Where the element lies that is so many after the first of `data`.
+inline const void* advanced(const void* data, std::int64_t elements, DType dtype) {
+    return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
+}
+
 /// An item is a head of a sequence, or several that share queries and keys, with all its rows. The last one of a group
 /// keeps what its heads share.
 class StateJob final : public LayerJob {
