@@ -55,11 +55,12 @@ class Calls:
         answer: Kind,
         decode: Callable[[bytearray], Answer],
         most_bytes: int = FRAME_LIMIT,
+        spins: bool = True,
     ) -> Answer:
-        """What ``decode`` makes of the body of an ``answer`` to ``kind``."""
+        """What ``decode`` makes of the body of an ``answer`` to ``kind``. ``spins``: see ``answer``."""
         self.send(kind, body)
         with self.losses:
-            return decode(self.body(self.answer(answer), most_bytes))
+            return decode(self.body(self.answer(answer, spins=spins), most_bytes))
 
     def close(self, farewell: bool = True) -> None:
         """Free the link, with a word to the other side before, unless that is gone; may be called twice."""
@@ -74,11 +75,15 @@ class Calls:
         finally:
             link.close()
 
-    def answer(self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False) -> Frame:
-        """The next frame, which must be ``kind``; with ``discard`` other frames before it are dropped."""
+    def answer(
+        self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False, spins: bool = True
+    ) -> Frame:
+        """The next frame, which must be ``kind``; with ``discard`` other frames before it are dropped. ``spins``: False
+        where the answer takes all cores that it can have, perhaps this one too."""
         deadline = time.monotonic() + most_seconds
         while True:
-            frame = self.spin.until(lambda: self.next(0.0, discard)) or self.next(TICK_SECONDS, discard)
+            frame = self.spin.until(lambda: self.next(0.0, discard)) if spins else None
+            frame = frame or self.next(TICK_SECONDS, discard)
             if frame is None and time.monotonic() > deadline:
                 raise self.lose(f"it did not answer within {most_seconds:g} s")
             if frame is not None and frame.kind is kind:

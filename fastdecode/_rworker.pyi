@@ -178,6 +178,10 @@ class RWorker:
         """Blocks that no sequence holds."""
 
     @property
+    def blocks_touched(self) -> int:
+        """Blocks below this one were ever in use; those above come next, lowest first. From any thread."""
+
+    @property
     def blocks_used(self) -> int:
         """Blocks that some sequence holds, shared ones once."""
 
@@ -307,6 +311,21 @@ class RWorker:
 
     def import_blocks(self, sequence_id: int, num_tokens: int, data: npt.NDArray[np.uint8], start: int = 0) -> None:
         """As ``import_``, of whole blocks that ``export_blocks`` gave."""
+
+    def read_blocks(self, sequence_id: int, start: int, fd: int, pieces: list[tuple[int, int, bytes]]) -> list[bytes]:
+        """As ``import_blocks``, of consecutive ``pieces`` of the open file ``fd``, straight into their places; each of
+        this worker's threads reads one at a time.
+
+        A piece is its number of tokens, its offset in the file, and the ``start`` of its ``checksum``; that of each is
+        returned.
+        ValueError as of ``import_blocks``, and nothing has changed then. OSError where a piece cannot be read,
+        ValueError where the file ends before: the sequence has all these tokens then, and not the right ones.
+        """
+
+    def commit_blocks(self, first: int, count: int) -> None:
+        """Commit the memory of ``count`` blocks from block ``first`` on, used or not, which is otherwise done as they
+        are first written. From any thread, while another takes steps. ValueError for blocks that there are not.
+        """
 
     def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:
         """KeyError for a job that is not under way, ValueError for rows that it does not wait for.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,9 @@ from helpers import r_workers
 
 from fastdecode.cluster.links.spawn import SpawnBackend
 from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.parking.chain_file import ChainReader
 from fastdecode.cluster.parking.disks import PoolParks
+from fastdecode.cluster.parking.room import Room
 from fastdecode.cluster.pool import InprocBackend, PoolBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes
 from fastdecode.cluster.wire.frames import Kind
@@ -121,6 +125,64 @@ def test_what_was_parked_wakes_byte_for_byte_in_another_process(make: Make, tmp_
     assert _fill(backend, 8, 2)  # and all goes on
 
 
+def test_what_the_system_has_not_in_memory_is_fetched_by_the_thread_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece while the one before is read: none twice, and each before it is read."""
+    fetched: list[int] = []
+    fetch = ChainReader.fetch
+    monkeypatch.setattr(ChainReader, "is_cached", lambda self, number: number == 1)
+    monkeypatch.setattr(ChainReader, "fetch", lambda self, number: (fetch(self, number), fetched.append(number)))
+    with contextlib.closing(InprocBackend([SIZE], BLOCK_SIZE, park=ParkPlace(tmp_path, None, 0.0))) as backend:
+        backend.open(LAYOUT)
+        parks, data = PoolParks(backend), _fill(backend, 7)
+        parks.chains(0, "model")
+        _ended(lambda: parks.park(0, 7, CHAIN))
+        assert _ended(lambda: parks.wake(0, -1, NUM_BLOCKS, CHAIN.name)).progress is Progress.DONE
+        assert backend.export(0, -1).tobytes() == data
+    assert fetched == [0, 1, 2]
+
+
+def test_memory_of_the_next_blocks_is_committed_while_nothing_else_is_to_be_done() -> None:
+    """As many as asked for beyond those in use, an eighth of the cache at most, once each."""
+    worker = FakeWorker()
+    with ThreadPoolExecutor(1) as threads:
+        room = Room(worker, threads)  # type: ignore[arg-type]
+        room.keep(0, at_once=True)
+        room.keep(30 * worker.block_bytes - 1, at_once=True)
+        _until(lambda: worker.committed == list(range(30)))
+        worker.blocks_touched = 20
+        _until(lambda: worker.committed == list(range(50)))
+        room.keep(1 << 40)
+        _until(lambda: worker.committed == list(range(120)))
+        room.stop()
+        worker.blocks_touched = 50
+        room.keep(30 * worker.block_bytes)
+        worker.blocks_touched = 790
+        _until(lambda: worker.committed == [*range(120), *range(790, 800)])
+        room.stop()
+
+
+class FakeWorker:
+    """Of 800 blocks; notes those that are committed."""
+
+    num_blocks, block_bytes = 800, 100_000
+    blocks_touched = 0
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+
+    def commit_blocks(self, first: int, count: int) -> None:
+        self.committed += range(first, first + count)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_a_file_that_was_changed_is_refused_and_removed(make: Make, tmp_path: Path) -> None:
     backend = make()
     parks = PoolParks(backend)
@@ -132,7 +194,7 @@ def test_a_file_that_was_changed_is_refused_and_removed(make: Make, tmp_path: Pa
     data[-1] ^= 1
     path.write_bytes(data)
     answer = _ended(lambda: parks.wake(0, -1, NUM_BLOCKS, CHAIN.name))
-    assert (answer.progress, answer.num_tokens, answer.num_bytes) == (Progress.FAILED, 1024, 0)
+    assert (answer.progress, answer.num_tokens, answer.num_bytes) == (Progress.FAILED, NUM_BLOCKS * BLOCK_SIZE, 0)
     _release(backend, -1)
     assert not path.exists()
     assert backend.blocks_used == NUM_BLOCKS

@@ -33,6 +33,7 @@ from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks
 MAGIC = b"FDCHAIN2"
 SUFFIX, UNFINISHED = ".chain", ".part"
 MAX_HEAD_BYTES = 1 << 16
+FETCH_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
 _DIGEST_BYTES, _CHECKSUM_BYTES = 32, 16
@@ -151,12 +152,41 @@ class ChainReader:
         """The file name that belongs to this chain, whatever the file is called."""
         return file_name(self.head.fingerprint, self.marks[-1])
 
-    def pieces(self, num_buffers: int = 1) -> Iterator[np.ndarray]:
-        """Yield the pieces in order, uint8 [num_bytes] each, that is good until ``num_buffers`` more are read."""
-        buffers = [np.empty(self.head.piece_bytes(0), np.uint8) for _ in range(min(num_buffers, self.head.num_pieces))]
+    def place(self, number: int) -> tuple[int, bytes]:
+        """Where the bytes of piece ``number`` lie in the file, and what their checksum starts from."""
+        offset = self._start + number * (_CHECKSUM_BYTES + self.head.piece_bytes(0)) + _CHECKSUM_BYTES
+        return offset, _seed(self._digest, number)
+
+    def check(self, number: int, checksum: bytes) -> None:
+        """ChainError unless what was read as piece ``number`` has this ``checksum``."""
+        if checksum != os.pread(self.fileno(), _CHECKSUM_BYTES, self.place(number)[0] - _CHECKSUM_BYTES):
+            raise self._broken(f"piece {number} is not what was written")
+
+    def is_cached(self, number: int) -> bool:
+        """Whether the end of piece ``number`` is in memory, as far as the system tells."""
+        end = self.place(number)[0] + self.head.piece_bytes(number)
+        try:
+            return os.preadv(self.fileno(), [bytearray(1)], end - 1, os.RWF_NOWAIT) == 1
+        except (OSError, AttributeError):
+            return False
+
+    def fetch(self, number: int) -> None:
+        """Have piece ``number`` in the memory of the system."""
+        start, _ = self.place(number)
+        end, part = start + self.head.piece_bytes(number), bytearray(FETCH_BYTES)
+        while start < end and (count := os.preadv(self.fileno(), [part], start)):
+            start += count
+
+    def fileno(self) -> int:
+        """Of the open file."""
+        return self._file.fileno()
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yield the pieces in order, uint8 [num_bytes] each, that is good until the next one is read."""
+        buffer = np.empty(self.head.piece_bytes(0), np.uint8)
         for number in range(self.head.num_pieces):
             checksum = self._read(_CHECKSUM_BYTES)
-            piece = buffers[number % num_buffers][: self.head.piece_bytes(number)]
+            piece = buffer[: self.head.piece_bytes(number)]
             self._fill(piece.data)
             if _checksum(self._digest, number, piece) != checksum:
                 raise self._broken(f"piece {number} is not what was written")
@@ -180,6 +210,7 @@ class ChainReader:
             raise self._broken(f"it has {size:,} bytes, and {head.file_bytes:,} were written")
         marks = self._read(head.num_pieces * MARK_BYTES)
         self._digest = self._read(_DIGEST_BYTES)
+        self._start = len(text) + len(marks) + _DIGEST_BYTES
         if hashlib.sha256(text + marks).digest() != self._digest:
             raise self._broken("its head is not what was written")
         return head, tuple(marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES))
@@ -202,5 +233,8 @@ class ChainReader:
 
 def _checksum(start: bytes, number: int, piece: np.ndarray) -> bytes:
     """Of piece ``number`` of the chain whose head has the SHA-256 ``start``."""
-    seed = hashlib.sha256(start + _NUMBER.pack(number)).digest()[:_CHECKSUM_BYTES]
-    return _rworker.checksum(piece, seed)
+    return _rworker.checksum(piece, _seed(start, number))
+
+
+def _seed(start: bytes, number: int) -> bytes:
+    return hashlib.sha256(start + _NUMBER.pack(number)).digest()[:_CHECKSUM_BYTES]

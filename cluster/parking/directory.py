@@ -54,6 +54,11 @@ class ParkDirectory:
         """Chains in the folder."""
         return len(self._sizes)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest file, 0 where there is none."""
+        return max(self._sizes.values(), default=0)
+
     def chains(self, fingerprint: str) -> Iterator[Chain]:
         """Yield the chains of ``fingerprint``, oldest use first; one whose head is not what was written is dropped."""
         for name in [name for name in self._sizes if name.startswith(fingerprint[:16])]:

@@ -49,7 +49,7 @@ class RemoteDisk:
         return self._parked(Kind.WAKE, WAKE.pack(patience_ms, sequence_id, num_blocks, name))
 
     def _parked(self, kind: Kind, body: bytes) -> Parked:
-        return self._calls.ask(kind, body, Kind.PARKED, decode_parked, MAX_PARK_BYTES)
+        return self._calls.ask(kind, body, Kind.PARKED, decode_parked, MAX_PARK_BYTES, spins=False)
 
 
 class PoolParks:

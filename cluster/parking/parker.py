@@ -1,6 +1,8 @@
 """Parks and wakes the sequences of one R-worker: pieces cross between its cache and its disk from one step to the next.
 
-The R-worker's own thread copies a piece out of the cache, or into it; another one writes, reads and checks.
+Out of the cache the R-worker's own thread copies a piece, and another one, the disk's, writes it. Into the cache its
+threads read pieces straight from the file, and check them while they are at hand; what the system does not have in its
+memory the disk's thread fetches before.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.parking.room import Room
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.wire.messages import fingerprint
 from fastdecode.core.errors import CapacityError, ChainError
@@ -29,7 +32,10 @@ from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
 
 READ_AHEAD = 4
-"""Pieces that the disk's thread reads before they are wanted."""
+"""Pieces that the disk's thread fetches before they are wanted, where they are not in memory."""
+
+AT_ONCE_BYTES = 1 << 23
+"""Of pieces that are read into the cache between two looks at the time."""
 
 FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
 
@@ -54,6 +60,8 @@ class Parker:
     def __init__(self, worker: _rworker.RWorker, directory: ParkDirectory, layout: KVLayout) -> None:
         self._worker, self._directory, self._layout = worker, directory, layout
         self._threads = ThreadPoolExecutor(1, "park")
+        self._room = Room(worker, self._threads)
+        self._room.keep(directory.largest, at_once=True)
         self._fingerprint = ""
         self._job: _Parking | _Waking | None = None
         self._asked: tuple[Any, ...] = ()
@@ -84,6 +92,7 @@ class Parker:
                 writer = ChainWriter(self._path(chain.name), head, chain.marks)
             except OSError as error:
                 return self._failed(str(error))
+            self._room.stop()
             self._asked, self._job = asked, _Parking(self._worker, self._threads, sequence_id, head, writer)
         return self._go_on(self._path(chain.name), patience_ms)
 
@@ -92,6 +101,7 @@ class Parker:
         path = self._path(name)
         if self._asked != (asked := (sequence_id, num_blocks, name)):
             self._give_up()
+            self._room.stop()
             try:
                 self._job = self._open(path, sequence_id, num_blocks, name)
             except FAILURES as error:
@@ -101,6 +111,7 @@ class Parker:
 
     def close(self) -> None:
         """Wait for the disk, and give up what is under way."""
+        self._room.stop()
         self._give_up()
         self._threads.shutdown()
 
@@ -121,6 +132,7 @@ class Parker:
             self._give_up()
             return answer
         self._give_up()
+        self._room.keep(self._directory.largest)
         return self._answer(Progress.DONE, job.num_tokens)
 
     def _open(self, path: Path, sequence_id: int, num_blocks: int, name: bytes) -> _Waking:
@@ -236,27 +248,59 @@ class _Waking(_Job):
         reader: ChainReader,
     ) -> None:
         super().__init__(worker, threads, sequence_id)
-        self._num_wanted, self._reader, self._pieces = num_wanted, reader, reader.pieces(READ_AHEAD + 1)
-        self._num_left = -(-num_wanted // PIECE_TOKENS)
-        self._read_ahead()
+        self._num_wanted, self._reader = num_wanted, reader
+        self._num_pieces, self._next = -(-num_wanted // PIECE_TOKENS), 0
+        self._most = max(worker.num_threads, AT_ONCE_BYTES // reader.head.piece_bytes(0))
+        self._num_fetched = 0
 
     def advance(self, deadline: float) -> bool:
         """True once all tokens are in the cache."""
         try:
-            while self.num_tokens < self._num_wanted:
-                piece = self._come(deadline)
-                count = min(PIECE_TOKENS, self._num_wanted - self.num_tokens)
-                self._read_ahead()
-                self._worker.import_blocks(self._sequence_id, count, piece, self.num_tokens)
-                self.num_tokens += count
+            while True:
+                self._take(self._num_cached() or self._fetch(deadline))
+                if self._next == self._num_pieces:
+                    return True
+                if time.monotonic() > deadline:
+                    return False
         except NotYet:
             return False
-        return True
 
-    def _read_ahead(self) -> None:
-        while self._num_left and len(self._pending) < READ_AHEAD:
-            self._pending.append(self._threads.submit(next, self._pieces))
-            self._num_left -= 1
+    def _take(self, count: int) -> None:
+        """Read the next pieces into the cache, where they are in memory by now."""
+        numbers = range(self._next, self._next + count)
+        counts = [min(PIECE_TOKENS, self._num_wanted - number * PIECE_TOKENS) for number in numbers]
+        places = [(tokens, *self._reader.place(number)) for number, tokens in zip(numbers, counts, strict=True)]
+        try:
+            found = self._worker.read_blocks(self._sequence_id, self.num_tokens, self._reader.fileno(), places)
+        finally:
+            self.num_tokens = self._length()
+        for number, checksum in zip(numbers, found, strict=True):
+            self._reader.check(number, checksum)
+        self._next += count
+
+    def _length(self) -> int:
+        """Tokens that the sequence has, right ones or not."""
+        try:
+            return self._worker.sequence_length(self._sequence_id)
+        except KeyError:
+            return 0
+
+    def _num_cached(self) -> int:
+        """How many of the next pieces, at most as many as are read at once, are in memory."""
+        end = min(self._next + self._most, self._num_pieces)
+        return next((n for n in range(self._next, end) if not self._reader.is_cached(n)), end) - self._next
+
+    def _fetch(self, deadline: float) -> int:
+        """Have the disk's thread fetch the next piece, and then those after it; 1 once that one is there."""
+        first = self._num_fetched - len(self._pending)
+        self._num_fetched = max(self._num_fetched, self._next)
+        while self._num_fetched < min(self._next + READ_AHEAD, self._num_pieces):
+            self._pending.append(self._threads.submit(self._reader.fetch, self._num_fetched))
+            self._num_fetched += 1
+        while self._pending and first <= self._next:
+            self._come(deadline)
+            first += 1
+        return 1
 
     def close(self) -> None:
         """Close the file."""

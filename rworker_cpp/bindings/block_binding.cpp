@@ -1,4 +1,5 @@
 // Whole blocks as they lie in the cache, and the checksum of their bytes.
+#include <cerrno>
 #include <cstring>
 
 #include "rworker/checksum.hpp"
@@ -27,17 +28,52 @@ void import_blocks(PyRWorker& self, std::int64_t sequence_id, std::int64_t num_t
     open.import_blocks(sequence_id, start, num_tokens, bytes);
 }
 
-py::bytes checksum(const py::array& data, const py::bytes& begin, bool by_tables) {
+rworker::Checksum lanes_of(const std::string& text) {
     rworker::Checksum lanes;
-    const std::string start = begin;
-    if (start.size() != sizeof lanes) throw rworker::Error("start must have " + std::to_string(sizeof lanes) + " bytes");
-    std::memcpy(lanes.data(), start.data(), sizeof lanes);
+    if (text.size() != sizeof lanes) throw rworker::Error("start must have " + std::to_string(sizeof lanes) + " bytes");
+    std::memcpy(lanes.data(), text.data(), sizeof lanes);
+    return lanes;
+}
+
+py::bytes text_of(const rworker::Checksum& lanes) { return py::bytes(reinterpret_cast<const char*>(lanes.data()), sizeof lanes); }
+
+py::list read_blocks(PyRWorker& self, std::int64_t sequence_id, std::int64_t start, int fd, const py::list& pieces) {
+    std::vector<rworker::FilePiece> wanted;
+    for (const py::handle& each : pieces) {
+        const auto [num_tokens, offset, begin] = each.cast<std::tuple<std::int64_t, std::int64_t, py::bytes>>();
+        wanted.push_back({num_tokens, offset, lanes_of(begin)});
+    }
+    rworker::Worker& open = self.worker();
+    int error = 0;
+    {
+        const py::gil_scoped_release unlocked;
+        error = open.read_blocks(sequence_id, start, fd, wanted);
+    }
+    if (error == rworker::ReadJob::kFileEnds) throw rworker::Error("the file ends too early");
+    if (error) {
+        errno = error;
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw py::error_already_set();
+    }
+    py::list checksums;
+    for (const rworker::FilePiece& each : wanted) checksums.append(text_of(each.checksum));
+    return checksums;
+}
+
+void commit_blocks(const PyRWorker& self, std::int64_t first, std::int64_t count) {
+    const rworker::Worker& open = self.worker();
+    const py::gil_scoped_release unlocked;
+    open.commit_blocks(first, count);
+}
+
+py::bytes checksum(const py::array& data, const py::bytes& begin, bool by_tables) {
+    rworker::Checksum lanes = lanes_of(begin);
     const std::span<const std::uint8_t> bytes = bytes_of(data);
     {
         const py::gil_scoped_release unlocked;
         lanes = by_tables ? rworker::checksum_by_tables(bytes, lanes) : rworker::checksum(bytes, lanes);
     }
-    return py::bytes(reinterpret_cast<const char*>(lanes.data()), sizeof lanes);
+    return text_of(lanes);
 }
 
 }  // namespace
@@ -46,6 +82,8 @@ void bind_blocks(py::module_& module, py::class_<PyRWorker>& cls) {
     cls.def("export_blocks", &export_blocks, py::arg("sequence_id"), py::arg("start"), py::arg("num_tokens"));
     cls.def("import_blocks", &import_blocks, py::arg("sequence_id"), py::arg("num_tokens"), py::arg("data").noconvert(),
             py::arg("start") = 0);
+    cls.def("read_blocks", &read_blocks, py::arg("sequence_id"), py::arg("start"), py::arg("fd"), py::arg("pieces"));
+    cls.def("commit_blocks", &commit_blocks, py::arg("first"), py::arg("count"));
     module.def("checksum", &checksum, py::arg("data").noconvert(), py::arg("start"), py::kw_only(), py::arg("by_tables") = false);
 }
 

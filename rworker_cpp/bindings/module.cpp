@@ -46,6 +46,7 @@ void bind_properties(py::class_<PyRWorker>& cls) {
     cls.def_property_readonly("block_bytes", [](const PyRWorker& self) { return self.worker().cache().block_bytes(); });
     cls.def_property_readonly("blocks_free",
                               [](const PyRWorker& self) { return self.worker().cache().pool().num_free(); });
+    cls.def_property_readonly("blocks_touched", [](const PyRWorker& self) { return self.worker().cache().pool().num_touched(); });
     cls.def_property_readonly("blocks_used", [](const PyRWorker& self) {
         const rworker::BlockPool& pool = self.worker().cache().pool();
         return pool.num_blocks() - pool.num_free();

@@ -11,6 +11,7 @@ namespace {
 
 #ifdef RWORKER_PORTABLE
 void ask_for_huge_pages(void*, std::size_t) {}
+void populate(std::uint8_t*, std::int64_t, std::int64_t) {}
 #else
 /// A huge page of pages of 64 KB has 512 MB, which its first touch would clear in the middle of a step.
 constexpr long kMostPageBytes = 1 << 14;
@@ -18,6 +19,14 @@ constexpr long kMostPageBytes = 1 << 14;
 void ask_for_huge_pages(void* mapping, std::size_t num_bytes) {
     if (sysconf(_SC_PAGESIZE) > kMostPageBytes) return;
     madvise(mapping, num_bytes, MADV_HUGEPAGE);  // a wish: kernels without huge pages refuse it
+}
+
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
+
+void populate(std::uint8_t* mapping, std::int64_t first_byte, std::int64_t end_byte) {
+    const std::int64_t page_bytes = sysconf(_SC_PAGESIZE);
+    const std::int64_t first_page = first_byte / page_bytes * page_bytes;
+    madvise(mapping + first_page, std::size_t(end_byte - first_page), kPopulateWrite);
 }
 #endif
 
@@ -29,6 +38,10 @@ Arena::Arena(std::int64_t num_bytes) : num_bytes_(std::max<std::int64_t>(num_byt
     if (mapping == MAP_FAILED) throw std::bad_alloc();
     ask_for_huge_pages(mapping, std::size_t(num_bytes_));
     data_ = static_cast<std::uint8_t*>(mapping);
+}
+
+void Arena::commit(std::int64_t first_byte, std::int64_t num_bytes) const {
+    populate(data_, first_byte, std::min(first_byte + num_bytes, num_bytes_));
 }
 
 Arena::~Arena() { munmap(data_, std::size_t(num_bytes_)); }

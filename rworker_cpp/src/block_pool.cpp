@@ -18,7 +18,7 @@ std::int32_t BlockPool::take() {
     const std::int32_t block = free_.back();
     free_.pop_back();
     references_[block] = 1;
-    num_touched_ = std::max<std::int64_t>(num_touched_, block + 1);
+    if (block >= num_touched()) num_touched_.store(block + 1, std::memory_order_relaxed);
     log_.push_back({Change::taken, block});
     return block;
 }

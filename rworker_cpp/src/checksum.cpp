@@ -44,17 +44,24 @@ std::uint64_t load(const std::uint8_t* data, std::size_t num_bytes = kWordBytes)
     return word;
 }
 
-/// The words after the last whole row of four, and the length.
+/// The words after the last whole row of four.
 template <class Next>
-Checksum finish(std::span<const std::uint8_t> data, std::size_t at, Checksum lanes, Next next) {
+Checksum add_rest(std::span<const std::uint8_t> data, std::size_t at, Checksum lanes, Next next) {
     for (int lane = 0; at < data.size(); ++lane, at += kWordBytes)
         lanes[lane] = next(lanes[lane], load(data.data() + at, std::min<std::size_t>(kWordBytes, data.size() - at)));
-    for (std::uint32_t& lane : lanes) lane = next(lane, data.size());
     return lanes;
 }
 
+Checksum part_by_tables(std::span<const std::uint8_t> data, Checksum start) {
+    std::size_t at = 0;
+    for (; at + kLanes * kWordBytes <= data.size(); at += kLanes * kWordBytes)
+        for (int lane = 0; lane < kLanes; ++lane)
+            start[lane] = next_by_tables(start[lane], load(data.data() + at + lane * kWordBytes));
+    return add_rest(data, at, start, next_by_tables);
+}
+
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) Checksum checksum_by_instruction(std::span<const std::uint8_t> data, Checksum start) {
+__attribute__((target("sse4.2"))) Checksum part_by_instruction(std::span<const std::uint8_t> data, Checksum start) {
     std::uint64_t a = start[0], b = start[1], c = start[2], d = start[3];
     std::size_t at = 0;
     for (; at + kLanes * kWordBytes <= data.size(); at += kLanes * kWordBytes) {
@@ -63,25 +70,30 @@ __attribute__((target("sse4.2"))) Checksum checksum_by_instruction(std::span<con
         c = _mm_crc32_u64(c, load(data.data() + at + 16));
         d = _mm_crc32_u64(d, load(data.data() + at + 24));
     }
-    return finish(data, at, {std::uint32_t(a), std::uint32_t(b), std::uint32_t(c), std::uint32_t(d)}, next_by_tables);
+    return add_rest(data, at, {std::uint32_t(a), std::uint32_t(b), std::uint32_t(c), std::uint32_t(d)}, next_by_tables);
 }
 #endif
 
 }  // namespace
 
+Checksum checksum_part(std::span<const std::uint8_t> data, Checksum lanes) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("sse4.2")) return part_by_instruction(data, lanes);
+#endif
+    return part_by_tables(data, lanes);
+}
+
+Checksum checksum_end(std::int64_t num_bytes, Checksum lanes) {
+    for (std::uint32_t& lane : lanes) lane = next_by_tables(lane, std::uint64_t(num_bytes));
+    return lanes;
+}
+
 Checksum checksum_by_tables(std::span<const std::uint8_t> data, Checksum start) {
-    std::size_t at = 0;
-    for (; at + kLanes * kWordBytes <= data.size(); at += kLanes * kWordBytes)
-        for (int lane = 0; lane < kLanes; ++lane)
-            start[lane] = next_by_tables(start[lane], load(data.data() + at + lane * kWordBytes));
-    return finish(data, at, start, next_by_tables);
+    return checksum_end(std::int64_t(data.size()), part_by_tables(data, start));
 }
 
 Checksum checksum(std::span<const std::uint8_t> data, Checksum start) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("sse4.2")) return checksum_by_instruction(data, start);
-#endif
-    return checksum_by_tables(data, start);
+    return checksum_end(std::int64_t(data.size()), checksum_part(data, start));
 }
 
 }  // namespace rworker

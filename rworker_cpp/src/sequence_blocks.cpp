@@ -59,4 +59,31 @@ void KVCache::import_blocks(std::int64_t sequence_id, std::int64_t start, std::i
                  });
 }
 
+void KVCache::place_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) {
+    check_import(sequence_id, start, num_tokens);
+    blocks_bytes(start, num_tokens);
+    grown(sequence_id, start + num_tokens, false);
+}
+
+std::vector<std::span<std::uint8_t>> KVCache::block_runs(std::int64_t sequence_id, std::int64_t start,
+                                                         std::int64_t num_tokens) const {
+    check_export(sequence_id, start, num_tokens);
+    blocks_bytes(start, num_tokens);
+    const std::vector<std::int32_t>& blocks = whole_sequence(sequence_id).blocks;
+    std::vector<std::span<std::uint8_t>> runs;
+    for_each_run(layouts_, arena_.data(), {blocks.data() + start / block_size_, std::size_t(num_tokens / block_size_)},
+                 arena_.data(), [&](std::uint8_t* in_arena, const std::uint8_t*, std::int64_t num_bytes) {
+                     runs.emplace_back(in_arena, std::size_t(num_bytes));
+                 });
+    return runs;
+}
+
+void KVCache::commit_blocks(std::int64_t first, std::int64_t count) const {
+    if (first < 0 || count < 0 || count > pool_.num_blocks() - first)
+        throw Error("commit: " + std::to_string(count) + " blocks from block " + std::to_string(first) + " on, and there are " +
+                    std::to_string(pool_.num_blocks()));
+    for (const LayerLayout& layout : layouts_)
+        arena_.commit(layout.region_offset_bytes + first * layout.block_bytes, count * layout.block_bytes);
+}
+
 }  // namespace rworker

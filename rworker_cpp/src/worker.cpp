@@ -327,6 +327,25 @@ void Worker::import_blocks(std::int64_t sequence_id, std::int64_t start, std::in
     cache_.import_blocks(sequence_id, start, num_tokens, data);
 }
 
+int Worker::read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, std::span<FilePiece> pieces) {
+    require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
+    std::int64_t num_tokens = 0;
+    for (const FilePiece& piece : pieces) {
+        require(piece.num_tokens > 0 && piece.offset >= 0, "import: a piece of no tokens, or of none of a file");
+        cache_.blocks_bytes(start + num_tokens, piece.num_tokens);
+        num_tokens += piece.num_tokens;
+    }
+    cache_.place_blocks(sequence_id, start, num_tokens);
+    std::vector<std::vector<std::span<std::uint8_t>>> places;
+    for (const FilePiece& piece : pieces) {
+        places.push_back(cache_.block_runs(sequence_id, start, piece.num_tokens));
+        start += piece.num_tokens;
+    }
+    ReadJob job(fd, pieces, std::move(places));
+    pool_.run_here(job);
+    return job.error();
+}
+
 void Worker::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows) {
     cache_.store(job_id, layer, rows, kernels_.append);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -244,3 +245,50 @@ def test_whole_blocks_are_what_tokens_are(kv_dtype: str) -> None:
     want, _ = feed(first, kv_dtype, (1, 96, 30, 1), 5)
     got, _ = feed(second, kv_dtype, (5, 96, 30, 1), 5)
     assert all(map(np.array_equal, want, got)) and second.export(5).tobytes() == first.export(1).tobytes()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_blocks_are_read_from_a_file_into_their_places(num_threads: int, tmp_path: Path) -> None:
+    """As those that are imported; each piece with the checksum of its bytes, wherever it lies."""
+    first, second = (two_layers("float32", num_blocks=16, num_threads=num_threads) for _ in range(2))
+    feed(first, "float32", (1, 0, 96, 0), 0)
+    feed(second, "float32", (9, 0, 16, 0), 1)
+    pieces, start = [(0, 32), (32, 16), (48, 48)], bytes(range(16))
+    blocks = [first.export_blocks(1, *piece) for piece in pieces]
+    path = tmp_path / "blocks"
+    path.write_bytes(b"x" * 5 + b"".join(each.tobytes() for each in reversed(blocks)))
+    offsets = [5 + sum(each.nbytes for each in blocks[number + 1 :]) for number in range(3)]
+    wanted = [(count, offset, start) for (_, count), offset in zip(pieces, offsets, strict=True)]
+    with path.open("rb") as file:
+        before = state(second)
+        for wrong, message in (
+            ([(8, 5, start)], "whole blocks"),
+            ([(0, 5, start)], "no tokens"),
+            ([(16, -1, start)], "none of a file"),
+            ([(32, 5, start[:4])], "16 bytes"),
+            ([(10_000 * 16, 5, start)], "out of blocks"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                second.read_blocks(5, 0, file.fileno(), wrong)
+        assert state(second) == before
+        got = second.read_blocks(5, 0, file.fileno(), wanted[:2])
+        got += second.read_blocks(5, 48, file.fileno(), wanted[2:])
+        assert got == [_rworker.checksum(each, start) for each in blocks]
+        assert second.export(5).tobytes() == first.export(1).tobytes()
+        with pytest.raises(ValueError, match="ends too early"):
+            second.read_blocks(6, 0, file.fileno(), [(16, path.stat().st_size - 1, start)])
+        assert second.sequence_length(6) == 16
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        second.read_blocks(7, 0, 1 << 20, wanted[:1])
+
+
+def test_memory_that_is_committed_ahead_keeps_what_lies_there() -> None:
+    worker = two_layers("float32", num_blocks=16)
+    feed(worker, "float32", (1, 0, 40, 0), 0)
+    before, touched = worker.export(1).tobytes(), worker.blocks_touched
+    worker.commit_blocks(0, 16)
+    worker.commit_blocks(16, 0)
+    assert worker.export(1).tobytes() == before and worker.blocks_touched == touched == worker.blocks_used
+    for first, count in ((-1, 2), (15, 2), (0, -1)):
+        with pytest.raises(ValueError, match="there are 16"):
+            worker.commit_blocks(first, count)

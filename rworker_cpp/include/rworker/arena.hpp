@@ -15,6 +15,9 @@ class Arena {
     Arena& operator=(const Arena&) = delete;
 
     std::uint8_t* data() const { return data_; }
+    /// Commit the pages of these bytes, whose content stays; from any thread, while others read and write them. No
+    /// effect where the system cannot.
+    void commit(std::int64_t first_byte, std::int64_t num_bytes) const;
 
   private:
     std::int64_t num_bytes_;

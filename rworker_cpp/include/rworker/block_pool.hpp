@@ -1,6 +1,7 @@
 // Reference-counted block ids with an undo log.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -17,8 +18,8 @@ class BlockPool {
     std::int64_t num_free() const { return std::int64_t(free_.size()); }
     bool shared(std::int32_t block) const { return references_[block] > 1; }
     std::int64_t num_shared() const;
-    /// Blocks that were ever handed out, and so may be resident.
-    std::int64_t num_touched() const { return num_touched_; }
+    /// Blocks that were ever handed out, and so may be resident: those below. From any thread.
+    std::int64_t num_touched() const { return num_touched_.load(std::memory_order_relaxed); }
 
     /// A block with one reference; throws Error when none is free.
     std::int32_t take();
@@ -40,7 +41,7 @@ class BlockPool {
     std::vector<std::int32_t> references_;
     std::vector<std::int32_t> free_;  // a stack
     std::vector<Entry> log_;
-    std::int64_t num_touched_ = 0;
+    std::atomic<std::int64_t> num_touched_ = 0;
 };
 
 }  // namespace rworker

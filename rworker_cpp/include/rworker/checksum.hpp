@@ -14,6 +14,11 @@ using Checksum = std::array<std::uint32_t, 4>;
 
 /// Of `data`, the lanes beginning as `start` says: by the processor's instruction where it has one.
 Checksum checksum(std::span<const std::uint8_t> data, Checksum start);
+/// The lanes after `data`, whole rows of kChecksumRow bytes but for the last part of all, and in the end after the number
+/// of bytes of all parts: `checksum` of data that comes in parts.
+Checksum checksum_part(std::span<const std::uint8_t> data, Checksum lanes);
+Checksum checksum_end(std::int64_t num_bytes, Checksum lanes);
+constexpr std::int64_t kChecksumRow = 32;
 /// The same by tables.
 Checksum checksum_by_tables(std::span<const std::uint8_t> data, Checksum start);
 

@@ -130,6 +130,13 @@ class KVCache {
     void export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     void import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                        std::span<const std::uint8_t> data);
+    /// As `import_blocks`, of blocks that are to be written later, whatever lies in them now.
+    void place_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens);
+    /// Where these whole blocks lie, in the order of `export_blocks`.
+    std::vector<std::span<std::uint8_t>> block_runs(std::int64_t sequence_id, std::int64_t start,
+                                                    std::int64_t num_tokens) const;
+    /// Commit the memory of blocks, used or not, before it is wanted; from any thread, while others use the cache.
+    void commit_blocks(std::int64_t first, std::int64_t count) const;
 
   private:
     void check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "rworker/block_reading.hpp"
 #include "rworker/absorption.hpp"
 #include "rworker/edit_job.hpp"
 #include "rworker/kv_cache.hpp"
@@ -108,6 +109,13 @@ class Worker {
     void export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     void import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                        std::span<const std::uint8_t> data);
+    /// More whole blocks of a sequence, or a new one's, that `pieces` of the open file `fd` have; one on each of this
+    /// worker's threads at a time. Returns 0, or the error of a piece that was not read (see ReadJob); the sequence has
+    /// all these tokens in any case, right ones or not, and the pieces the checksums of what was read. Throws Error as
+    /// `import_blocks`, and nothing has changed then.
+    int read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, std::span<FilePiece> pieces);
+    /// Commit the memory of blocks before it is wanted. May be called from any thread while others take steps.
+    void commit_blocks(std::int64_t first, std::int64_t count) const { cache_.commit_blocks(first, count); }
     /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
     /// May be called from any thread while others take steps.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);
