@@ -16,6 +16,7 @@ from fastdecode.cluster.newcomers import Arithmetic, Newcomers, Returns
 from fastdecode.cluster.pool_workers import InprocWorker, LostWorker, PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.routed_rows import RoutedRows, transfer_seconds
+from fastdecode.cluster.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, NoRWorkerError, WorkerLostError
 from fastdecode.core.layout import KVLayout
@@ -51,7 +52,9 @@ class PoolBackend:
         self._returns: Returns | None = None
         self._arithmetic = Arithmetic()
         self._lost: list[int] = []
-        self._layout = KVLayout((), "float32", "float32")
+        self._layout = self._told = KVLayout((), "float32", "float32")
+        self._keeper: StateKeeper | None = None
+        self._parts: LayerParts | None = None
         self._rows: list[RoutedRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
         self._blocks: dict[int, tuple[int, int]] = {}
@@ -64,18 +67,33 @@ class PoolBackend:
         """Let R-workers that were lost come back, where they can; to be called before ``open``."""
         self._takes_back = True
 
+    def keep_states(self, keeper: StateKeeper) -> None:
+        """Have ``keeper`` keep the states of sequences beside their R-workers; to be called before ``open``."""
+        self._keeper = keeper
+
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        self._layout = layout
+        self._layout = self._told = layout
+        if self._keeper:
+            self._parts = LayerParts.of(layout)
+            self._told = self._parts.attention
         try:
-            infos = self._open_all(layout)
+            infos = self._open_all(self._told)
+            for index, info in enumerate(infos):
+                self.workers[index], infos[index] = self._with_states(self.workers[index], info)
         except BaseException:
             self.close()
             raise
         self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
         self._arithmetic.add(infos)
         if self._newcomers:
-            self._newcomers.open(layout)
+            self._newcomers.open(self._told)
         return infos
+
+    def _with_states(self, worker: PoolWorker, info: RWorkerInfo) -> tuple[PoolWorker, RWorkerInfo]:
+        """``worker``, which is open, and what it says of itself; where states are kept here the pair with them."""
+        if not self._keeper or not self._parts:
+            return worker, info
+        return self._keeper.pair(worker, self._parts), paired_info(info)
 
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
         """All at once."""
@@ -107,8 +125,9 @@ class PoolBackend:
 
     def _expect(self, gone: PoolWorker) -> None:
         """Have ``gone``, which is lost, come back, where it can."""
+        gone = gone.r_worker if isinstance(gone, StatePair) else gone
         if self._takes_back and (make := self._anew(gone, self._is_empty)):
-            self._returns = self._returns or Returns(self._layout)
+            self._returns = self._returns or Returns(self._told)
             self._returns.expect(make)
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -211,10 +230,11 @@ class PoolBackend:
         infos = {}
         for number, joined in enumerate(found):
             index = vacant[number] if number < len(vacant) else len(self.workers)
-            self.workers[index : index + 1] = [joined.worker]
-            self._blocks[index] = (joined.info.num_blocks,) * 2
-            self.joined.append(joined.info.name)
-            infos[index] = joined.info
+            worker, info = self._with_states(joined.worker, joined.info)
+            self.workers[index : index + 1] = [worker]
+            self._blocks[index] = (info.num_blocks,) * 2
+            self.joined.append(info.name)
+            infos[index] = info
         self._arithmetic.add(list(infos.values()))
         return infos
 

@@ -34,6 +34,13 @@ def block_bytes(
 ) -> int:
     """Bytes that one block of ``block_size`` tokens takes over all ``layers``; arguments as in :class:`RWorker`."""
 
+def state_blocks(
+    layers: Sequence[LayerLayout | tuple],
+    kv_dtype: str,
+    block_size: int,
+) -> int:
+    """Blocks that the state of one sequence takes, 0 where no layer is recurrent; arguments as in :class:`RWorker`."""
+
 def checksum(data: npt.NDArray[np.uint8], start: bytes, *, by_tables: bool = False) -> bytes:
     """16 bytes of ``data``, uint8 [bytes], and ``start``, 16 bytes: four CRC-32C side by side, at the speed of memory
     where the processor has an instruction for it; ``by_tables``: as where it has none.
@@ -142,7 +149,8 @@ class RWorker:
         ``layers``: ValueError names the fields of a ``LayerLayout`` that one lacks; head dims up to 576, of int8 and
         int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
         "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
-        ``block_size``: 16, 32, 64, 128 or 256 tokens. ``num_threads``: 1 to 1024.
+        ``block_size``: 16, 32, 64, 128 or 256 tokens; where no layer attends also more, a power of two up to 2**30, for
+        256 rows of states then. ``num_threads``: 1 to 1024.
         ``cores``: thread i is pinned to ``cores[i % len(cores)]``; empty: not pinned. ``isa``: "auto" is the
         environment's FASTDECODE_ISA where set, else the best; ValueError if this machine does not support it.
         ``read_ahead``: how the tokens read next are asked for, "run", "run-l2" or "pages" (as

@@ -16,9 +16,10 @@ from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import ON_R_WORKERS, WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.layout import KVLayout
-from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, STATE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.journal.places import Place
 from fastdecode.journal.records import Run
@@ -218,6 +219,24 @@ def tuning() -> Tuning:
     from fastdecode.cluster.r_worker import tuning as measured
 
     return measured.tuning()
+
+
+def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KVLayout) -> StateRoom | None:
+    """Have this process keep the states of ``layout`` beside the R-workers behind ``backend``, which is not open yet,
+    where ``config`` says so; the room for them. CapacityError where it is too small for all sequences in flight."""
+    if config.state_on != "s":
+        return None
+    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.state_pairs import LayerParts, StateKeeper
+
+    if not isinstance(backend, PoolBackend):
+        raise BackendError("state_on: 's' is for R-workers of one S-worker process")
+    memory = config.bytes_of("state_memory") or int(available_memory_bytes() * STATE_SHARE)
+    room = StateRoom.of(memory, LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
+    cores = config.s_core_list or usable_cores()
+    threads = config.s_threads or len(cores)
+    backend.keep_states(StateKeeper(config.max_num_seqs + room.kept, threads, tuple(cores)))
+    return room
 
 
 def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, insists: bool) -> PoolBackend:

@@ -16,6 +16,7 @@ from fastdecode.backends import (
     check_room,
     common_isa,
     journal_copies,
+    keep_states_here,
     layer_cache_maker,
     make_backend,
     make_draft_backend,
@@ -34,6 +35,7 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
@@ -90,12 +92,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Pool:
-    """The R-workers, open for a model; ``ranks``: ``backend``, where several ranks share the model."""
+    """The R-workers, open for a model; ``ranks``: ``backend``, where several ranks share the model; ``state_room``:
+    where states lie here."""
 
     backend: AttentionBackend
     ranks: TensorParallelBackend | None
     layout: KVLayout
     r_workers: list[RWorkerInfo]
+    state_room: StateRoom | None
 
 
 def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitStack) -> Parts:
@@ -167,9 +171,10 @@ def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ran
     backend = shared or own
     cleanup.callback(backend.close)
     layout = pool_layout(config, model.layout, ranks is None or ranks.on_one_machine)
+    state_room = keep_states_here(config, backend, layout)
     r_workers = backend.open(layout)
     check_room(config, model.max_model_len, model.layout, r_workers)
-    return _Pool(backend, shared, layout, r_workers)
+    return _Pool(backend, shared, layout, r_workers, state_room)
 
 
 def _put_together(
@@ -198,7 +203,7 @@ def _put_together(
         make_cache = layer_cache_maker(config, 2 * TIMED_ROWS)
         prefill_policy = make_prefill_policy(config, model, s_worker, pool.r_workers, num_workers, make_cache)
     scheduler = make_scheduler(
-        config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy
+        config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy, pool.state_room
     )
     journal = _make_journal(config, model, pool, run, cleanup)
     _go_on(scheduler, pool.r_workers, journal, config.keep_session > 0)

@@ -15,6 +15,7 @@ from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
 from fastdecode.core.parked import Parks
 from fastdecode.core.placing import WHOLE
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
+from fastdecode.core.state_room import StateRoom
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Parking
@@ -54,10 +55,11 @@ def make_scheduler(
     num_mini_batches: int,
     scratch_tokens: int,
     prefill_policy: PrefillPolicy | None,
+    state_room: StateRoom | None,
 ) -> Scheduler:
     """The scheduler that ``config`` asks for, with prompts of ``scratch_tokens`` on the S-worker at a time; where it
     names a time between tokens, a profile says what steps take, or some are timed for it. ``prefill_policy``: of its
-    prefill workers."""
+    prefill workers; ``state_room``: where states lie with the S-worker."""
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
@@ -90,8 +92,16 @@ def make_scheduler(
         placing=placing,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
         state_blocks=max(worker.state_blocks for worker in r_workers),
+        **_of_states_here(state_room, config.block_size * model.layout.room_bytes_per_token),
     )
     return Scheduler(schedule, limits, prefill_policy, _draft_policy(limits, calibrated))
+
+
+def _of_states_here(room: StateRoom | None, block_bytes: int) -> dict[str, int]:
+    """What ``Limits`` say of states that lie with the S-worker, beside R-workers with blocks of ``block_bytes``."""
+    if room is None:
+        return {}
+    return {"kept_states": room.kept, "state_worth_blocks": -(-room.state_bytes // block_bytes)}
 
 
 def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy | None:

@@ -11,7 +11,7 @@ ASKED = {
     "prefill_parallel": "prefill workers hand it on from part to part, as kvr does",
     "tensor_parallel_size": "transformers' plans cut no recurrent layer, so each rank would have whole states",
     "park_dir": "a prefix is of use only with its state, which is not written to disks",
-    "prefill_scratch": "prompts attend where the state is, on the R-worker",
+    "prefill_scratch": "its prompts attend where keys and values are, on R-workers",
 }
 """Settings that ask for what hybrids do not have, and why."""
 
@@ -19,16 +19,10 @@ ASKED = {
 def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
     """ConfigError for settings that do not go together with states, if ``layout`` has some."""
     if not layout.has_states:
-        for name in ("mamba_ssm_cache_dtype", "state_on"):
-            if getattr(config, name) != "auto":
+        for name in ("mamba_ssm_cache_dtype", "state_on", "state_memory"):
+            if getattr(config, name) not in ("auto", None):
                 raise ConfigError(f"{name}: no layer of this model is recurrent, so it keeps no states; leave it out")
         return
-    if config.state_on == "s":
-        raise ConfigError(
-            "state_on: states lie on R-workers, whose memory they take and whose memory's bandwidth each step needs "
-            "for them, and where they are forked, moved, copied and lost with the blocks of their sequences. An "
-            "S-worker keeps nothing of a sequence between steps, so 's' is not built: give r, auto or nothing"
-        )
     defaults = EngineConfig(model=config.model, device=config.device)
     for name, reason in ASKED.items():
         if getattr(config, name) != getattr(defaults, name):
@@ -48,5 +42,28 @@ def check_hybrid(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
             "prefill_workers: this model's recurrent layers have heads of several widths, so that a layer's state lies "
             "otherwise where it is alone; leave it out"
         )
+    if config.state_on == "s":
+        _check_states_here(config, layout)
+    elif config.state_memory is not None:
+        raise ConfigError("state_memory: it is for states that lie with the S-worker (state_on s); leave it out")
     if on_gpu:
         raise ConfigError("device: this model keeps a state per sequence, which goes with 'cpu' only so far")
+
+
+def _check_states_here(config: EngineConfig, layout: KVLayout) -> None:
+    """ConfigError for what does not go together with states that lie with the S-worker."""
+    if all(layer.state for layer in layout.layers):
+        raise ConfigError(
+            "state_on: no layer of this model attends, so with its states at the S-worker R-workers would have "
+            "nothing to keep and nothing to do: give r, auto or nothing"
+        )
+    if config.keep_session:
+        raise ConfigError(
+            "keep_session: states that lie with the S-worker (state_on s) end with it, and keys and values are of no "
+            "use to the next one without them; give state_on r, or leave it out"
+        )
+    if config.prefill_workers:
+        raise ConfigError(
+            "prefill_workers: they hand states on to R-workers, and with state_on s these lie with the S-worker, which "
+            "has no port for them; give state_on r, or leave it out"
+        )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fastdecode.hybrids import check_hybrid  # noqa: E402
 PAGE = ROOT / "docs" / "features.md"
 NUM_ROUNDS = 1000
 
-STATES = "recurrent states"
+STATES, STATES_HERE = "recurrent states", "states at the S-worker"
 SETTINGS: dict[str, dict[str, Any]] = {
     "ranges": {"kv_shard_tokens": 512},
     "two copies": {"kv_replicas": 2},
@@ -48,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "parked prefixes": {"park_dir": "parked"},
     "server": {},
     STATES: {},
+    STATES_HERE: {"state_on": "s"},
 }
 """What a user turns on, with settings that do so."""
 
@@ -84,6 +86,7 @@ DRAWN: dict[str, Test] = {
     "parked prefixes": lambda drawn, settings: "park_dir" in settings,
     "server": lambda drawn, settings: drawn.kind == "serve",
     STATES: lambda drawn, settings: drawn.architecture in HYBRIDS,
+    STATES_HERE: lambda drawn, settings: settings.get("state_on") == "s",
     "a kill": lambda drawn, settings: _has(drawn, "kill"),
     "a drain": lambda drawn, settings: _has(drawn, "drain") or _has(drawn, "terminate"),
     "a join": lambda drawn, settings: _has(drawn, "join"),
@@ -151,11 +154,11 @@ def _counts() -> Counter[frozenset[str]]:
 def _refusals() -> dict[frozenset[str], str]:
     """Why a pair is refused, of those that are; both are accepted alone."""
     found = {}
-    for name, settings in SETTINGS.items():
+    for states, (name, settings) in product((STATES, STATES_HERE), SETTINGS.items()):
         try:
-            check_hybrid(EngineConfig(device="cpu", **settings), LAYOUT, on_gpu=False)
+            check_hybrid(EngineConfig(device="cpu", **settings | SETTINGS[states]), LAYOUT, on_gpu=False)
         except ConfigError as error:
-            found[frozenset((name, STATES))] = str(error)
+            found[frozenset((name, states))] = str(error)
     for (name, one), (other, two) in combinations(SETTINGS.items(), 2):
         if not set(one) & set(two):
             try:
@@ -168,9 +171,16 @@ def _refusals() -> dict[frozenset[str], str]:
 def _of_states() -> str:
     """What a model with recurrent states is refused besides."""
     found = []
-    for settings, on_gpu in (({"state_on": "s"}, False), ({"prefill_parallel": "tsp"}, False), ({}, True)):
+    kept = {"state_on": "s", "r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0}
+    alone = replace(LAYOUT, layers=LAYOUT.layers[1:])
+    for settings, layout, on_gpu in (
+        ({"state_on": "s"}, alone, False),
+        (kept, LAYOUT, False),
+        ({"prefill_parallel": "tsp"}, LAYOUT, False),
+        ({}, LAYOUT, True),
+    ):
         try:
-            check_hybrid(EngineConfig(device="cpu", **settings), LAYOUT, on_gpu)
+            check_hybrid(EngineConfig(device="cpu", **settings), layout, on_gpu)
         except ConfigError as error:
             found.append(f"- {error}")
     return "\nOf recurrent states also:\n\n" + "\n".join(found)

@@ -147,7 +147,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
         )
     with _out_of_resources(size):
         worker = _rworker.RWorker(
-            layers=[_layer_tuple(layer) for layer in layout.layers],
+            layers=layer_tuples(layout),
             model_dtype=layout.model_dtype,
             kv_dtype=layout.kv_dtype,
             block_size=block_size,
@@ -205,7 +205,12 @@ def has_isa(isa: str) -> bool:
 
 def block_bytes(layout: KVLayout, block_size: int) -> int:
     """Bytes that a block of ``block_size`` tokens takes, over all layers."""
-    return _rworker.block_bytes([_layer_tuple(layer) for layer in layout.layers], layout.kv_dtype, block_size)
+    return _rworker.block_bytes(layer_tuples(layout), layout.kv_dtype, block_size)
+
+
+def layer_tuples(layout: KVLayout) -> list[LayerLayout | tuple]:
+    """The layers as the C++ R-worker is told them."""
+    return [_layer_tuple(layer) for layer in layout.layers]
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:

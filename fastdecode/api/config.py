@@ -87,8 +87,13 @@ class EngineConfig:
         "auto", "of the states of recurrent layers", BATCHING, choices=DTYPES, unset="auto: float32"
     )
     state_on: str = setting(
-        "auto", "the worker that keeps the states of recurrent layers", BATCHING, choices=("auto", "r", "s"),
-        unset="auto: r, which so far is all that is built",
+        "auto", "who keeps the states of recurrent layers: the R-workers, or the S-worker, which needs memory for "
+        "those of all --max-num-seqs; `fastdecode plan` says what is better", BATCHING, choices=("auto", "r", "s"),
+        unset="auto: r",
+    )  # fmt: skip
+    state_memory: int | str | None = setting(
+        None, "with --state-on s, for the states of all sequences and of prefixes, such as 4GiB", BATCHING,
+        metavar="BYTES", unset="40 % of what is free once the model is loaded",
     )  # fmt: skip
     latent_absorption: str = setting(
         "auto", "who multiplies K and V of latent attention (MLA) with queries and outputs: the S-worker, or the "

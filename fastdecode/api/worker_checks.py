@@ -151,7 +151,7 @@ def _check_journal_on_r_workers(config: EngineConfig) -> None:
 
 
 def _check_memory(config: EngineConfig) -> None:
-    for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1)):
+    for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1), ("state_memory", 1)):
         wanted = config.bytes_of(name)
         if name == "kv_cache_memory" and config.r_worker_spec.kind == "ray":
             continue  # Ray knows its nodes

@@ -14,6 +14,9 @@ KV_CACHE_SHARE = 0.40
 SCRATCH_SHARE = 1 / 8
 """Part of the free memory that prompts in progress may take on the S-worker by default."""
 
+STATE_SHARE = 0.40
+"""Part of the free memory that states may take on the S-worker by default, once its model is loaded."""
+
 DRAFT_CACHE_SHARE = 1 / 8
 """Part of the free memory that the KV cache of a draft model may take."""
 

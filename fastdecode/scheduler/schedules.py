@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from fastdecode.core.placing import WHOLE, Placing
+from fastdecode.core.placing import UNLIMITED, WHOLE, Placing
 
 
 class Prefill(Enum):
@@ -54,7 +54,8 @@ class Limits:
     ``seconds_per_moved_token``: what a cached token takes from one R-worker to another, before any was moved; infinite
     where nothing is to move for evenness. ``hosts``: the machine of each R-worker, by any name that tells them apart;
     empty where that is not known. ``state_blocks``: blocks that a sequence takes beside those of its tokens, for a
-    hybrid's states."""
+    hybrid's states. Where these lie with the S-worker, they count as one, ``kept_states`` is how many may be of
+    prefixes, over all R-workers, and ``state_worth_blocks`` of how many blocks of tokens one takes the memory."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -74,3 +75,5 @@ class Limits:
     placing: Placing = WHOLE
     hosts: tuple[str, ...] = ()
     state_blocks: int = 0
+    kept_states: int = UNLIMITED
+    state_worth_blocks: int = 0

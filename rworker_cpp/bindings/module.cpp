@@ -134,6 +134,7 @@ PYBIND11_MODULE(_rworker, module) {
     rworker_binding::bind_ring(module);
     rworker_binding::bind_merge(module);
     module.def("block_bytes", &PyRWorker::block_bytes, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
+    module.def("state_blocks", &PyRWorker::state_blocks, py::arg("layers"), py::arg("kv_dtype"), py::arg("block_size"));
     py::class_<PyRWorker> cls(module, "RWorker");
     cls.def(py::init<const py::list&, const std::string&, const std::string&, std::int64_t, std::int64_t, int,
                      std::vector<int>, const std::string&, const std::string&>(),

@@ -66,6 +66,10 @@ std::int64_t PyRWorker::block_bytes(const py::list& layers, const std::string& k
     return rworker::block_bytes(parse_layers(layers), rworker::parse_kv_dtype(kv_dtype), block_size);
 }
 
+std::int64_t PyRWorker::state_blocks(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size) {
+    return rworker::state_blocks(parse_layers(layers), rworker::parse_kv_dtype(kv_dtype), block_size);
+}
+
 rworker::Worker& PyRWorker::worker() const { return *shared_worker(); }
 
 const std::shared_ptr<rworker::Worker>& PyRWorker::shared_worker() const {

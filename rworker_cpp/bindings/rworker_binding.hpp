@@ -25,6 +25,7 @@ class PyRWorker {
     ~PyRWorker() { close(); }
 
     static std::int64_t block_bytes(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size);
+    static std::int64_t state_blocks(const py::list& layers, const std::string& kv_dtype, std::int64_t block_size);
 
     void set_weights(std::int64_t layer, std::int64_t first_head, const py::array& rows);
     void begin_step(const py::array& controls, const std::vector<py::array>& mini_batches);

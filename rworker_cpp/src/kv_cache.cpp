@@ -25,7 +25,8 @@ std::vector<LayerLayout> place_layers(const std::vector<LayerSpec>& layers, DTyp
         layouts.emplace_back(layer, dtype, block_size, offset);
         offset += layouts.back().block_bytes * num_blocks;
     }
-    if (offset == 0) layouts.front().block_bytes = block_size * 4 * state_row_floats(layers);  // tokens leave nothing
+    if (offset == 0)  // tokens leave nothing
+        layouts.front().block_bytes = std::min(block_size, kMostBlockRows) * 4 * state_row_floats(layers);
     return layouts;
 }
 
@@ -43,6 +44,10 @@ std::string name_of(std::int64_t sequence_id) { return "sequence " + std::to_str
 
 std::int64_t block_bytes(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size) {
     return sum_block_bytes(place_layers(layers, dtype, block_size, 1));
+}
+
+std::int64_t state_blocks(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size) {
+    return StatePlaces(layers, place_layers(layers, dtype, block_size, 1)).num_blocks();
 }
 
 KVCache::KVCache(std::vector<LayerSpec> layers, DType dtype, std::int64_t block_size, std::int64_t num_blocks)

@@ -190,7 +190,7 @@ void KVCache::check_import(std::int64_t sequence_id, std::int64_t start, std::in
         const std::int64_t length = whole_sequence(sequence_id).length;
         require_of_import(start == length,
                 "start is " + number(start) + ", and sequence " + number(sequence_id) + " has " + number(length) + " tokens");
-        require_of_import(start % block_size_ == 0,
+        require_of_import(start % block_size_ == 0 || sequence_bytes(1) == 0,
                 "start is " + number(start) + "; it must be a multiple of the block size, " + number(block_size_));
     }
     const std::int64_t num_free = pool_.num_free() - (start == 0 ? states_.num_blocks() : 0);

@@ -174,12 +174,14 @@ def _draw_hybrid(seed: int) -> str:
 
 
 def _with_states(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` without those that do not go with states, and with a dtype of these."""
+    """``settings`` without those that do not go with states, with a dtype of these, and a place."""
     refused = {"prefill_scratch", "latent_absorption"}
     if settings.get("speculative_config", {}).get("method") == "early_exit":
         refused.add("speculative_config")
     dtype = random.Random(f"states {seed}").choice(("auto", "auto", "float16", "bfloat16"))
     kept = {name: value for name, value in settings.items() if name not in refused}
+    if "prefill_workers" not in settings and random.Random(f"state on {seed}").random() < 0.5:
+        kept |= {"state_on": "s", "state_memory": "1GiB"}
     return kept | {"mamba_ssm_cache_dtype": dtype}
 
 

@@ -55,5 +55,5 @@ def pool_of(engine: LLMEngine) -> Any:
 
 def spawned_pids(llm: LLM) -> list[int]:
     """Process ids of the R-workers that ``llm`` has started."""
-    workers = [worker for worker in pool_of(llm.engine).workers if isinstance(worker, RemoteWorker)]
-    return [worker.link.process.pid for worker in workers]
+    workers = [getattr(worker, "r_worker", worker) for worker in pool_of(llm.engine).workers]
+    return [worker.link.process.pid for worker in workers if isinstance(worker, RemoteWorker)]

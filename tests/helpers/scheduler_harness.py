@@ -220,6 +220,7 @@ class Run(Companion):
         self.naive.write(chunks)
         self._check_blocks()
         self._check_holders()
+        assert self.scheduler.snapshot().num_prefixes <= self.limits.kept_states
 
     def arrive_and_abort(self) -> None:
         """What happens between steps."""

@@ -108,6 +108,7 @@ def _with_states(rng: random.Random, limits: Limits, members: int) -> Limits:
     return replace(
         limits,
         state_blocks=state_blocks,
+        kept_states=random.Random(repr(limits)).choice([UNLIMITED, UNLIMITED, 0, 1, 4]),
         num_blocks=tuple(count + room for count, room in zip(limits.num_blocks, more, strict=True)),
         placing=WHOLE,
         num_speculative_tokens=0,

@@ -79,11 +79,19 @@ class StateCache(PrefixCache):
     _index: StateIndex
 
     def __init__(
-        self, workers: Workers, enabled: bool, segment_tokens: int = UNLIMITED, names: Names | None = None
+        self,
+        workers: Workers,
+        enabled: bool,
+        segment_tokens: int = UNLIMITED,
+        names: Names | None = None,
+        most_kept: int = UNLIMITED,
+        worth_blocks: int = 0,
     ) -> None:
+        """``most_kept``: states of prefixes, over all R-workers. ``worth_blocks``: whose memory a state takes; 0: those
+        that R-workers count for it."""
         super().__init__(workers, enabled, segment_tokens, StateIndex, names)
-        self._interval = 1
-        while self._interval < STATES_SHARE * workers.state_blocks:
+        self._most_kept, self._interval = most_kept, 1
+        while self._interval < STATES_SHARE * (worth_blocks or workers.state_blocks):
             self._interval *= 2
         self._seen: dict[bytes, bool] = {}
 
@@ -126,7 +134,7 @@ class StateCache(PrefixCache):
             worker, hashes = self._workers[copy.worker], sequence.block_hashes[:num_blocks]
             if known := self._index.ending(copy.worker, hashes[-1], []):
                 self._index.touch(known)
-            elif self.make_room(copy.worker, self._workers.state_blocks):
+            elif self._make_place(1) and self.make_room(copy.worker, self._workers.state_blocks):
                 worker.grow(self._workers.state_blocks)
                 prefix = self._keep(self.new_id(), segment, copy, hashes, origin)
                 self._names.name(prefix.prefix_id, sequence.sequence_id, 0)
@@ -149,7 +157,7 @@ class StateCache(PrefixCache):
         for prefix in known:
             if prefix:
                 self._index.touch(prefix)
-        if any(known):
+        if any(known) or not self._make_place(len(segment.copies)):
             return False
         origin = self.new_id()
         for copy in segment.copies:
@@ -169,6 +177,15 @@ class StateCache(PrefixCache):
             self._index.evict(prefix.worker, missing, spared=prefix)
         super().share_with(segment, copy, hit)
         worker.drop(blocks)
+
+    def _make_place(self, count: int) -> bool:
+        """Forget what was used longest ago on the R-worker that has most, until ``count`` more states may be kept;
+        False where never so many may be."""
+        workers = list(self._workers)
+        while count <= self._most_kept < count + sum(len(worker.prefixes) for worker in workers):
+            fullest = max(workers, key=lambda worker: len(worker.prefixes))
+            self._index.shorten(next(iter(fullest.prefixes.values())), 0)
+        return count <= self._most_kept
 
     def _keep(
         self, name: int, segment: Segment, copy: Copy, hashes: list[bytes], origin: int, rest: list[int] | None = None

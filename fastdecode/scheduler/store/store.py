@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -38,10 +39,12 @@ class Store:
         self.workers = Workers(
             limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts, limits.state_blocks
         )
-        caches = StateCache if limits.state_blocks else PrefixCache
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
         retains &= limits.prefix_caching
+        caches: Callable[..., PrefixCache] = PrefixCache
+        if limits.state_blocks:
+            caches = partial(StateCache, most_kept=limits.kept_states, worth_blocks=limits.state_worth_blocks)
         self.prefixes = caches(self.workers, retains, placing.segment_tokens, names=self.names)
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)

@@ -38,8 +38,14 @@ struct Sequence {
     std::optional<std::int64_t> job_id = {};  // while it is incoming: rows from `length` on come from prefill workers
 };
 
+/// Most tokens of a block; where no layer attends tokens leave nothing in it, so that it may have more of them, but not
+/// more rows of states.
+constexpr std::int64_t kMostBlockRows = 256, kMostBlockTokens = std::int64_t(1) << 30;
+
 /// Bytes that one block of block_size tokens takes over all layers.
 std::int64_t block_bytes(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size);
+/// Blocks that the state of one sequence takes.
+std::int64_t state_blocks(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size);
 
 class KVCache {
   public:

@@ -1,0 +1,39 @@
+"""How many states of recurrent layers fit the S-worker's memory, where they lie there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class StateRoom:
+    """Room for ``num_states`` states of sequences, of ``state_bytes`` each.
+
+    ``in_flight``: those that sequences in flight have at most, so the others may be kept of prefixes. While a sequence
+    moves from one R-worker to another it has one more.
+    """
+
+    num_states: int
+    state_bytes: int
+    in_flight: int
+
+    @classmethod
+    def of(cls, memory_bytes: int, state_bytes: int, max_num_seqs: int, copies: int) -> StateRoom:
+        """What ``memory_bytes`` hold; CapacityError where that is less than sequences in flight have."""
+        num_states, in_flight = memory_bytes // state_bytes, max_num_seqs * copies
+        if num_states < in_flight:
+            most = f"at most --max-num-seqs {num_states // copies}, " if num_states >= copies else ""
+            raise CapacityError(
+                f"state_on: the states of max_num_seqs {max_num_seqs} sequences{' twice' if copies > 1 else ''} take "
+                f"{in_flight * state_bytes / 2**30:.3g} GiB, {state_bytes:,} bytes each, and the S-worker may have "
+                f"{memory_bytes / 2**30:.3g} GiB for them: give {most}at least --state-memory "
+                f"{-(-in_flight * state_bytes // 2**20)}MiB, or --state-on r, where R-workers have them"
+            )
+        return cls(num_states, state_bytes, in_flight)
+
+    @property
+    def kept(self) -> int:
+        """States of prefixes that may be kept, over all R-workers."""
+        return self.num_states - self.in_flight
