@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from helpers import r_workers
 from helpers.servers import BARE, FASTDECODE, RunningServer
+from helpers.sessions import log_of
 from helpers.streams import Client
 
 from fastdecode.api.config import EngineConfig
@@ -60,14 +61,23 @@ def wait_for(server: RunningServer, status: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["folder", "r-workers"])
-@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        ("SIGKILL", "r-workers"),
+        ("SIGSTOP", "folder"),
+        pytest.param("SIGKILL", "folder", marks=pytest.mark.thorough),
+        pytest.param("SIGSTOP", "r-workers", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
     """Within a stream: its client goes on there, and has what an undisturbed one has; a server that was stopped, and
-    wakes up, ends by name. The journal lies in a folder of both, or on R-workers, and no folder is needed."""
+    wakes up, ends by name. The journal lies in a folder of both, or on R-workers, and no folder is needed. R-workers
+    refuse nobody, and say once who stands by."""
     asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 400, "temperature": 1, "seed": 3, "logprobs": 1}
     with ExitStack() as stack:
-        addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
+        started = [stack.enter_context(r_workers.listening()) for _ in range(2)]
+        addresses = ",".join(address for _, address in started)
         journal = "r-workers" if place == "r-workers" else str(tmp_path / "journal")
         common = ("--r-workers", addresses, "--keep-session", "60", "--journal", journal)
         first = stack.enter_context(server(tmp_path, "first", *common, "--session", "s"))
@@ -95,7 +105,9 @@ def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
         assert not client.ended
         client.read(second.url)
         _, whole = second.request("/v1/completions", asked)
+        log = log_of(started[0][0])
     assert client.ended
+    assert log.count("stands by for session s") == 1 and (way == "SIGSTOP" or "refused" not in log), log
     choices = [choice for event in client.events for choice in event["choices"]]
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]

@@ -112,10 +112,14 @@ class Link(Conversation):
         if self.make_beats and self._beats is None:
             self._beats = self.make_beats(self.epoch)
 
-    def close(self) -> None:
-        """May be called twice."""
+    def end_beats(self) -> None:
+        """As where this process is stopped."""
         if self._beats:
             self._beats.close()
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.end_beats()
         self.channel.close()
 
     def _open_slots(self, kind: Kind) -> PayloadSlots:

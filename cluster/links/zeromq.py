@@ -40,7 +40,9 @@ HANDSHAKE_SECONDS = 2.0
 """A ZeroMQ handshake takes milliseconds; where it takes longer, the other end may be no ZeroMQ socket at all."""
 
 _ZAP_DOMAIN = "fastdecode"
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_UNLIKE = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""The two ends do not agree on a key. A connection that ends before may be a probe of the port."""
+_FAILED = _UNLIKE | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -214,6 +216,7 @@ class Beats:
         """``epoch``: of the session there. It ends there where this process is stopped for ``patience_seconds``."""
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
+        self._socket = socket  # which pyzmq closes once nothing refers to it
         socket.routing_id, socket.conflate, socket.linger = beats_name(epoch), 1, 0
         _send_heartbeats(socket, PATIENCE_SECONDS, patience_seconds)
         if secret is not None:
@@ -250,7 +253,7 @@ class ZmqListener(_Socket):
 
         ``role``: this side's; only peers of the other role are accepted. ``part_bytes``, ``received``: see ``_Socket``.
         """
-        self.is_guarded, self._logged = secret is not None, False
+        self.is_guarded, self._told = secret is not None, 0
         super().__init__(zmq.ROUTER, part_bytes, received)
         self.on_stranger: Callable[[PeerChannel], None] = lambda peer: None
         self._authenticator: Any = None
@@ -303,11 +306,18 @@ class ZmqListener(_Socket):
 
     def look_at_connections(self) -> bool:
         """True where one has ended since the last look. Logs once that a peer without the key, or with another security
-        level, has tried to connect."""
+        level, has tried to connect, or may have."""
         events = self.events()
-        if events & _FAILED and not self._logged:
-            self._logged = True
+        new = events & _FAILED & ~self._told
+        self._told |= new
+        if new & _UNLIKE:
+            self._told |= _UNLIKE
             log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
+        elif new:
+            log.info(
+                "a connection ended before its handshake: its peer has another key or --security, only looked whether "
+                "this port is open, or left at once"
+            )
         return bool(events & zmq.EVENT_DISCONNECTED)
 
     def close(self) -> None:

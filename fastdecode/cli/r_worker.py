@@ -31,7 +31,7 @@ from fastdecode.core.parent import die_with
 from fastdecode.core.parked import PARK_AFTER, ParkPlace
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.links.tcp import Server
+    from fastdecode.cluster.r_worker.server import Server
 
 
 LISTEN = "tcp://127.0.0.1:5580"
@@ -127,10 +127,10 @@ def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
 
 def _listen(args: argparse.Namespace, resources: Resources) -> None:
     from fastdecode.cluster.joining import Joiner
-    from fastdecode.cluster.links.tcp import Server
     from fastdecode.cluster.links.zeromq import ZmqListener
     from fastdecode.cluster.r_worker.health import HealthPort
     from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.r_worker.server import Server
     from fastdecode.cluster.r_worker.vitals import Vitals
     from fastdecode.cluster.wire.handshake import read_security
 

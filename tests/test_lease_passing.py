@@ -1,0 +1,82 @@
+"""Who gets a session whose S-worker is busy, stopped or gone, what R-workers say of those that ask, and who is lost
+meanwhile; with each security level."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import contract, r_workers
+from helpers.sessions import PATIENCE_SECONDS, log_of, works
+
+from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.r_worker.lease import LEASE_SECONDS
+from fastdecode.cluster.wire.leases import AskedLease
+from fastdecode.core.errors import BusyError, SupersededError
+from fastdecode.core.types import RWorkerInfo
+
+SECURITY = [None, pytest.param("authenticate", marks=pytest.mark.slow), pytest.param("encrypt", marks=pytest.mark.slow)]
+
+
+def backend(addresses: str, key: Path | None, security: str | None, **asked: Any) -> TcpBackend:
+    """An S-worker of session "s"; ``asked``: of its lease."""
+    lease = AskedLease("s", "second" if asked else "first", "first" if asked else "", 60.0, **asked)
+    guard = (str(key), security) if security else (None, None)
+    return TcpBackend(addresses.split(","), 16, *guard, lease=lease, in_order=bool(asked), may_miss=True)
+
+
+def asks_until(
+    holds: Callable[[], bool], make: Callable[[], TcpBackend]
+) -> tuple[TcpBackend, list[RWorkerInfo]] | None:
+    """Ask again and again while ``holds``; what was opened."""
+    while holds():
+        try:
+            return (found := make()), found.open(contract.LAYOUT)
+        except BusyError:
+            time.sleep(0.1)
+    return None
+
+
+@pytest.mark.parametrize("security", SECURITY)
+def test_a_busy_s_worker_keeps_its_session_and_a_stopped_one_does_not(key_file: Path, security: str | None) -> None:
+    """A busy one sends no frames for longer than a lease's time, heartbeats alone; the standby that asks meanwhile is
+    told of once."""
+    arguments = ("--key-file", str(key_file), "--security", security) if security else ()
+    with r_workers.listening(*arguments) as (process, address):
+        (first := backend(address, key_file, security)).open(contract.LAYOUT)
+
+        def standby() -> TcpBackend:
+            return backend(address, key_file, security, waits=True)
+
+        end = time.monotonic() + LEASE_SECONDS + 1
+        assert asks_until(lambda: time.monotonic() < end, standby) is None
+        assert works(first)
+        link = first.workers[0].link  # type: ignore[attr-defined]
+        link.close()  # as where its process is killed: it says no word
+        end = time.monotonic() + PATIENCE_SECONDS
+        found = asks_until(lambda: time.monotonic() < end, standby)
+        assert found and [each.num_tokens for each in found[1][0].held] == [4]
+        found[0].close()
+        log = log_of(process)
+    assert len(re.findall(r"S-worker .+ stands by for session s\n", log)) == 1
+    assert "refused" not in log, log
+
+
+@pytest.mark.parametrize("security", SECURITY)
+def test_one_without_heartbeats_gives_way(key_file: Path, security: str | None) -> None:
+    """To one that waits for its end; what it asks afterwards is answered by name."""
+    arguments = ("--key-file", str(key_file), "--security", security) if security else ()
+    with r_workers.listening(*arguments) as (_, address):
+        (first := backend(address, key_file, security)).open(contract.LAYOUT)
+        first.workers[0].link.end_beats()  # type: ignore[attr-defined]
+        end = time.monotonic() + PATIENCE_SECONDS
+        found = asks_until(lambda: time.monotonic() < end, lambda: backend(address, key_file, security, waits=True))
+        assert found and works(found[0])
+        with pytest.raises(SupersededError, match="session goes on with"):
+            works(first)
+        first.close()
+        found[0].close()
