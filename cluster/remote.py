@@ -40,6 +40,7 @@ from fastdecode.core.errors import (
     ConfigError,
     FrameError,
     SupersededError,
+    WorkerLostError,
     interrupts_deferred,
 )
 from fastdecode.core.held import HeldSequence
@@ -92,7 +93,11 @@ class RemoteWorker(PoolWorker):
 
     def open(self, layout: KVLayout) -> None:
         self._layout = layout
-        self.calls.link = self._connect()
+        try:
+            self.calls.link = self._connect()
+        except WorkerLostError as error:
+            self.calls.lost = str(error)
+            raise
         self.calls.send(Kind.HELLO, encode_hello(Hello(process_name(), layout, self._block_size, self._lease)))
 
     def opened(self) -> RWorkerInfo:

@@ -80,3 +80,26 @@ def test_one_without_heartbeats_gives_way(key_file: Path, security: str | None) 
             works(first)
         first.close()
         found[0].close()
+
+
+@pytest.mark.parametrize("security", SECURITY)
+def test_one_opens_without_an_r_worker_that_is_gone(
+    key_file: Path, security: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where that was killed with the S-worker before; the other has kept what it had."""
+    monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 1.0)
+    monkeypatch.setattr("fastdecode.cluster.wire.handshake.PROOF_SECONDS", 1.0)
+    arguments = ("--key-file", str(key_file), "--security", security) if security else ()
+    with r_workers.listening(*arguments) as (gone, lost), r_workers.listening(*arguments) as (_, address):
+        (first := backend(f"{lost},{address}", key_file, security)).open(contract.LAYOUT)
+        gone.kill()
+        gone.wait()
+        first.break_off()
+        end = time.monotonic() + PATIENCE_SECONDS
+        found = asks_until(
+            lambda: time.monotonic() < end, lambda: backend(f"{lost},{address}", key_file, security, waits=False)
+        )
+        assert found and [(info.name, info.kept_of) for info in found[1]] == [(address, "first")]
+        assert works(found[0])
+        found[0].close()
+    assert f"R-worker {lost} is lost" in caplog.text and "the others go on without it" in caplog.text

@@ -29,7 +29,7 @@ from typing import TypeVar
 from fastdecode.cluster.wire.frames import Channel, Conversation, Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.messages import decode_refusal, encode_refusal
-from fastdecode.core.errors import BackendError, ConfigError, FrameError
+from fastdecode.core.errors import BackendError, ConfigError, FrameError, WorkerLostError
 
 S_WORKER, R_WORKER = "s-worker", "r-worker"
 """The roles of the two ends of a connection, each with keys and proofs of its own."""
@@ -111,7 +111,7 @@ def proof(key: bytes, role: str, nonces: bytes) -> bytes:
 
 def proven(channel: AnyChannel, security: Security, name: str) -> AnyChannel:
     """Return ``channel`` once its other end, ``name``, has proven that it holds the key of ``security``, if any, and
-    this one too; else BackendError, saying why, and it is closed."""
+    this one too; else BackendError, saying why, a WorkerLostError where it is gone, and it is closed."""
     try:
         if security.proof_key is not None:
             _prove(channel, security.proof_key, name)
@@ -131,7 +131,9 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
             raise FrameError("it does not hold this side's key: the same --key-file must be on both sides")
         conversation.send(Kind.PROOF, proof(key, S_WORKER, nonces))
         _answer(Conversation(channel), Kind.PROVEN)
-    except (ConnectionError, FrameError) as error:
+    except ConnectionError as error:
+        raise WorkerLostError(f"R-worker {name} is lost: {error}") from error
+    except FrameError as error:
         raise BackendError(f"R-worker {name}: {error}") from error
 
 
