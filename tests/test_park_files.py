@@ -127,6 +127,8 @@ def test_two_r_workers_do_not_share_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"park_dir: .* is another R-worker's"):
         ParkDirectory(ParkPlace(tmp_path / "a" / "b"))
     first.close()
+    assert not (tmp_path / "a").exists(), "nothing was parked in what it had made"
+    (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "x.part").touch()
     ParkDirectory(ParkPlace(tmp_path / "a" / "b")).close()
     assert not (tmp_path / "a" / "b" / "x.part").exists()

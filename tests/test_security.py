@@ -110,9 +110,9 @@ MISMATCHES = {
             "serves only peers that prove to hold its key: --key-file with --security authenticate",
             "does not prove to hold",
         ),
-        ("encrypt", "do not agree on a key: the same --key-file and --security", "--security"),
+        ("encrypt", "do not agree on a key: the same --key-file and --security", "another --security"),
     ],
-    "encrypt": [("authenticate", "do not agree on a key: the same --key-file and --security", "--security")],
+    "encrypt": [("authenticate", "do not agree on a key: the same --key-file and --security", "another --security")],
     "none": [("authenticate", "it has no key: --key-file with --security authenticate must be on both", "has none")],
 }
 

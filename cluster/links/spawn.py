@@ -19,8 +19,11 @@ from fastdecode.cluster.r_worker.host import Host, RWorkerSize
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.own_folder import leave_folder, make_folder
 from fastdecode.core.parent import parent_flags
 from fastdecode.core.parked import ParkPlace
+from fastdecode.core.types import RWorkerInfo
 
 END_SECONDS = 10.0
 """How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
@@ -45,6 +48,7 @@ class SpawnBackend(PoolBackend):
         ``silence_seconds``: after which one is lost, and killed. ``park``: where they park, each in a folder of its
         own."""
         flags = _security_flags(key_file, security)
+        self._park = park.folder if park else None
         places = [park.of(index).flags() if park else [] for index in range(len(sizes))]
         super().__init__(
             [
@@ -54,6 +58,17 @@ class SpawnBackend(PoolBackend):
                 for index, (size, place) in enumerate(zip(sizes, places, strict=True))
             ]
         )
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        if self._park:
+            with contextlib.suppress(OSError):  # which R-workers say
+                make_folder(self._park)
+        return super().open(layout)
+
+    def close(self) -> None:
+        super().close()
+        if self._park:
+            leave_folder(self._park)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
         """Another process, where none is left."""

@@ -315,7 +315,7 @@ class ZmqListener(_Socket):
             log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
         elif new:
             log.info(
-                "a connection ended before its handshake: its peer has another key or --security, only looked whether "
+                "a connection ended before its handshake: its peer has another --security or key, only looked whether "
                 "this port is open, or left at once"
             )
         return bool(events & zmq.EVENT_DISCONNECTED)

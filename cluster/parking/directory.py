@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fastdecode.cluster.parking.chain_file import SUFFIX, UNFINISHED, ChainReader, Head, file_name
 from fastdecode.core.errors import ChainError, ConfigError
+from fastdecode.core.own_folder import leave_folder, make_folder
 from fastdecode.core.parked import Chain, ParkPlace
 
 LOCK, LOCK_SECONDS = ".lock", 1.0
@@ -38,7 +39,7 @@ class ParkDirectory:
         already and half of what is free, unless ``place`` has one. ConfigError where it cannot be had."""
         self.folder, self.after_seconds = place.folder, place.after_seconds
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.folder, 0o700)
             self._lock = self._take_lock()
             for path in self.folder.glob(f"*{UNFINISHED}"):
                 path.unlink()
@@ -107,9 +108,11 @@ class ParkDirectory:
             (self.folder / name).unlink()
 
     def close(self) -> None:
-        """Let another R-worker have the folder; may be called twice."""
+        """Let another R-worker have the folder, which goes where this one made it and parked nothing there; may be
+        called twice."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
+            leave_folder(self.folder, LOCK)
             os.close(lock)
 
     def _take_lock(self) -> int:
@@ -119,7 +122,11 @@ class ParkDirectory:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return lock
+                if os.fstat(lock).st_nlink:
+                    return lock
+                os.close(lock)  # the one that had it has removed the folder that it had made
+                make_folder(self.folder, 0o700)
+                lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             except BlockingIOError:
                 if time.monotonic() < deadline:
                     time.sleep(LOCK_SECONDS / 10)

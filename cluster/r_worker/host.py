@@ -55,6 +55,11 @@ class Host:
     cores: tuple[int, ...]
     park: ParkDirectory | None = None
 
+    def close(self) -> None:
+        """Let another R-worker have the disk; may be called twice."""
+        if self.park:
+            self.park.close()
+
     def describe(self) -> str:
         """Cores, threads, instruction set, memory and bandwidth in one line."""
         return (
@@ -74,7 +79,6 @@ def take_host(
     CapacityError for what this machine does not have, BackendError for kernels that it gets wrong.
     """
     tuned = tuning()
-    directory = ParkDirectory(park) if park else None
     if cores is not None:
         _bind(cores)
     bound = tuple(sorted(allowed_cores()) if cores is not None else usable_cores())
@@ -89,7 +93,7 @@ def take_host(
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
-    return Host(size, tuned, bandwidth, host_id(), bound, directory)
+    return Host(size, tuned, bandwidth, host_id(), bound, ParkDirectory(park) if park else None)
 
 
 def host_id() -> str:

@@ -107,7 +107,8 @@ def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
     if args.parent is not None:
         die_with(args.parent)
     security = read_security(args.key_file, args.security)
-    serve_parent(args.control_fd, args.memory_fd, take_host(*resources), security)
+    with contextlib.closing(take_host(*resources)) as machine:
+        serve_parent(args.control_fd, args.memory_fd, machine, security)
     return 0
 
 
@@ -118,10 +119,10 @@ def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
     from fastdecode.cluster.wire.handshake import read_security
 
     check_security(args.security, args.key_file)
-    security, machine = read_security(args.key_file, args.security), take_host(*resources)
-    serve_job(
-        machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {machine.describe()}", flush=True), security
-    )
+    security = read_security(args.key_file, args.security)
+    with contextlib.closing(take_host(*resources)) as machine:
+        told = machine.describe()
+        serve_job(machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {told}", flush=True), security)
     return 0
 
 
@@ -140,8 +141,9 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
     vitals = Vitals()
     health = HealthPort(*split_address("health_listen", args.health_listen, 0), vitals) if args.health_listen else None
     listener = ZmqListener(host, port, security.curve_secret)
+    ending = contextlib.ExitStack()
     try:
-        machine = take_host(*resources)
+        machine = ending.enter_context(contextlib.closing(take_host(*resources)))
         vitals.is_ready = True
         guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)
@@ -156,6 +158,7 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
         listener.close()
         if health:
             health.close()
+        ending.close()
 
 
 def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int, str | None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fastdecode.core.errors import ConfigError, naming
+from fastdecode.core.own_folder import leave_folder, make_folder
 
 FILE = "journal"
 
@@ -63,9 +64,10 @@ class Folder:
         self.name = folder
         self._path = Path(folder) / FILE
         self._fd = -1
+        self._is_used = False
         try:
             with naming(folder):
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                make_folder(Path(folder))
                 self._lock = _locked(Path(folder) / "lock", takes_over)
         except OSError as error:
             raise ConfigError(f"journal: {error.filename}: {error.strerror}") from None
@@ -91,6 +93,7 @@ class Folder:
 
     def append(self, data: bytes) -> None:
         """In one write. It is not forced to the disk, so a machine that loses its power may lose some last steps."""
+        self._is_used = True
         if (written := os.write(self._fd, data)) < len(data):
             raise OSError(0, f"{written} of {len(data)} bytes were written")
 
@@ -98,6 +101,9 @@ class Folder:
         self.replace(data)
 
     def close(self) -> None:
+        """May be called twice. The folder goes where it was made for a run that has entered nothing: it was refused."""
+        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # no other has taken it over
+            leave_folder(self._path.parent, FILE, "lock", "pulse")
         for fd in (self._fd, self._lock):
             if fd >= 0:
                 os.close(fd)
@@ -118,6 +124,10 @@ def _locked(path: Path, takes_over: bool) -> int:
             path.unlink()
             return _locked(path, takes_over=False)
         raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
+    if not os.fstat(fd).st_nlink:  # a run that was refused has removed its folder since
+        os.close(fd)
+        make_folder(path.parent)
+        return _locked(path, takes_over)
     os.truncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd

@@ -21,11 +21,13 @@ class Pulse:
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / FILE
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Beat no more."""
         self._ended.set()
+        self._thread.join(SILENT_SECONDS)
 
     def _run(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):

@@ -1,0 +1,35 @@
+"""Folders that this process makes: what it made goes again with it, where nothing came to lie there."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+_made: set[Path] = set()
+
+
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make ``folder``, and those above it, where they are missing; OSError where that is impossible."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    _made.update(missing)
+
+
+def made_here(folder: Path) -> bool:
+    """Whether this process has made ``folder``."""
+    return folder in _made
+
+
+def leave_folder(folder: Path, *files: str) -> None:
+    """Remove ``folder``, those above it too, as far as this process has made them and nothing but ``files`` is in it;
+    to be called while others are kept from writing there."""
+    with contextlib.suppress(OSError):
+        if not made_here(folder) or {each.name for each in folder.iterdir()} - set(files):
+            return
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        for each in (folder, *folder.parents):
+            if not made_here(each):
+                return
+            each.rmdir()
+            _made.discard(each)
