@@ -18,13 +18,11 @@ from fastdecode.cluster.pool_workers import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, layer_tuples, make_rworker
 from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.core.state_room import COUNTED_BLOCKS
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 
 TABLE_TOKENS = 1 << 30
 """Tokens of a block of states: they leave nothing in it, so that a sequence takes one for all of them."""
-
-COUNTED_BLOCKS = 1
-"""Blocks of an R-worker as which a state counts that is not there, so that the scheduler counts states, too."""
 
 _NUM_BYTES = struct.Struct("<q")
 

@@ -15,6 +15,7 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import Contention, RPart, beside_states
+from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import StepModel
 
 SHARED = Contention(2.0, 2.0)
@@ -73,13 +74,24 @@ def deployed_step_model(
         r_part=_r_part(profile, shape, kv_dtype, deployment).times(drift.r_part),
         num_r_workers=deployment.num_r_workers,
         num_mini_batches=deployment.num_mini_batches,
-        transport=profile.transport(deployment.r_worker, own.attending_row_bytes),
+        transport=profile.transport(deployment.r_worker, own.attending_row_bytes).of_layers(shape.sent_share),
         step_overhead_seconds=fixed * drift.s_part,
         row_overhead_seconds=per_row * drift.s_part,
         contention=_contention(profile, deployment, shape.num_kv_heads) if here else Contention(),
         r_workers_per_core=deployment.r_workers_per_core,
         drains=True,
+        states=_states_here(profile, shape, kv_dtype, deployment, drift),
     )
+
+
+def _states_here(
+    profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift
+) -> StatesHere | None:
+    """States, where the S-worker keeps them: it advances them as an R-worker of its machine with its threads."""
+    if shape.state is None or not shape.state.at_s_worker:
+        return None
+    seconds = profile.measured_state(kv_dtype, deployment.s_threads, HERE)
+    return StatesHere.as_measured(shape, (seconds[0] * drift.r_part, seconds[1] * drift.r_part))
 
 
 def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
@@ -88,6 +100,8 @@ def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployme
     here = deployment.on_this_machine
     threads = deployment.anchor_threads[1] if here else deployment.r_threads
     r_worker = HERE if here else deployment.r_worker
+    if shape.state and not shape.sent_states:
+        return beside_states(rows, shape, (0.0, 0.0))
     if shape.state:
         return beside_states(rows, shape, profile.measured_state(kv_dtype, threads, r_worker))
     if shape.index is None:

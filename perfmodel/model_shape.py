@@ -77,6 +77,21 @@ class ModelShape:
         """Return this model with states in ``dtype``, a key of ``ITEM_BYTES``."""
         return replace(self, state=replace(self.state, item_bytes=ITEM_BYTES[dtype])) if self.state else self
 
+    def keeping_states(self, at_s_worker: bool) -> ModelShape:
+        """Return this model with its states at the S-worker, or on R-workers; one without states as it is."""
+        return replace(self, state=replace(self.state, at_s_worker=at_s_worker)) if self.state else self
+
+    @property
+    def sent_states(self) -> StateShape | None:
+        """Recurrent layers whose rows travel to R-workers."""
+        return None if self.state is None or self.state.at_s_worker else self.state
+
+    @property
+    def sent_share(self) -> float:
+        """Part of the layers whose rows travel to R-workers and back."""
+        here = self.state.num_layers if self.state and self.state.at_s_worker else 0
+        return 1.0 - here / self.num_layers
+
     @property
     def attention_layers(self) -> int:
         """Layers that attend; the others are recurrent."""
@@ -189,15 +204,16 @@ class ModelShape:
         queries = self.attention_layers * layer.num_heads * (layer.query_dim + layer.output_dim)
         if self.index:
             queries += self.index.num_layers * self.index.num_heads * self.index.head_dim
-        outputs = self.state.num_layers * self.state.output_bytes(self.item_bytes) if self.state else 0
+        state = self.sent_states
+        outputs = state.num_layers * state.output_bytes(self.item_bytes) if state else 0
         return (queries * self.item_bytes + outputs) // self.num_layers + self.appending_row_bytes
 
     @property
     def appending_row_bytes(self) -> int:
         """Bytes of k and v alone, and of a recurrent layer's row: what an R-worker stores."""
         rows = self.attention_layers * self.layer_layout.kv_elements_per_token * self.item_bytes + self._index_bytes
-        if self.state:
-            rows += self.state.num_layers * self.state.row_bytes(self.item_bytes)
+        if self.sent_states:
+            rows += self.sent_states.num_layers * self.sent_states.row_bytes(self.item_bytes)
         return rows // self.num_layers
 
     @property

@@ -13,6 +13,7 @@ from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
 from fastdecode.perfmodel.load import Load, mean_parts
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
 from fastdecode.perfmodel.stages import RPart, SPart, Transport
+from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
@@ -39,7 +40,8 @@ class Planner:
     these bytes that a step reads, with windows and indexes counted; ``r_part`` has the seconds of a cached token of the
     mean layer, so.
     ``num_r_workers``: of a pool that is there; as many as keep up with the S-worker when None.
-    ``state_bytes_per_sequence``: of recurrent layers, over all of them; it takes the room of so many cached tokens.
+    ``state_bytes_per_sequence``: of recurrent layers, over all of them; it takes the room of so many cached tokens,
+    unless the S-worker keeps them (``states``).
     """
 
     workload: Workload
@@ -62,6 +64,7 @@ class Planner:
     num_r_workers: int | None = None
     storage: StorageCosts = NO_STORAGE_COSTS
     state_bytes_per_sequence: int = 0
+    states: StatesHere | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks", "num_r_workers"):
@@ -94,6 +97,7 @@ class Planner:
                 f"{needed} R-worker(s) cannot hold {in_flight} sequences in flight ({self.placing.copies} of each), "
                 f"{for_memory} could: take a smaller mini-batch, or give more --kv-cache-memory"
             )
+        self._check_places(in_flight)
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
         return Plan(
             mini_batch_size=mini_batch_size,
@@ -119,6 +123,16 @@ class Planner:
             kv_replicas=self.placing.copies,
             **vars(chosen),
         )
+
+    def _check_places(self, in_flight: int) -> None:
+        """PlanError where the S-worker keeps states, and has not room for those of ``in_flight`` sequences."""
+        needed = in_flight * self.placing.copies
+        if self.states and needed > self.states.num_places:
+            raise PlanError(
+                f"the S-worker's memory has room for {self.states.num_places:.0f} states of "
+                f"{self.state_bytes_per_sequence / 1e6:.4g} MB, and {in_flight} sequences in flight "
+                f"({self.placing.copies} of each) have {needed}: take a smaller mini-batch, or --state-on r"
+            )
 
     def knee_mini_batch(self) -> int:
         """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8).
@@ -172,6 +186,7 @@ class Planner:
             self.step_overhead_seconds + self.r_worker_overhead_seconds * num_r_workers,
             self.row_overhead_seconds,
             storage=self.storage,
+            states=self.states,
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
@@ -239,10 +254,18 @@ class Planner:
         rows = mini_batch_size * self.workload.rows_per_output_token
         copied_bytes = self.storage.copied_bytes * self.copied_rows(rows)
         hop = self.transport.stage_seconds(rows, last_bytes=copied_bytes) if self.transport.overlapped else 0.0
-        return max(self.s_part.layer_seconds(rows), hop)
+        return max(self._s_seconds(rows), hop)
+
+    def _s_seconds(self, rows: float) -> float:
+        """T(B) of the mean mix of prompts and decodes, states that the S-worker keeps included."""
+        decodes = rows / self.workload.rows_per_output_token
+        states = self.states.seconds(decodes, rows - decodes) if self.states else 0.0
+        return self.s_part.layer_seconds(rows) + states
 
     def _fits_pool(self, mini_batch_size: int) -> bool:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
+        if self.states and in_flight * self.placing.copies > self.states.num_places:
+            return False
         return self.num_r_workers is None or self.memory_r_workers(in_flight) <= self.num_r_workers
 
     def _smallest_balanced(self) -> int:
@@ -260,7 +283,7 @@ class Planner:
             once, twice = (self.candidate(size, self.num_r_workers) for size in (mini_batch_size, 2 * mini_batch_size))
             return twice.output_tokens_per_second / once.output_tokens_per_second - 1.0
         rows = mini_batch_size * self.workload.rows_per_output_token
-        return 2.0 * self.s_part.layer_seconds(rows) / self.s_part.layer_seconds(2 * rows) - 1.0
+        return 2.0 * self._s_seconds(rows) / self._s_seconds(2 * rows) - 1.0
 
     def _interval(self, in_flight: int) -> int:
         return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
@@ -283,7 +306,9 @@ class Planner:
 
     @property
     def state_tokens(self) -> float:
-        """Cached tokens whose room the states of one sequence take."""
+        """Cached tokens whose room the states of one sequence take on R-workers."""
+        if self.states:
+            return 0.0
         return self.state_bytes_per_sequence / self.kv_bytes_per_token if self.kv_bytes_per_token else 0.0
 
     @property

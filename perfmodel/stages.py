@@ -172,7 +172,8 @@ def host_r_part(
         owners = shape.index.num_layers / shape.num_layers
         parts.append(_token_r_part(shape.index.layer_layout, shape.dtype, host, shape.dtype).times(owners))
     slowest = max(parts, key=lambda part: part.seconds_per_token)
-    state_bytes = 2.0 * shape.state_bytes_per_sequence / shape.num_layers
+    sent = shape.sent_states
+    state_bytes = 2.0 * sent.bytes_per_sequence / shape.num_layers if sent else 0.0
     row_seconds = state_bytes / host.read_bytes_per_second.achieved
     call_seconds, absorbing_seconds = _absorption_seconds(shape, host)
     product = attending * _product_seconds(shape.layer_layout, kv_dtype, host, shape.dtype)
@@ -190,10 +191,12 @@ def beside_states(rows: RPart, shape: ModelShape, state: tuple[float, float], pr
     the seconds of a call and of one sequence's state.
 
     Rows of a prompt advance a state in less time, as PROMPT_ROWS_PER_STATE says, and read no less than rows of decode.
+    Where the S-worker keeps states, recurrent layers take an R-worker no time.
     """
     if shape.state is None:
         return rows
-    recurrent, attending = (layers / shape.num_layers for layers in (shape.state.num_layers, shape.attention_layers))
+    here = shape.sent_states.num_layers if shape.sent_states else 0
+    recurrent, attending = (layers / shape.num_layers for layers in (here, shape.attention_layers))
     own, (call_seconds, state_seconds) = rows.times(attending), state
     reading = own.row_seconds + own.seconds_per_token * prompt_context
     return replace(
@@ -250,6 +253,10 @@ class Transport:
     def __post_init__(self) -> None:
         if self.row_bytes < 0 or self.latency_seconds < 0 or any(not rate > 0 for rate in self.hop_bytes_per_second):
             raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
+
+    def of_layers(self, share: float) -> Transport:
+        """Return this way for the mean layer where ``share`` of the layers take it; ``row_bytes`` are the mean's."""
+        return replace(self, latency_seconds=share * self.latency_seconds)
 
     def trip_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
         """Return the seconds from submit to o for ``rows`` rows of one layer, the R-part apart: all hops in turn.

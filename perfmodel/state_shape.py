@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fastdecode.core.errors import PlanError, UnsupportedModelError
@@ -23,7 +23,8 @@ class StateShape:
     projections as wide as the values; ``rates``: numbers of a head that are projected; ``gate_rank``: of those that are
     products of two narrow ones, of the decays and of the output, 0 where there are none. ``by_channel``: each channel
     of the values decays by itself (Mamba-1, the RG-LRU), and what is convolved, the values alone, comes back before the
-    recurrence. ``item_bytes``: of an element of the matrices. Names and formulas are those of rworker/state_spec.hpp.
+    recurrence. ``item_bytes``: of an element of the matrices. ``at_s_worker``: the S-worker keeps the states
+    (``--state-on s``), and no row of these layers travels. Names and formulas are those of rworker/state_spec.hpp.
     """
 
     num_layers: int
@@ -38,6 +39,7 @@ class StateShape:
     gate_rank: int = 0
     by_channel: bool = False
     item_bytes: int = STATE_ITEM_BYTES
+    at_s_worker: bool = field(default=False, compare=False)
 
     @property
     def wide(self) -> int:

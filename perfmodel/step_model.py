@@ -10,6 +10,7 @@ import numpy as np
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.stages import Contention, RPart, SPart, Stages, Transport
+from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
 NO_TRANSPORT = Transport()
@@ -31,6 +32,7 @@ class StepModel:
     machine. ``r_workers_per_core``: R-workers that take turns on the same cores. ``drains``: R-workers wait while the
     first mini-batch comes to its first attention and the last one leaves its last, a layer and the head in all; the
     paper's equations, and so presets, know nothing of it. ``storage``: what ranges and second copies cost.
+    ``states``: where the S-worker keeps those of recurrent layers.
     """
 
     num_layers: int
@@ -45,6 +47,7 @@ class StepModel:
     r_workers_per_core: int = 1
     drains: bool = False
     storage: StorageCosts = NO_STORAGE_COSTS
+    states: StatesHere | None = None
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.num_mini_batches, self.r_workers_per_core)
@@ -73,12 +76,17 @@ class StepModel:
         storing = self.storage.append_seconds * load.copied_rows / calls
         of_prompts = (load.rows - load.sampled) / calls
         return Stages(
-            s_part=self.s_part.layer_seconds(rows) + merging,
+            s_part=self._s_seconds(rows, (load.rows - load.sampled) / self.num_mini_batches) + merging,
             r_part=self.r_workers_per_core
             * (self.r_part.seconds(load.kv_tokens / calls, attending / calls, of_prompts) + storing),
             hop=self.transport.stage_seconds(rows, more_bytes, copied_bytes),
             trip=self.transport.trip_seconds(rows, more_bytes, copied_bytes),
         )
+
+    def _s_seconds(self, rows: float, of_prompts: float = 0.0) -> float:
+        """One layer and mini-batch of ``rows`` on the S-worker, of which so many are ``of_prompts``."""
+        states = self.states.seconds(rows - of_prompts, of_prompts) if self.states else 0.0
+        return self.s_part.layer_seconds(rows) + states
 
     def layer_seconds(self, load: Load) -> float:
         """Return the seconds of one layer of all mini-batches."""
@@ -93,7 +101,7 @@ class StepModel:
         """The load at which the R-part takes as long as the S-part: ``--kv-load-limit auto``; 0 where it never can."""
         rows = tokens / self.num_mini_batches
         fixed = self.r_part.call_seconds + self.r_part.row_seconds * rows / self.num_r_workers
-        per_worker = self.s_part.layer_seconds(rows) / self.r_workers_per_core - fixed
+        per_worker = self._s_seconds(rows) / self.r_workers_per_core - fixed
         return max(per_worker, 0.0) / self.r_part.seconds_per_token * self.num_r_workers * self.num_mini_batches
 
     def balanced_kv_tokens_each(self, tokens: float) -> int:
@@ -102,7 +110,7 @@ class StepModel:
 
     def idle_s_share(self, tokens: int) -> float:
         """S-part seconds of a step of one row over those of ``tokens``: ``Limits.idle_s_share``."""
-        layer, head = self.s_part.layer_seconds, self.s_part.head_seconds
+        layer, head = self._s_seconds, self.s_part.head_seconds
         seconds = [self.num_layers * layer(rows) + head(rows) for rows in (1, tokens / self.num_mini_batches)]
         return min(1.0, seconds[0] / seconds[1])
 

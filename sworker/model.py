@@ -114,7 +114,8 @@ class SModel:
     @property
     def shape(self) -> ModelShape:
         """Its sizes; UnsupportedModelError for a model that the performance model's equations do not know."""
-        return model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
+        shape = model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
+        return shape.keeping_states(self._config.state_on == "s")
 
     def first_layers(self, num_layers: int) -> torch.nn.Module:
         """Its first layers, norm and head as a model that shares its weights; see ``early_exit.first_layers``."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.rank_costs import RankGroup
-from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 
 
@@ -69,14 +69,24 @@ def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
     )
 
 
-def state_lines(shape: ModelShape, workload: Workload) -> tuple[str, ...]:
-    """Say what the states of recurrent layers take beside the cache."""
+def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
+    """Say what the states of recurrent layers take beside the cache, and who keeps them."""
     if not shape.state:
         return ()
     size = shape.state_bytes_per_sequence
-    context = workload.mean_context * shape.kv_bytes_per_token(shape.dtype)
+    context = planner.workload.mean_context * shape.kv_bytes_per_token(shape.dtype)
     return (
         f"{shape.state.num_layers} of {shape.num_layers} layers are recurrent: {size / 1e6:.4g} MB of states for each "
         f"sequence, read and written in each step, beside {context / 1e6:.4g} MB of cache for a mean context; of a "
         f"prompt once for {PROMPT_ROWS_PER_STATE} tokens",
+        _state_place(planner),
     )
+
+
+def _state_place(planner: Planner) -> str:
+    """Say who keeps states."""
+    if not planner.states:
+        return "R-workers keep states (--state-on r)"
+    places = planner.states.num_places
+    room = "its memory is not checked (--state-memory)" if places == math.inf else f"it has room for {places:.0f}"
+    return f"the S-worker keeps states (--state-on s): {room}"

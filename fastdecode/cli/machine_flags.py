@@ -55,6 +55,14 @@ def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
         "--mamba-ssm-cache-dtype", default="auto", choices=DTYPES, help="of states of recurrent layers (auto: float32)"
     )
     group.add_argument(
+        "--state-on", default="auto", choices=("s", "r", "auto"),
+        help="who keeps the states of recurrent layers (auto: plan takes what gives more tokens per second; elsewhere "
+        "r)",
+    )  # fmt: skip
+    group.add_argument(
+        "--state-memory", metavar="BYTES", help="of the S-worker, for states (what the weights leave of a GPU's)"
+    )
+    group.add_argument(
         "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",
         help="that take turns (2)" + ("; auto: 2 or 3, whichever takes less time" if automatic else ""),
     )  # fmt: skip

@@ -13,8 +13,9 @@ from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
 from fastdecode.cli.shape_inputs import asked_shape, gpu_kv_bytes, kv_dtype_of, mean_row_bytes, profiled_shape
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
-from fastdecode.perfmodel.gpu_only import GpuServer
+from fastdecode.perfmodel.gpu_only import GpuServer, held_bytes, usable_bytes
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, find_cpu_host, find_gpu, parse_link
+from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
@@ -30,6 +31,7 @@ from fastdecode.perfmodel.stages import (
     beside_states,
     host_r_part,
 )
+from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.storage_costs import StorageCosts
 
 HOST_MEMORY_FRACTION = 0.8
@@ -58,6 +60,8 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
         raise ConfigError(
             "latent_absorption: r needs --gpu and --cpu, or a profile: no number has the time of its products"
         )
+    if args.state_on == "s" and bare:
+        raise ConfigError("state_on: s needs --gpu and --cpu, or a profile: no number has the time of states")
     if args.tensor_parallel_size != 1 and bare:
         raise ConfigError("tensor_parallel_size has no place beside bare numbers, which say how fast the S-worker is")
     if bare:
@@ -88,6 +92,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     planner = _planner(
         args, of_rank, kv_dtype, s_part, r_part,
         (one.host_bytes_per_second, link / group.size), memory=memory, r_workers_per_host=host.r_workers_per_host,
+        states=_gpu_states(args, shape, gpu, group),
     )  # fmt: skip
     server = _server(planner, shape, kv_dtype, gpu, group)
     assumptions = (
@@ -100,7 +105,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
         *token_lines(of_rank, kv_dtype, planner),
         *absorption_lines(of_rank),
         *window_lines(shape, planner),
-        *state_lines(of_rank, planner.workload),
+        *state_lines(of_rank, planner),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
     )
     return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
@@ -110,7 +115,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     if args.cpu:
         raise ConfigError("cpu and profile are two ways to say how fast an R-worker is; give one")
     profile = load_profile(args.profile)
-    shape = profiled_shape(args, profile).absorbing(args.latent_absorption == "r")
+    shape = profiled_shape(args, profile).absorbing(args.latent_absorption == "r").keeping_states(args.state_on == "s")
     kv_dtype = kv_dtype_of(args, shape)
     r_part = profile.measured_r_part(kv_dtype, shape=shape, num_ranks=args.tensor_parallel_size)
     memory = _memory(args)
@@ -124,7 +129,8 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
             args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None,
             profile.measured_state(kv_dtype) if shape.state else None,
         ),
-        rates, link.latency_seconds, memory, _per_host(args, 1),
+        rates, shape.sent_share * link.latency_seconds, memory, _per_host(args, 1),
+        _profiled_states(args, shape, profile, kv_dtype),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
     one = find_gpu(args.gpu) if args.gpu else None
@@ -142,7 +148,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
         *rank_lines(group),
         *absorption_lines(shape),
         *window_lines(shape, planner),
-        *state_lines(shape, planner.workload),
+        *state_lines(shape, planner),
     )
     return PlanInputs(
         planner, server, kv_dtype, f"{shape.name} on the machine of {Path(args.profile).name}", assumptions
@@ -193,6 +199,7 @@ def _planner(
     latency_seconds: float = 0.0,
     memory: int | None = None,
     r_workers_per_host: int = 1,
+    states: StatesHere | None = None,
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
@@ -216,7 +223,30 @@ def _planner(
         num_r_workers=args.num_r_workers,
         storage=StorageCosts.of(shape, r_part),
         state_bytes_per_sequence=shape.state_bytes_per_sequence if shape else 0,
+        states=states,
     )
+
+
+def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: RankGroup) -> StatesHere | None:
+    """States on the GPUs of ``group``, taken as one: in what the weights leave of their memory, at its rate."""
+    if shape.state is None or not shape.state.at_s_worker:
+        return None
+    memory = _state_memory(args) or usable_bytes(gpu) - held_bytes(shape, group)
+    return StatesHere.of_bandwidth(shape, gpu.kv_bytes_per_second.achieved, memory)
+
+
+def _profiled_states(
+    args: argparse.Namespace, shape: ModelShape, profile: HardwareProfile, kv_dtype: str
+) -> StatesHere | None:
+    """States that the S-worker advances as R-workers of its machine were measured to; no profile has its memory."""
+    if shape.state is None or not shape.state.at_s_worker:
+        return None
+    places = (_state_memory(args) or math.inf) // shape.state_bytes_per_sequence
+    return StatesHere.as_measured(shape, profile.measured_state(kv_dtype, r_worker=HERE), places)
+
+
+def _state_memory(args: argparse.Namespace) -> int | None:
+    return parse_bytes("state_memory", args.state_memory) if args.state_memory else None
 
 
 def rank_group(args: argparse.Namespace, gpu: Gpu) -> RankGroup:

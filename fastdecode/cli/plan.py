@@ -12,6 +12,7 @@ from fastdecode.cli.flags import add_common_flags, add_placing_flags
 from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.cli.plan_emit import FORMATS, emit
+from fastdecode.cli.shape_inputs import check_state_flags
 from fastdecode.cli.variants import VARIANTS, examine
 from fastdecode.cli.variants.prefill_workers import add_prefill_flags
 from fastdecode.cli.variants.speculative_decoding import add_speculation_flags
@@ -66,6 +67,7 @@ def _add_workload_flags(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or what ``--emit`` asks for; write its figures, and draw it."""
     check_output_files(args.output_json, plots=(args.plot,))
+    check_state_flags(args)
     case, found = examine(PlanCase.of(args))
     limit = math.inf if args.latency_limit is None else args.latency_limit
     alone = case.inputs.server.best(limit) if case.inputs.server else None
@@ -94,6 +96,7 @@ def plan_figures(case: PlanCase, alone: GpuOnly | None, verdict: Verdict) -> dic
         "verdict": verdict.sentence,
         "kv_cache_dtype": case.inputs.kv_cache_dtype,
         "latent_absorption": "r" if case.args.latent_absorption == "r" else "s",
+        "state_on": "s" if case.planner.states else "r",
         "workload": asdict(case.planner.workload),
         "assumptions": list(case.inputs.assumptions),
     }

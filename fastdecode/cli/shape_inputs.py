@@ -29,7 +29,15 @@ def asked_shape(args: argparse.Namespace) -> ModelShape:
     shape = named_shape(args.model).with_state_dtype("float32" if dtype == "auto" else dtype)
     if args.latent_absorption == "r" and not shape.latent:
         raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {shape.name} has none")
-    return shape.absorbing(args.latent_absorption == "r")
+    if args.state_on == "s" and not shape.state:
+        raise ConfigError(f"state_on: s needs recurrent layers, and {shape.name} has none")
+    return shape.absorbing(args.latent_absorption == "r").keeping_states(args.state_on == "s")
+
+
+def check_state_flags(args: argparse.Namespace) -> None:
+    """ConfigError where ``--state-memory`` is for states that lie on R-workers."""
+    if args.state_memory and args.state_on == "r":
+        raise ConfigError("state_memory: it is for states that lie with the S-worker (state_on s); leave it out")
 
 
 def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:

@@ -15,20 +15,23 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import PLACING, SCHEDULE
 from fastdecode.cli.machine_flags import BARE_FLAGS
 from fastdecode.cli.machine_inputs import PlanInputs, rank_group, read_inputs
-from fastdecode.cli.shape_inputs import asked_shape, gpu_kv_bytes
+from fastdecode.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes
 from fastdecode.cli.simulate_events import read_timeline
 from fastdecode.cli.variants.prefill_workers import prefill_forecast
+from fastdecode.cli.variants.ranges import check_uncut
 from fastdecode.cli.variants.speculative_decoding import read_drafting
 from fastdecode.cli.workload_inputs import UNBOUNDED_TOKENS, read_workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import AskedPlacing
+from fastdecode.core.state_room import COUNTED_BLOCKS, StateRoom
 from fastdecode.perfmodel.draft_times import Drafting
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
+from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.simulate import (
     GpuMachine,
     Machine,
@@ -123,6 +126,7 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:
         raise ConfigError(f"num_r_workers must be at least 0, not {args.num_r_workers}")
+    check_state_flags(args)
     workload, rate = read_workload(args)
     if args.max_model_len is not None and workload.longest > args.max_model_len:
         raise ConfigError(f"prompt + output reach {workload.longest} tokens, and max_model_len is {args.max_model_len}")
@@ -158,6 +162,8 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     for name in OF_R_WORKERS:
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise ConfigError(f"num_r_workers is 0, the GPU alone: {name} has no place there; leave it out")
+    if args.state_on == "s" or args.state_memory:
+        raise ConfigError("num_r_workers is 0, the GPU alone: state_on and state_memory have no place there")
     AskedPlacing.of(args).check_r_workers(0)
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
@@ -190,6 +196,8 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     workers = args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers
     placing = AskedPlacing.of(args)
     placing.check_r_workers(workers)
+    if planner.state_bytes_per_sequence:
+        check_uncut(args.kv_shard_tokens)
     model = planner.step_model(workers)
     capacity = planner.capacity_tokens
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
@@ -207,9 +215,12 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         idle_s_share=model.idle_s_share(args.max_num_seqs),
         bandwidths=speeds or (1.0,) * workers,
         seconds_per_moved_token=per_moved,
-        placing=placing.chosen(args.max_model_len or workload.longest, (blocks,) * workers, args.block_size, balanced),
+        placing=placing.uncut
+        if planner.state_bytes_per_sequence
+        else placing.chosen(args.max_model_len or workload.longest, (blocks,) * workers, args.block_size, balanced),
         hosts=tuple(str(index // planner.r_workers_per_host) for index in range(workers)),
     )
+    limits = _with_states_here(args, planner, limits)
     machine = SplitMachine(model, planner.read_share * planner.num_ranks * kv_bytes, speeds, per_moved)
     of_each = f" of each of {planner.num_ranks} ranks" if planner.num_ranks > 1 else ""
     title = f"{inputs.title}, {workers} R-worker(s){of_each}"
@@ -240,6 +251,18 @@ def _speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:
 def _state_blocks(args: argparse.Namespace, state_tokens: float) -> int:
     """Blocks that states take which have the room of so many cached tokens."""
     return math.ceil(state_tokens / args.block_size)
+
+
+def _with_states_here(args: argparse.Namespace, planner: Planner, limits: Limits) -> Limits:
+    """``limits`` of states that the S-worker keeps, if it does; CapacityError, as an engine's, where it has no room."""
+    if planner.states is None or planner.kv_bytes_per_token is None:
+        return limits
+    size, places = planner.state_bytes_per_sequence, planner.states.num_places
+    worth = math.ceil(size / planner.kv_bytes_per_token / args.block_size)
+    limits = replace(limits, state_blocks=COUNTED_BLOCKS, state_worth_blocks=worth)
+    if math.isinf(places):
+        return limits
+    return replace(limits, kept_states=StateRoom.of(int(places) * size, size, args.max_num_seqs, args.kv_replicas).kept)
 
 
 def _limits(

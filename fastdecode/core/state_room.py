@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from fastdecode.core.errors import CapacityError
 
+COUNTED_BLOCKS = 1
+"""Blocks of an R-worker as which a state counts that lies with the S-worker, so that the scheduler counts it, too."""
+
 
 @dataclass(frozen=True)
 class StateRoom:

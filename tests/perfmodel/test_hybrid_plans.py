@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ from fastdecode.core.errors import PlanError, UnsupportedModelError
 from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu, kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import GpuSPart, RPart, beside_states, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part
+from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.sworker.loader import auto_class
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")
@@ -140,6 +145,111 @@ def test_memory_holds_states_beside_the_cache() -> None:
     assert plan.state_bytes_per_sequence == NEXT.state_bytes_per_sequence
     with pytest.raises(PlanError, match="cached tokens beside its states"):
         planner(capacity_tokens=NEXT.state_bytes_per_sequence / kv_bytes + 100)
+
+
+HERE = NEXT.keeping_states(True)
+
+
+def test_states_with_the_s_worker_take_its_time_and_no_link() -> None:
+    """A step of 60 rows, 20 of them of a prompt, by brute force, layer by layer: 12 attend there, 36 advance here."""
+    host, gpu = find_cpu_host("epyc-7452"), find_gpu("h200")
+    r_part = host_r_part(HERE, "bfloat16", host)
+    assert r_part.row_seconds == r_part.prompt_row_seconds == 0
+    assert r_part.seconds_per_token == host_r_part(NEXT, "bfloat16", host).seconds_per_token
+    sent = 2 * (16 + 2) * 256 * 2  # q, o; k, v: two bytes each
+    assert NEXT.num_layers * HERE.attending_row_bytes == pytest.approx(12 * sent, rel=1e-3)
+    states = StatesHere.of_bandwidth(HERE, gpu.kv_bytes_per_second.achieved, 10 * NEXT.state_bytes_per_sequence + 1)
+    assert states.num_places == 10
+    model = planner(r_part=r_part, states=states, num_mini_batches=2).step_model(3)
+    stages = model.stages(Load(60, 40, 7000))
+    own = GpuSPart(NEXT, gpu).layer_seconds(30)
+    moved = (20 + 10 / 8) * 2 * NEXT.state_bytes_per_sequence / gpu.kv_bytes_per_second.achieved
+    assert NEXT.num_layers * stages.s_part == pytest.approx(NEXT.num_layers * own + moved)
+    assert NEXT.num_layers * stages.r_part == pytest.approx(48 * r_part.seconds_per_token * 7000 / 6)
+
+
+def test_measured_states_with_the_s_worker() -> None:
+    """36 calls of 5 sequences' rows and 16 of a prompt; an R-worker's mean layer has its attention alone."""
+    states = StatesHere.as_measured(HERE, (5e-6, 4e-5))
+    assert NEXT.num_layers * states.seconds(5, 16) == pytest.approx(36 * (5e-6 + 7 * 4e-5))
+    part = beside_states(RPart(1e-9, 2e-6, 3e-7), HERE, (0.0, 0.0))
+    assert NEXT.num_layers * part.seconds(7000, 5) == pytest.approx(12 * (2e-6 + 5 * 3e-7 + 7000e-9))
+    way = Transport(10.0, (1e9,), 8e-5).of_layers(HERE.sent_share)
+    assert NEXT.num_layers * way.latency_seconds == pytest.approx(12 * 8e-5)
+
+
+def test_states_with_the_s_worker_bound_the_batch() -> None:
+    kv_bytes, states = NEXT.kv_bytes_per_token("bfloat16"), StatesHere(1e-7, num_places=300)
+    with_room = planner(states=states, capacity_tokens=40e9 / kv_bytes)
+    assert with_room.state_tokens == 0 and with_room.knee_mini_batch() == 150
+    plan = with_room.plan(150)
+    assert with_room.memory_r_workers(300) == -(-plan.kv_load_limit * kv_bytes // 40e9)
+    with pytest.raises(PlanError, match=r"room for 300 states of 79\.04 MB, and 302 sequences in flight"):
+        with_room.plan(151)
+
+
+WORDS = ["plan", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--cpu", "epyc-9654", "--tensor-parallel-size", "2"]
+WORDS += ["--seq-len", "16384", "--prompt-len", "14336", "--link", "400Gb"]
+
+
+def planned(tmp_path: Path, *words: str) -> dict[str, Any]:
+    assert main([*WORDS, *words, "--output-json", str(tmp_path / "plan.json")]) == 0
+    found: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
+    return found
+
+
+def test_plan_decides_who_keeps_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By throughput, or by the price of a token: each side is what it is where it is asked for."""
+    sides = {side: planned(tmp_path, "--state-on", side) for side in ("r", "s")}
+    capsys.readouterr()
+    chosen = planned(tmp_path)
+    text = capsys.readouterr().out
+    best = max(sides, key=lambda side: sides[side]["output_tokens_per_second"])
+    assert chosen["state_on"] == chosen["states"]["state_on"] == best
+    for side, found in sides.items():
+        assert found["state_on"] == side
+        for figures in (found["states"][side], chosen["states"][side]):
+            assert figures["output_tokens_per_second"] == found["output_tokens_per_second"]
+            assert figures["num_r_workers"] == found["num_r_workers"]
+    assert f"(--state-on {best})" in text and "on a CPU alone so far" in text
+    dear = planned(tmp_path, "--gpu-price", "1", "--cpu-price", "1000", "--num-r-workers", "1")
+    assert chosen["ranges"]["kv_shard_tokens"] is None, "a state has none"
+    prices = {side: dear["states"][side]["price_per_million_tokens"] for side in ("r", "s")}
+    assert dear["state_on"] == min(prices, key=prices.__getitem__)
+
+
+def test_plan_says_why_the_s_worker_cannot_keep_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, "--mini-batch-size", "512", "--state-memory", "8GB")
+    assert found["state_on"] == "r" and found["states"]["s"] is None
+    assert "room for 101 states" in found["states"]["lacks"] and "room for 101 states" in capsys.readouterr().out
+    words = [*WORDS, "--mini-batch-size", "512", "--state-memory", "8GB", "--state-on", "s"]
+    assert main(words) == 1
+    assert "take a smaller mini-batch, or --state-on r" in capsys.readouterr().err
+    dense = [*WORDS[:2], "llama-7b", *WORDS[3:]]
+    for words, message in (
+        ([*dense, "--state-on", "s"], "state_on: s needs recurrent layers, and llama-7b has none"),
+        ([*WORDS, "--state-on", "r", "--state-memory", "8GB"], "state_memory: it is for states"),
+        ([*WORDS, "--kv-shard-tokens", "4096"], "kv_shard_tokens: this model keeps a state per sequence"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+    assert planned(tmp_path, "--model", "llama-7b")["state_on"] == "r"
+
+
+def test_a_simulation_keeps_states_with_the_s_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """R-workers have room for more sequences then; an S-worker without room is refused as an engine's is."""
+    words = ["simulate", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--tensor-parallel-size", "2"]
+    words += ["--num-prompts", "96", "--random-input-len", "64", "--random-output-len", "48", "--max-num-seqs", "32"]
+    words += ["--cpu", "epyc-7452", "--kv-cache-memory", "400MB", "--num-r-workers", "2"]
+    seconds = []
+    for more in ([], ["--state-on", "s"]):
+        assert main([*words, *more]) == 0
+        found = re.search(r"Throughput: ([0-9.]+) requests/s", capsys.readouterr().out)
+        assert found
+        seconds.append(1 / float(found[1]))
+    assert seconds[1] < seconds[0]
+    assert main([*words, "--state-on", "s", "--state-memory", "1GB"]) == 1
+    assert "states of max_num_seqs 32 sequences take" in capsys.readouterr().err
 
 
 def test_ranks_share_the_heads_of_states() -> None:

@@ -9,9 +9,17 @@ from fastdecode.cli.variants.prefill_workers import PrefillVariant
 from fastdecode.cli.variants.ranges import RangeVariant
 from fastdecode.cli.variants.rank_counts import RankVariant
 from fastdecode.cli.variants.speculative_decoding import DraftVariant
+from fastdecode.cli.variants.states import StateVariant
 from fastdecode.cli.variants.variant import PlanCase, Variant
 
-VARIANTS: tuple[Variant[Any], ...] = (RangeVariant(), CopyVariant(), PrefillVariant(), DraftVariant(), RankVariant())
+VARIANTS: tuple[Variant[Any], ...] = (
+    StateVariant(),
+    RangeVariant(),
+    CopyVariant(),
+    PrefillVariant(),
+    DraftVariant(),
+    RankVariant(),
+)
 """In the order in which they change the planner and print their lines."""
 
 

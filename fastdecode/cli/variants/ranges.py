@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.variants.variant import Line, PlanCase, Variant
-from fastdecode.core.errors import PlanError
+from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.perfmodel.planner import Planner
 
@@ -31,6 +31,15 @@ class RangePlan:
     r_worker_tokens: int | None
 
 
+def check_uncut(kv_shard_tokens: int | None) -> None:
+    """ConfigError for ranges of a model with recurrent layers."""
+    if kv_shard_tokens:
+        raise ConfigError(
+            "kv_shard_tokens: this model keeps a state per sequence, which is that of all its tokens, so no range of "
+            "them has one; leave it out"
+        )
+
+
 class RangeVariant(Variant[RangePlan]):
     """Sequences in ranges on several R-workers (``--kv-shard-tokens``)."""
 
@@ -46,6 +55,9 @@ class RangeVariant(Variant[RangePlan]):
         balanced = planner.step_model(count).balanced_kv_tokens_each(case.plan.in_flight)
         chosen = config.placing.chosen(longest, (blocks,) * count, block_size, balanced).segment_tokens
         needed = blocks * block_size < longest
+        if planner.state_bytes_per_sequence:
+            check_uncut(asked)
+            chosen = longest if not needed else UNLIMITED
         if needed and chosen == UNLIMITED:
             raise PlanError(
                 f"{count} R-worker(s) hold {count * blocks * block_size} cached tokens, and no ranges of one sequence "

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from fastdecode.cli.machine_inputs import PlanInputs, read_inputs
 from fastdecode.cli.shape_inputs import named_shape
 from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.sizing import Plan
@@ -33,19 +34,26 @@ class PlanCase:
         """Read the flags and plan; ConfigError or ProfileError for bad flags, PlanError where no plan can be."""
         cases: list[PlanCase] = []
         errors: list[PlanError] = []
-        for each in _absorptions(args):
+        for each in _alternatives(args):
             try:
                 cases.append(PlanCase._as_asked(each))
             except PlanError as error:
                 errors.append(error)
         if not cases:
             raise errors[0]
-        return max(cases, key=lambda case: case.plan.output_tokens_per_second)
+        return max(cases, key=lambda case: case.worth)
 
     @staticmethod
     def _as_asked(args: argparse.Namespace) -> PlanCase:
         inputs = read_inputs(args)
         return PlanCase(args, inputs, inputs.planner.plan(_mini_batch_size(args, inputs.planner)))
+
+    @property
+    def worth(self) -> float:
+        """By which this case is compared with one of other flags: output tokens for a unit of money, where prices are
+        known, else per second."""
+        price = self.plan.price_per_million_tokens
+        return 1.0 / price if price else self.plan.output_tokens_per_second
 
     @property
     def planner(self) -> Planner:
@@ -91,6 +99,22 @@ class Variant(Generic[Figures]):
 def as_json(figures: Any) -> Any:
     """Return the figures of a variant as a JSON object, or as an array of them."""
     return asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else [asdict(f) for f in figures]
+
+
+def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The flags with each of the sides that may multiply K and V of latents, or keep states."""
+    for each in _absorptions(args):
+        is_open = args.state_on == "auto"
+        yield argparse.Namespace(**vars(each) | ({"state_on": "r"} if is_open else {}))
+        if is_open and _knows_states_here(args):
+            yield argparse.Namespace(**vars(each) | {"state_on": "s"})
+
+
+def _knows_states_here(args: argparse.Namespace) -> bool:
+    """Whether what is named, or measured, has the time of states that the S-worker keeps."""
+    if args.profile:
+        return any(point.kind == "state" and point.r_worker == HERE for point in load_profile(args.profile).r_part)
+    return bool(args.model and args.gpu and args.cpu and named_shape(args.model).state)
 
 
 def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:

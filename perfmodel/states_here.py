@@ -1,0 +1,38 @@
+"""Seconds and room of states of recurrent layers that the S-worker keeps (``--state-on s``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
+
+
+@dataclass(frozen=True)
+class StatesHere:
+    """States that the S-worker keeps: seconds of the mean layer for a call, and for each sequence's row in it.
+
+    ``num_places``: as many states as its memory has room for.
+    """
+
+    row_seconds: float
+    call_seconds: float = 0.0
+    num_places: float = math.inf
+
+    def seconds(self, rows: float, prompt_rows: float) -> float:
+        """Of one layer's call that advances the states of ``rows`` sequences by one row, and others by rows of
+        prompts, of which PROMPT_ROWS_PER_STATE count as one."""
+        return self.call_seconds + self.row_seconds * (rows + prompt_rows / PROMPT_ROWS_PER_STATE)
+
+    @staticmethod
+    def of_bandwidth(shape: ModelShape, bytes_per_second: float, memory_bytes: float) -> StatesHere:
+        """Where memory is read and written at that rate, and ``memory_bytes`` of it are for states."""
+        size = shape.state_bytes_per_sequence
+        return StatesHere(2.0 * size / shape.num_layers / bytes_per_second, 0.0, max(memory_bytes, 0.0) // size)
+
+    @staticmethod
+    def as_measured(shape: ModelShape, state: tuple[float, float], num_places: float = math.inf) -> StatesHere:
+        """Of ``state``, the seconds of a recurrent layer's call and of one sequence's state in it."""
+        share = shape.state.num_layers / shape.num_layers if shape.state else 0.0
+        return StatesHere(share * state[1], share * state[0], num_places)
