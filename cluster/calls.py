@@ -38,6 +38,7 @@ class Calls:
     """One R-worker's link, in use. Once it is lost every call raises WorkerLostError with the worker's name.
 
     ``link``: None before it is set, and once it is closed. ``lost``: why no call is answered any more, or "".
+    ``owed``: takes an answer that was not waited for; called before anything else is sent.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,6 +46,7 @@ class Calls:
         self.link: Link | None = None
         self.lost = ""
         self.losses = _Losses(self)
+        self.owed: Callable[[], None] | None = None
         self.spin = Spin()
 
     @interrupts_deferred()
@@ -110,6 +112,8 @@ class Calls:
         return float(self.number(self.answer(Kind.PONG), CLOCK))
 
     def send(self, kind: Kind, *parts: bytes | np.ndarray) -> None:
+        if self.owed:
+            self.owed()
         with self.losses as link:
             link.send(kind, *parts)
 

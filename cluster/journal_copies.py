@@ -38,13 +38,17 @@ class RemoteJournal:
         return self._calls.link is not None and not self._calls.lost
 
     def record(self, start: int, data: bytes) -> None:
-        """Send bytes of the journal from byte ``start`` on, its end, or 0: all of it anew."""
-        self._num_bytes = start + len(data)
+        """Send bytes of the journal from byte ``start`` on, its end, or 0: all of it anew. ``recorded`` is to follow."""
         self._calls.send(Kind.RECORD, FIRST_BYTE.pack(start), data)
+        self._num_bytes = start + len(data)
+        self._calls.owed = self.recorded
 
     def recorded(self) -> None:
-        """Wait for the answer to ``record``."""
-        num_bytes = self._calls.number(self._calls.answer(Kind.RECORDED), NUM_BYTES)
+        """Wait for the answer to ``record``, unless it was taken before."""
+        if self._calls.owed is None:
+            return
+        self._calls.owed = None
+        num_bytes = self._calls.number(self._calls.answer(Kind.RECORDED, spins=False), NUM_BYTES)
         if num_bytes != self._num_bytes:
             raise self._calls.lose(f"it has {num_bytes:,} bytes of a journal of {self._num_bytes:,}")
 
@@ -93,7 +97,11 @@ class JournalCopies:
         start = len(self._data)
         self._check(start + len(data))
         self._data += data
-        self._holders = _told(self._holders, start, data)
+        self._holders = [each for each in self._holders if _did(each.record, start, data)]
+
+    @interrupts_deferred()
+    def settle(self) -> None:
+        self._holders = [each for each in self._holders if _did(each.recorded)]
         self._spread()
 
     @interrupts_deferred()

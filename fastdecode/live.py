@@ -120,10 +120,12 @@ class LiveRequests:
                 self._finish(cycle, completion, "abort")
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Snapshots of the requests that grew or ended otherwise since the last call."""
+        """Snapshots of the requests that grew or ended otherwise since the last call. They are made while the journal
+        is on its way."""
         outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
         self._grown.clear()
         self._ended.clear()
+        self.journal.settle()
         return outputs
 
     def _grow(self, cycle: Cycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]) -> int:

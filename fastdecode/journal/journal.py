@@ -6,8 +6,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -84,6 +85,9 @@ class Journal:
 
     def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
         """A step was committed, and these requests have got tokens, or an end; what lies where is in ``notes``."""
+
+    def settle(self) -> None:
+        """What ``grew`` was told is there, whatever becomes of this process: it may be handed out."""
 
     def reached(self, counts: Mapping[int, int]) -> None:
         """So many tokens of sequences of the engine before this one are cached, and right: what this one computes is
@@ -166,7 +170,10 @@ class KeptJournal(Journal):
                 self._add(completion, step)
         records: list[Record] = [step] if step.tokens or step.ended else []
         if records := [*records, *_placed(notes)]:
-            self._write(records)
+            self._write(records, settles=False)
+
+    def settle(self) -> None:
+        self._try(self._place.settle)
 
     def reached(self, counts: Mapping[int, int]) -> None:
         if counts:
@@ -210,16 +217,24 @@ class KeptJournal(Journal):
             step.ended.append((sequence_id, completion.finish_reason, completion.stop_reason))
             del self._written[sequence_id]
 
-    def _write(self, records: list[Record]) -> None:
-        """Append ``records`` at once. Where that fails the engine goes on, and keeps no journal from here on."""
+    def _write(self, records: list[Record], settles: bool = True) -> None:
+        """Append ``records`` at once; ``settles``: and have them there."""
+        self._try(self._append, records)
+        if settles:
+            self.settle()
+
+    def _append(self, records: list[Record]) -> None:
+        self._place.append(self._chain.encode(records))
+        if self._chain.num_bytes > self._limit and self._place.is_own:
+            self._write_anew(_without_oldest(_pasts(self._newest())))
+
+    def _try(self, act: Callable[..., None], *values: Any) -> None:
+        """Where ``act`` fails the engine goes on, and keeps no journal from here on."""
         if not self._is_kept:
             return
         start = time.perf_counter()
         try:
-            data = self._chain.encode(records)
-            self._place.append(data)
-            if self._chain.num_bytes > self._limit and self._place.is_own:
-                self._write_anew(_without_oldest(_pasts(self._newest())))
+            act(*values)
         except (OSError, BackendError, CapacityError) as error:
             self._is_kept = False
             reason = error.strerror if isinstance(error, OSError) else error

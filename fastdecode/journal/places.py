@@ -39,7 +39,10 @@ class Place(Protocol):
         """Have ``data`` alone."""
 
     def append(self, data: bytes) -> None:
-        """Have ``data`` at the end, whatever becomes of this process from here on."""
+        """Have ``data`` at the end, on its way at least."""
+
+    def settle(self) -> None:
+        """What was appended is there, whatever becomes of this process from here on."""
 
     def end(self, data: bytes) -> None:
         """Nothing is left to go on with, which ``data``, a whole journal, says."""
@@ -96,6 +99,9 @@ class Folder:
         self._is_used = True
         if (written := os.write(self._fd, data)) < len(data):
             raise OSError(0, f"{written} of {len(data)} bytes were written")
+
+    def settle(self) -> None:
+        pass
 
     def end(self, data: bytes) -> None:
         self.replace(data)
