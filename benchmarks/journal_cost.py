@@ -1,4 +1,4 @@
-"""What a journal costs where nothing fails: tokens per second and the time between tokens, with it and without, in turns.
+"""What a journal costs where nothing fails: tokens/s and the time between tokens, with it and without, in turns.
 
 python benchmarks/journal_cost.py [--rounds 5] [--rows 64] [--tokens 384] [--window 16] [--places folder r-workers]
 
@@ -18,8 +18,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ def report(place: str, runs: list[Run]) -> None:
     print(f"  of steps           {statistics.median(shares):.2%} ({min(shares):.2%}–{max(shares):.2%})")
     for name, of in (("tokens/s", statistics.mean), ("median tokens/s", statistics.median), ("P99", p99)):
         pairs = [(of(run.with_it), of(run.without)) for run in runs]
-        pairs.append((of(sum(ways[0][1], [])), of(sum(ways[1][1], []))))
+        pairs.append((of([*chain(*ways[0][1])]), of([*chain(*ways[1][1])])))
         *each, all_runs = [b / a if "tokens" in name else a / b for a, b in pairs]
         print(f"  with / without, {name:<16} {all_runs:.3f} ({min(each):.3f}–{max(each):.3f})", flush=True)
 

@@ -38,7 +38,7 @@ class RemoteJournal:
         return self._calls.link is not None and not self._calls.lost
 
     def record(self, start: int, data: bytes) -> None:
-        """Send bytes of the journal from byte ``start`` on, its end, or 0: all of it anew. ``recorded`` is to follow."""
+        """Send bytes of the journal from byte ``start`` on, its end, or 0: all of it anew; then ``recorded``."""
         self._calls.send(Kind.RECORD, FIRST_BYTE.pack(start), data)
         self._num_bytes = start + len(data)
         self._calls.owed = self.recorded
@@ -84,6 +84,9 @@ class JournalCopies:
             except WorkerLostError as error:
                 logger.warning("%s", error)
         return [each for each in found if each]
+
+    def written(self) -> bytes:
+        return bytes(self._data)
 
     @interrupts_deferred()
     def replace(self, data: bytes) -> None:

@@ -226,7 +226,7 @@ class KeptJournal(Journal):
     def _append(self, records: list[Record]) -> None:
         self._place.append(self._chain.encode(records))
         if self._chain.num_bytes > self._limit and self._place.is_own:
-            self._write_anew(_without_oldest(_pasts(self._newest())))
+            self._write_anew(_without_oldest(_pasts(read(self._place.written())[0])))
 
     def _try(self, act: Callable[..., None], *values: Any) -> None:
         """Where ``act`` fails the engine goes on, and keeps no journal from here on."""

@@ -35,6 +35,9 @@ class Place(Protocol):
     def copies(self) -> list[bytes]:
         """What was found, each perhaps older or shorter than another, or damaged."""
 
+    def written(self) -> bytes:
+        """What this process has written, once it has."""
+
     def replace(self, data: bytes) -> None:
         """Have ``data`` alone."""
 
@@ -81,6 +84,9 @@ class Folder:
 
     def copies(self) -> list[bytes]:
         return [self._path.read_bytes()] if self._path.exists() else []
+
+    def written(self) -> bytes:
+        return self._path.read_bytes()
 
     def replace(self, data: bytes) -> None:
         if self._fd >= 0:

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -175,14 +175,18 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
     _wait(_engine(drawn, plain, drawn.folder / "reference"), found, "the undisturbed engine")
     wanted = _read(drawn.folder / "reference")
     with ExitStack() as cleanup:
-        workers = _Workers(drawn, cleanup)
+        count = 0 if "all" in drawn.kind else 4 if "rank" in drawn.kind else 2
+        workers = Workers(drawn.kind, count, f"round {drawn.seed}", cleanup)
+        num_ranks = drawn.settings.get("tensor_parallel_size", 1)
         journal = {"journal": str(drawn.folder / "journal")}
         in_memory = (extra or {}).get("journal") == "r-workers"
+        more = {**journal, **workers.settings(), **(extra or {})}
         while found.counts["kills"] < most_kills and found.counts["failed"] < MOST_FAILED:
             had = _size(drawn.client)
-            pid = _engine(drawn, {**journal, **workers.settings(), **(extra or {})}, drawn.client)
+            pid = _engine(drawn, more | {"tensor_parallel_size": num_ranks}, drawn.client)
             if _kill(pid, drawn, rng):
                 found.counts["kills"] += 1
+                num_ranks = 3 - num_ranks if "of one again" in drawn.kind else num_ranks
                 workers.befall(rng, spared=in_memory and _size(drawn.client) == had)
             elif os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0:  # type: ignore[union-attr]
                 break
@@ -190,7 +194,7 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
                 os.waitpid(pid, 0)
                 found.counts["failed"] += 1
         else:
-            pid = _engine(drawn, {**journal, **workers.settings(), **(extra or {})}, drawn.client)
+            pid = _engine(drawn, more | {"tensor_parallel_size": num_ranks}, drawn.client)
         _wait(pid, found, "the last engine")
     _compare(wanted, _read(drawn.client), found)
     for line in _lines(drawn.folder / "begun"):
@@ -198,29 +202,28 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
     return found
 
 
-class _Workers:
-    """The R-workers of a round, where the engine does not start them itself."""
+class Workers:
+    """The R-workers of a round of that ``kind`` and ``session``: ``count``, 0 where the engine starts its own."""
 
-    def __init__(self, drawn: Round, cleanup: ExitStack) -> None:
-        self._kind, self._cleanup, self._name = drawn.kind, cleanup, f"round {drawn.seed}"
-        count = 0 if "all" in drawn.kind else 4 if "rank" in drawn.kind else 2
+    def __init__(self, kind: str, count: int, session: str, cleanup: ExitStack) -> None:
+        self._kind, self._cleanup, self._session = kind, cleanup, session
         self._running = [self._start() for _ in range(count)]
-        self._num_ranks = drawn.settings.get("tensor_parallel_size", 1)
 
     def settings(self) -> dict[str, Any]:
         """Of the next engine."""
         if not self._running:
             return {"r_workers": "spawn:2", "r_threads": 1, "kv_cache_memory": "64MiB"}
-        addresses = ",".join(address for _, address, _ in self._running)
-        ranks = {"tensor_parallel_size": self._num_ranks}
-        return {"r_workers": addresses, "session": self._name, "keep_session": 60.0, **ranks}
+        return {"r_workers": self.addresses, "session": self._session, "keep_session": 60.0}
+
+    @property
+    def addresses(self) -> str:
+        """Of all."""
+        return ",".join(address for _, address, _ in self._running)
 
     def befall(self, rng: random.Random, spared: bool) -> None:
         """The engine was killed just now. ``spared``: R-workers are, for perhaps one alone has the journal: the other
         was killed before, and no engine has taken a step since."""
-        if "of one again" in self._kind:
-            self._num_ranks = 3 - self._num_ranks
-        if "one of two" in self._kind:
+        if "one of two" in self._kind or "one of its R-workers" in self._kind:
             index = rng.randrange(len(self._running))
             if spared:
                 return
@@ -242,7 +245,13 @@ class _Workers:
 
 
 def _engine(drawn: Round, more: dict[str, Any], client: Path) -> int:
-    """Start an engine in a process group of its own, which ends with this process; returns its id."""
+    """Start an engine, see ``forked``."""
+    return forked(drawn.folder / "log", lambda: _answer(drawn, more, client))
+
+
+def forked(log: Path, act: Callable[[], object]) -> int:
+    """Call ``act`` in a process group of its own, which ends with this process, its stderr at the end of ``log``;
+    returns its id. Its exit status is 0 where nothing was raised."""
     sys.stdout.flush()
     campaign = os.getpid()
     if pid := os.fork():
@@ -253,9 +262,9 @@ def _engine(drawn: Round, more: dict[str, Any], client: Path) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != campaign:  # it was killed before that
             return os._exit(status)
-        with (drawn.folder / "log").open("a") as log:
-            os.dup2(log.fileno(), 2)
-        _answer(drawn, more, client)
+        with log.open("a") as file:
+            os.dup2(file.fileno(), 2)
+        act()
         status = 0
     except BaseException:
         traceback.print_exc()
