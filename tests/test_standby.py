@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -28,10 +30,6 @@ PATIENCE_SECONDS = 60
 def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="standby: what is to go on is found by --journal: give one"):
         EngineConfig(stands_by=True, session="a", r_workers="localhost:1")
-    with pytest.raises(ConfigError, match="standby works with one rank so far, and tensor_parallel_size is 2"):
-        EngineConfig(
-            stands_by=True, session="a", journal="j", r_workers="localhost:1,localhost:2", tensor_parallel_size=2
-        )
     assert main(["serve", "--standby", "a", "--session", "b"]) == 2
     assert "--session 'b' and --standby 'a': give one" in capsys.readouterr().err
 
@@ -112,3 +110,65 @@ def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
     assert tokens == whole["choices"][0]["logprobs"]["tokens"]
+
+
+def with_ranks(pid: int) -> list[int]:
+    """A server's process and those of its other ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return [pid, *found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        ("SIGKILL", (2, 2)),
+        ("SIGSTOP", (2, 2)),
+        pytest.param("SIGKILL", (2, 1), marks=pytest.mark.thorough),
+        pytest.param("SIGKILL", (1, 2), marks=pytest.mark.thorough),
+        pytest.param("SIGSTOP", (2, 1), marks=pytest.mark.thorough),
+    ],
+)
+def test_a_standby_of_ranks_takes_over(tmp_path: Path, way: str, ranks: tuple[int, int]) -> None:
+    """From all ranks of a server, killed or stopped at once; where both have as many, what R-workers have is kept. Of
+    those that were stopped none goes on."""
+    asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+    with ExitStack() as stack:
+        addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
+        common = ("--r-workers", addresses, "--keep-session", "60", "--journal", str(tmp_path / "journal"))
+        common = (*common, "--dtype", "float32", "--tensor-parallel-size")
+        first = stack.enter_context(server(tmp_path, "first", *common, str(ranks[0]), "--session", "s"))
+        second = stack.enter_context(server(tmp_path, "second", *common, str(ranks[1]), "--standby", "s"))
+        group = with_ranks(first.process.pid)
+        assert len(group) == ranks[0]
+        while "stands by for session s: R-worker" not in second.log.read_text():
+            assert second.process.poll() is None, second.log.read_text()
+            time.sleep(0.05)
+        client = Client("/v1/completions", asked, "a")
+        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(client.read, first.url)
+        while len(client.events) < 20:
+            assert not reading.done() and first.process.poll() is None
+            time.sleep(0.005)
+        for pid in group:
+            os.kill(pid, getattr(signal, way))
+        start = time.monotonic()
+        wait_for(second, 200)
+        print(f"took over {time.monotonic() - start:.2f} s after {way}")
+        if way == "SIGSTOP":
+            for pid in group:
+                os.kill(pid, signal.SIGCONT)
+            assert first.process.wait(PATIENCE_SECONDS) == 1
+            assert re.search(r"session (s went on|goes on) with|is lost", first.log.read_text()), first.log.read_text()
+        reading.result()
+        assert not client.ended
+        client.read(second.url)
+        _, whole = second.request("/v1/completions", asked)
+        log = second.log.read_text()
+    assert client.ended and ("has kept" in log) == (ranks[0] == ranks[1]), log
+    assert (
+        "".join(choice["text"] for event in client.events for choice in event["choices"]) == whole["choices"][0]["text"]
+    )

@@ -120,10 +120,6 @@ def _check_session(config: EngineConfig) -> None:
         raise ConfigError(f"session must be a name of at most {MAX_SESSION} characters, not {config.session!r:.80}")
     if config.session is not None and config.r_worker_spec.kind != "tcp":
         raise ConfigError(f"session: R-workers at host:port outlive an S-worker, and r_workers is {config.r_workers}")
-    if config.stands_by and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"standby works with one rank so far, and tensor_parallel_size is {config.tensor_parallel_size}"
-        )
     for name in ("session", "journal") if config.stands_by else ():
         if getattr(config, name) is None:
             raise ConfigError(f"standby: what is to go on is found by --{name}: give one")

@@ -46,15 +46,19 @@ class Member:
     Every method is called on all ranks at the same time, and returns the same on all.
     """
 
-    def __init__(self, rank: Rank, pool: Group) -> None:
-        self.rank, self.pool = rank, pool
+    def __init__(self, rank: Rank, pool: Group, in_turn: bool = False) -> None:
+        """``in_turn``: the first rank's group is opened before the others', so that of two jobs that want the same
+        R-workers the one that gets the first of these has all."""
+        self.rank, self.pool, self._in_turn = rank, pool, in_turn
         self._seconds_ahead = [np.inf] * rank.size
         self._gone: set[int] = set()
         self._exported: np.ndarray | None = None
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         """All groups for the heads of their ranks; the logical R-workers."""
-        groups = self._compare(lambda: {"infos": [asdict(info) for info in self.pool.open(layout)]})
+        ranks = range(self.rank.size)
+        turns: list[Sequence[int]] = [ranks[:1], ranks[1:]] if self._in_turn else [ranks]
+        groups = [each for turn in turns for each in self._open_groups(turn, layout)]
         counts = [len(group["infos"]) for group in groups]
         if len(set(counts)) > 1:
             raise BackendError(
@@ -126,6 +130,12 @@ class Member:
         """Let the R-worker go in all groups."""
         self._gone.add(worker)
         self.pool.dismiss(worker)
+
+    def _open_groups(self, ranks: Sequence[int], layout: KVLayout) -> list[dict[str, Any]]:
+        """What those of ``ranks`` say of themselves."""
+        opens = self.rank.index in ranks
+        answers = self._compare(lambda: {"infos": list(map(asdict, self.pool.open(layout)))} if opens else {})
+        return [answers[rank] for rank in ranks]
 
     def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
         """What each R-worker has in all groups of a session that goes on; this group forgets what others lack."""

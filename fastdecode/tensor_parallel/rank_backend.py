@@ -35,6 +35,7 @@ class TensorParallelBackend:
         self._member, self._lifelines = member, lifelines
         self._untold: Controls | None = None
         self._open = False
+        self._has_all = False
         self._broken = False
         self._asked = 0.0
 
@@ -45,7 +46,9 @@ class TensorParallelBackend:
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         with self._talking():
-            return self._member.open(layout)
+            r_workers = self._member.open(layout)
+        self._has_all = True
+        return r_workers
 
     def begin_prompts(self, num_tokens: int) -> None:
         """Have the other ranks attend prompts of ``num_tokens`` tokens; their last preparation."""
@@ -134,9 +137,12 @@ class TensorParallelBackend:
             self._tell(Message("forget", {"sequence_id": sequence_id}))
 
     def close(self) -> None:
+        """See ``AttentionBackend.close``. Ranks that could not open their R-workers have closed theirs already, and may
+        be told of another backend."""
         with interrupts_deferred():
             with contextlib.suppress(RankLostError):
-                self._tell(Message("close"))
+                if self._has_all:
+                    self._tell(Message("close"))
             if self._broken:
                 self.pool.break_off()
             self._broken = True

@@ -15,10 +15,12 @@ from typing import ClassVar
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.backends import make_backend, make_prompt_backend, pool_layout
-from fastdecode.core.errors import FastDecodeError, RankLostError
+from fastdecode.core.errors import BackendError, FastDecodeError, RankLostError
+from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import RWorkerInfo
 from fastdecode.engine_setup import pin_s_worker
 from fastdecode.journal.records import Run
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
@@ -65,7 +67,8 @@ class Ranks:
 
     def backend(self, pool: AttentionBackend) -> TensorParallelBackend:
         """``pool`` and those of the other ranks as one."""
-        return TensorParallelBackend(Member(self.rank, pool), self._lifelines)  # type: ignore[arg-type]
+        member = Member(self.rank, pool, self.config.stands_by)  # type: ignore[arg-type]
+        return TensorParallelBackend(member, self._lifelines)
 
     def tell(self, run: Run) -> None:
         """Have the other ranks know the journal's ``run``, which they name to their R-workers."""
@@ -166,13 +169,10 @@ class Follower:
         self._rank, self._cleanup = rank, contextlib.ExitStack()
         set_threads(pin_s_worker(config))
         model = SModel(config, rank)
-        run = Run(**Message.decode(rank.broadcast()).told)
-        part = model.identity_of_part
-        pool: Group = make_backend(config, config.r_core_list or usable_cores(), model=part, run=run)  # type: ignore[assignment]
-        self._cleanup.push(lambda kind, error, trace: pool.break_off() if error else pool.close())
-        self._member = Member(rank, pool)
         layout = pool_layout(config, model.layout, on_one_machine)
-        r_workers = self._member.open(layout)
+        self._member, r_workers = self._join(config, model.identity_of_part, layout)
+        pool = self._member.pool
+        self._cleanup.push(lambda kind, error, trace: pool.break_off() if error else pool.close())
         message = Message.decode(rank.broadcast())
         if message.kind == "close":
             raise RankLostError("rank 0 ended before it was ready")
@@ -191,6 +191,24 @@ class Follower:
         if config.speculative and config.speculative.method == "early_exit":
             first = model.first_layers(config.speculative.num_layers)
             self._computes["first layers"] = self._s_worker.beside(first, model.layout, pool)
+
+    def _join(self, config: EngineConfig, part: str, layout: KVLayout) -> tuple[Member, list[RWorkerInfo]]:
+        """This rank's R-workers, open for the run that rank 0 names, and all logical ones. A job that stands by tries
+        again and again, and these are asked once rank 0 has the session: then they are its due."""
+        while (message := Message.decode(self._rank.broadcast())).kind == "run":
+            cores = config.r_core_list or usable_cores()
+            pool: Group = make_backend(config, cores, model=part, run=Run(**message.told))  # type: ignore[assignment]
+            member = Member(self._rank, pool, config.stands_by)
+            try:
+                return member, member.open(layout)
+            except BackendError:
+                pool.close()
+                if not config.stands_by:
+                    raise
+            except BaseException:
+                pool.close()
+                raise
+        raise RankLostError("rank 0 ended before it was ready")
 
     def run(self) -> None:
         """Do what rank 0 says until it says no more."""
