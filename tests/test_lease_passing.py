@@ -87,8 +87,7 @@ def test_one_opens_without_an_r_worker_that_is_gone(
     key_file: Path, security: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where that was killed with the S-worker before; the other has kept what it had."""
-    monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 1.0)
-    monkeypatch.setattr("fastdecode.cluster.wire.handshake.PROOF_SECONDS", 1.0)
+    monkeypatch.setattr("fastdecode.cluster.links.tcp.MEETING_SECONDS", 0.5)
     arguments = ("--key-file", str(key_file), "--security", security) if security else ()
     with r_workers.listening(*arguments) as (gone, lost), r_workers.listening(*arguments) as (_, address):
         (first := backend(f"{lost},{address}", key_file, security)).open(contract.LAYOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,10 @@ GREETING_BYTES = 10
 SETTLE_SECONDS = LEASE_SECONDS + 0.5
 """From the moment in which one R-worker notices that an S-worker is gone to that in which all have."""
 
+MEETING_SECONDS = 3.0
+"""Of one that stands by, until an R-worker's host has taken its connection, for which that needs no Python: one that
+only starts may come back."""
+
 GREETING_SECONDS = 2.0
 """Most time to a ZeroMQ socket's greeting, which needs no Python on the other end."""
 
@@ -38,7 +43,8 @@ class TcpBackend(PoolBackend):
     ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
     ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear. ``silence_seconds``: after which
     an R-worker is lost; one that listens again later is taken again. ``lease``: what R-workers are asked to keep.
-    ``in_order``: they are opened one after another, so that of two that want them the first R-worker's choice has all.
+    ``in_order``: they are opened one after another, so that of two that want them the first R-worker's choice has all;
+    one that does not even take the connection for ``MEETING_SECONDS`` is lost.
     ``may_miss``: ``open`` goes on without those that are lost, as where they were killed with the engine before.
     """
 
@@ -55,7 +61,8 @@ class TcpBackend(PoolBackend):
     ) -> None:
         link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
         if lease is not None:
-            link = partial(link, patience_seconds=LEASE_SECONDS, beats=True)
+            meeting = MEETING_SECONDS if in_order else math.inf
+            link = partial(link, patience_seconds=LEASE_SECONDS, beats=True, meeting_seconds=meeting)
         self._in_order, self._misses = in_order, may_miss
         seconds = [TAKE_SECONDS] * len(addresses)
         if lease is not None and lease.waits:
@@ -144,14 +151,20 @@ def connect(
     silence_seconds: float = SILENCE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
     beats: bool = False,
+    meeting_seconds: float = math.inf,
 ) -> Link:
     """A link to the R-worker at ``address`` ("host:port"), which waits ``patience_seconds`` for a sign of life of this
-    process. ``beats``: so that it knows a stopped process from a busy one, too.
+    process. ``beats``: so that it knows a stopped process from a busy one, too. ``meeting_seconds``: after which one
+    that answers no handshake counts as gone.
 
     BackendError where the two sides do not share a key.
     """
     channel = ZmqChannel(
-        address, security.curve_secret, silence_seconds=silence_seconds, patience_seconds=patience_seconds
+        address,
+        security.curve_secret,
+        silence_seconds=silence_seconds,
+        patience_seconds=patience_seconds,
+        meeting_seconds=meeting_seconds,
     )
     channel.diagnose = partial(_diagnose, address)
     link = Link(proven(channel, security, address))

@@ -135,14 +135,16 @@ class ZmqChannel(_Socket):
         role: str = S_WORKER,
         silence_seconds: float = SILENCE_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
+        meeting_seconds: float = math.inf,
     ) -> None:
         """``role``: this side's. The connection ends where nothing is heard for ``silence_seconds``, and there where
-        nothing is heard of this side for ``patience_seconds``."""
+        nothing is heard of this side for ``patience_seconds``. It fails where no handshake succeeds within
+        ``meeting_seconds``."""
         super().__init__(zmq.DEALER, FRAME_LIMIT, 0)
         _send_heartbeats(self.socket, silence_seconds, patience_seconds)
         self.diagnose: Callable[[], str] = lambda: ""
         self._next_diagnosis = time.monotonic() + HANDSHAKE_SECONDS
-        self._connected = False
+        self._connected, self._meets_until = False, time.monotonic() + meeting_seconds
         if secret is not None:
             self.socket.curve_serverkey = _use_curve(self.socket, secret, role)
         try:
@@ -203,6 +205,8 @@ class ZmqChannel(_Socket):
             raise ConnectionError(
                 "the two sides do not agree on a key: the same --key-file and --security, or neither, must be on both"
             )
+        if now > self._meets_until:
+            raise ConnectionError("nobody answers there")
 
 
 class Beats:

@@ -71,8 +71,12 @@ class Ranks:
         return TensorParallelBackend(member, self._lifelines)
 
     def tell(self, run: Run) -> None:
-        """Have the other ranks know the journal's ``run``, which they name to their R-workers."""
-        self.rank.broadcast(Message("run", asdict(run)).encode())
+        """Have the other ranks know the journal's ``run``, which they name to their R-workers; RankLostError where one
+        is gone."""
+        try:
+            self.rank.broadcast(Message("run", asdict(run)).encode())
+        except RuntimeError as error:  # of torch.distributed
+            raise RankLostError(self._lifelines.describe(error)) from error
 
     def close(self) -> None:
         """End the processes that were started; may be called twice."""
