@@ -81,7 +81,7 @@ class PoolBackend:
             for index, info in enumerate(infos):
                 self.workers[index], infos[index] = self._with_states(self.workers[index], info)
         except BaseException:
-            self.close()
+            self._leave_unopened()
             raise
         self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
         self._arithmetic.add(infos)
@@ -94,6 +94,10 @@ class PoolBackend:
         if not self._keeper or not self._parts:
             return worker, info
         return self._keeper.pair(worker, self._parts), paired_info(info)
+
+    def _leave_unopened(self) -> None:
+        """Where not all could be opened."""
+        self.close()
 
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
         """All at once."""

@@ -102,3 +102,22 @@ def test_one_opens_without_an_r_worker_that_is_gone(
         assert works(found[0])
         found[0].close()
     assert f"R-worker {lost} is lost" in caplog.text and "the others go on without it" in caplog.text
+
+
+def test_what_one_took_that_did_not_get_all_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two R-workers serves another session."""
+    monkeypatch.setattr("fastdecode.cluster.links.tcp.SETTLE_SECONDS", 0.2)
+    with r_workers.listening() as (_, one), r_workers.listening() as (_, two):
+        (first := backend(one, None, None)).open(contract.LAYOUT)
+        assert works(first)
+        first.break_off()
+        (other := TcpBackend([two], 16)).open(contract.LAYOUT)
+        for _ in range(2):
+            time.sleep(0.1)
+            with pytest.raises(BusyError, match="serves another S-worker"):
+                backend(f"{one},{two}", None, None, waits=True).open(contract.LAYOUT)
+        other.close()
+        end = time.monotonic() + PATIENCE_SECONDS
+        found = asks_until(lambda: time.monotonic() < end, lambda: backend(f"{one},{two}", None, None, waits=True))
+        assert found and [info.kept_of for info in found[1]] == ["first", ""]
+        found[0].close()

@@ -73,6 +73,19 @@ def test_what_is_kept_is_freed_for_one_that_is_no_heir(other: Hello) -> None:
         worker.sequence_ids()
 
 
+def test_one_that_did_not_get_all_of_its_r_workers_leaves_what_it_found() -> None:
+    """To the heir of the one before; what it has worked with is its own heir's."""
+    lease = Lease()
+    worker = lease.open(hello(), make)
+    lease.leave(worker, is_broken=True)
+    for fingerprint in ("second", "third"):
+        assert lease.open(hello("first", fingerprint=fingerprint), make) is worker and lease.kept_of == "first"
+        lease.leave(worker, is_broken=True, is_untouched=True)
+    assert lease.open(hello("first", fingerprint="fourth"), make) is worker and lease.epoch == 4
+    lease.leave(worker, is_broken=True)
+    assert lease.open(hello("fourth", fingerprint="fifth"), make) is worker
+
+
 def test_what_prefill_workers_were_storing_is_not_kept() -> None:
     lease = Lease()
     worker = lease.open(hello(), make)

@@ -84,6 +84,10 @@ class TcpBackend(PoolBackend):
                 worker.link.begin_beats()
         return found
 
+    def _leave_unopened(self) -> None:
+        """Without a word: what R-workers have kept is for the next one that tries."""
+        self.break_off()
+
     def _may_miss(self, worker: PoolWorker) -> bool:
         """See ``PoolBackend``."""
         return self._misses or super()._may_miss(worker)

@@ -48,6 +48,7 @@ class Lease:
         self.journal = SessionJournal()
         self._name, self._last_epoch, self._holder = "", 0, ""
         self._served: Hello | None = None
+        self._heir_of: Hello | None = None
         self._kept: _rworker.RWorker | None = None
         self._until = 0.0
 
@@ -63,6 +64,7 @@ class Lease:
         before = self._served.lease if self._served else None
         goes_on = kept is not None and asked is not None and asked.epoch == 0 and self._fits(hello)
         self.kept_of = before.fingerprint if before and goes_on else ""
+        self._heir_of = self._served if goes_on else None
         if asked is None or asked.session != self._name:
             self.journal.clear()
         if kept is not None and not goes_on:
@@ -88,8 +90,9 @@ class Lease:
             return False
         return not asked.waits or has_stopped()
 
-    def leave(self, worker: _rworker.RWorker, is_broken: bool) -> None:
-        """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while.
+    def leave(self, worker: _rworker.RWorker, is_broken: bool, is_untouched: bool = False) -> None:
+        """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while. It
+        is for the heir of the one before where it ``is_untouched``: this one did not get all of its R-workers.
 
         What prefill workers were storing is not: nothing brings the rest of those prompts any more. The journal is kept
         however it went: an S-worker that leaves nothing undone has emptied it.
@@ -101,6 +104,8 @@ class Lease:
             worker.close()
             return
         _release(worker, worker.incoming_ids())
+        if is_untouched and self._heir_of is not None:
+            self._served = self._heir_of
         self._kept, self._until = worker, time.monotonic() + asked.keep_seconds
         log.info("session %s: what it has here is kept for %g s", asked.session, asked.keep_seconds)
 

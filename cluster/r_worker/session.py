@@ -110,7 +110,7 @@ class Session:
         self._worker: _rworker.RWorker | None = None
         self._slots: PayloadSlots | None = None
         self._incoming: _Incoming | None = None
-        self._over = False
+        self._over, self._is_untouched = False, True
         self._refused: set[str] = set()
         self._handlers: dict[Kind, Callable[[Frame], None]] = {
             Kind.HELLO: self._open,
@@ -145,7 +145,7 @@ class Session:
             if self._worker:
                 if self._slots:
                     self._worker.abandon_step()
-                self._lease.leave(self._worker, is_broken)
+                self._lease.leave(self._worker, is_broken, self._is_untouched)
             self._vitals.closed()
 
     @property
@@ -263,6 +263,7 @@ class Session:
                 f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
                 f"{PAYLOAD_LIMIT:,} and {FRAME_LIMIT:,} at most"
             )
+        self._is_untouched = False
         begin_step(self._open_worker, plan)
         try:
             self._link.place(slots)
@@ -313,6 +314,7 @@ class Session:
 
     def _import(self, frame: Frame) -> None:
         sequence_id, start, num_tokens, num_bytes = self._numbers(frame, IMPORT)
+        self._is_untouched = False
         worker = self._open_worker
         room = worker.blocks_free * block_bytes(self._layout, worker.block_size)
         if not 0 <= num_bytes <= room:

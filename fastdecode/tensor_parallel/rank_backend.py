@@ -143,7 +143,7 @@ class TensorParallelBackend:
             with contextlib.suppress(RankLostError):
                 if self._has_all:
                     self._tell(Message("close"))
-            if self._broken:
+            if self._broken or not self._has_all:
                 self.pool.break_off()
             self._broken = True
             self.pool.close()

@@ -205,13 +205,10 @@ class Follower:
             member = Member(self._rank, pool, config.stands_by)
             try:
                 return member, member.open(layout)
-            except BackendError:
-                pool.close()
-                if not config.stands_by:
+            except BaseException as error:
+                pool.break_off()
+                if not (config.stands_by and isinstance(error, BackendError)):
                     raise
-            except BaseException:
-                pool.close()
-                raise
         raise RankLostError("rank 0 ended before it was ready")
 
     def run(self) -> None:
