@@ -100,12 +100,12 @@ def planner(**changed: Any) -> Planner:
 
 
 def test_r_workers_read_and_write_states() -> None:
-    """A row takes as long as reading two of its states, whatever the context; of a prompt an eighth of that."""
+    """A row takes as long as reading two of its states, whatever the context; of a prompt a third of that."""
     host = find_cpu_host("epyc-7452")
     part = host_r_part(NEXT, "bfloat16", host)
     once = 2 * NEXT.state_bytes_per_sequence / host.read_bytes_per_second.achieved
     assert NEXT.num_layers * part.row_seconds == pytest.approx(once)
-    assert NEXT.num_layers * part.seconds(0, 3, 16) == pytest.approx(5 * once)
+    assert NEXT.num_layers * part.seconds(0, 3, 6) == pytest.approx(5 * once)
     plain = replace(NEXT, state=None, num_layers=12)
     attended = 12 * host_r_part(plain, "bfloat16", host).seconds_per_token
     assert NEXT.num_layers * part.seconds_per_token == pytest.approx(attended)
@@ -113,11 +113,11 @@ def test_r_workers_read_and_write_states() -> None:
 
 
 def test_measured_states_count_beside_rows() -> None:
-    """A step of 5 rows and 16 of a prompt, layer by layer: 36 advance states, 12 attend; 8 rows of a prompt as one."""
+    """A step of 5 rows and 16 of a prompt, layer by layer: 36 advance states, 12 attend; 3 rows of a prompt as one."""
     rows, state = RPart(1e-9, 2e-6, 3e-7), (5e-6, 4e-5)
     part = beside_states(rows, NEXT, state, prompt_context=100.0)
     attending = 12 * (rows.seconds(7000, 5) + 16 * (3e-7 + 100 * 1e-9))
-    recurrent = 36 * (state[0] + (5 + 16 / 8) * state[1])
+    recurrent = 36 * (state[0] + (5 + 16 / 3) * state[1])
     assert NEXT.num_layers * part.seconds(7000, 5, 16) == pytest.approx(attending + recurrent)
 
 
@@ -163,15 +163,15 @@ def test_states_with_the_s_worker_take_its_time_and_no_link() -> None:
     model = planner(r_part=r_part, states=states, num_mini_batches=2).step_model(3)
     stages = model.stages(Load(60, 40, 7000))
     own = GpuSPart(NEXT, gpu).layer_seconds(30)
-    moved = (20 + 10 / 8) * 2 * NEXT.state_bytes_per_sequence / gpu.kv_bytes_per_second.achieved
+    moved = (20 + 10 / 3) * 2 * NEXT.state_bytes_per_sequence / gpu.kv_bytes_per_second.achieved
     assert NEXT.num_layers * stages.s_part == pytest.approx(NEXT.num_layers * own + moved)
     assert NEXT.num_layers * stages.r_part == pytest.approx(48 * r_part.seconds_per_token * 7000 / 6)
 
 
 def test_measured_states_with_the_s_worker() -> None:
-    """36 calls of 5 sequences' rows and 16 of a prompt; an R-worker's mean layer has its attention alone."""
+    """36 calls of 5 sequences' rows and 6 of a prompt; an R-worker's mean layer has its attention alone."""
     states = StatesHere.as_measured(HERE, (5e-6, 4e-5))
-    assert NEXT.num_layers * states.seconds(5, 16) == pytest.approx(36 * (5e-6 + 7 * 4e-5))
+    assert NEXT.num_layers * states.seconds(5, 6) == pytest.approx(36 * (5e-6 + 7 * 4e-5))
     part = beside_states(RPart(1e-9, 2e-6, 3e-7), HERE, (0.0, 0.0))
     assert NEXT.num_layers * part.seconds(7000, 5) == pytest.approx(12 * (2e-6 + 5 * 3e-7 + 7000e-9))
     way = Transport(10.0, (1e9,), 8e-5).of_layers(HERE.sent_share)
