@@ -10,7 +10,6 @@ namespace {
 constexpr std::int64_t kItemRows = 48;  // rows that read a head's weights together
 constexpr std::int64_t kMultiplyAddsPerByte = 4;  // in the time in which one is read
 
-std::int64_t round_up16(std::int64_t n) { return (n + 15) / 16 * 16; }
 
 std::int64_t num_chunks(const HeadRows& rows) { return (rows.num_rows + kItemRows - 1) / kItemRows; }
 

@@ -107,8 +107,10 @@ void KVCache::edit_layer(std::int64_t layer) const {
 void KVCache::commit_step() {
     for (const std::int64_t id : grown_) {
         Sequence& sequence = sequences_.at(id);
+        if (sequence.kept && sequence.kept.use_count() == 1) sequence.spare = std::move(sequence.kept);
         sequence.kept = std::move(sequence.coming);
         sequence.first_kept = 0;
+        sequence.kept_lone = sequence.coming_lone;
         sequence.num_kept = sequence.kept ? sequence.pending_length - sequence.length : 0;
         sequence.length = sequence.pending_length;
         sequence.born_in_step = false;
@@ -170,6 +172,7 @@ void KVCache::fork(const Control& control) {
     for (std::int64_t i = 0; i < (source.state_blocks.empty() ? 0 : states_.num_filled()); ++i)
         edits_.push_back({source.state_blocks[i], copy.state_blocks[i], -1});
     copy.kept = source.kept, copy.first_kept = source.first_kept, copy.num_kept = source.num_kept;
+    copy.kept_lone = source.kept_lone;
     remember(control.sequence_id);
     sequences_.emplace(control.sequence_id, std::move(copy));
 }
@@ -242,7 +245,8 @@ void KVCache::grow(const Span& span) {
     sequence.pending_length = length + span.num_rows;
     const std::int64_t least = span.mode == SpanMode::attend ? states_.least_kept() : 1;
     if (span.num_rows >= least && span.num_rows <= states_.most_kept())
-        sequence.coming = KeptRows(new std::uint8_t[states_.kept_bytes()]);
+        sequence.coming = sequence.spare ? std::move(sequence.spare) : KeptRows(new std::uint8_t[states_.kept_bytes()]);
+    sequence.coming_lone = sequence.coming && span.num_rows == 1 && span.mode == SpanMode::attend;
     grown_.push_back(span.sequence_id);
     while (std::int64_t(sequence.blocks.size()) < blocks_for(sequence.pending_length))
         sequence.blocks.push_back(pool_.take());

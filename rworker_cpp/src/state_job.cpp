@@ -7,15 +7,7 @@ namespace rworker {
 namespace {
 
 constexpr std::int64_t kItemsPerThread = 16;  // so that threads end at about the same time
-constexpr std::int64_t kRowsPerReading = 8;  // a row's arithmetic takes as long as reading an eighth of the state
-constexpr std::int64_t kLineFloats = 16;
-
-/// The first float of `floats` that begins a line of 64 bytes; they have kLineFloats more than are needed.
-float* first_line(std::vector<float>& floats) {
-    const auto place = reinterpret_cast<std::uintptr_t>(floats.data());
-    return floats.data() + (64 - place % 64) % 64 / sizeof(float);
-}
-
+constexpr std::int64_t kRowsPerReading = 3;  // rows of a prompt that take as long as reading and writing the state
 }  // namespace
 
 const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
@@ -33,11 +25,19 @@ const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
 
 StateJob::StateJob(const KVCache& cache, const StateKernels& kernels, DType dtype, int num_threads)
     : cache_(cache), kernels_(kernels), dtype_(dtype), hands_(num_threads) {
-    std::int64_t floats = 0;
-    for (const LayerSpec& layer : cache.layers())
-        if (layer.state)
-            floats = std::max(floats, state_scratch_floats(layer.state->key_dim, layer.state->value_dim, layer.state->taps));
-    for (Hand& hand : hands_) hand.scratch.resize(floats + kLineFloats);
+    std::int64_t floats = 0, keys = 0, values = 0;
+    for (const LayerSpec& layer : cache.layers()) {
+        if (!layer.state) continue;
+        const StateSpec& state = *layer.state;
+        floats = std::max(floats, state_scratch_floats(state.key_dim, state.value_dim, state.taps));
+        keys = std::max(keys, state_shared_floats(state.key_dim, 1));
+        values = std::max(values, round_up16(state.value_dim));
+    }
+    for (Hand& hand : hands_) {
+        hand.scratch.resize(floats + kLineFloats);
+        for (std::vector<float>& each : hand.lone.keys) each.resize(keys + kLineFloats);
+        for (std::vector<float>& each : hand.lone.values) each.resize(values + kLineFloats);
+    }
 }
 
 void StateJob::plan(std::span<const Span> spans) {
@@ -46,7 +46,7 @@ void StateJob::plan(std::span<const Span> spans) {
     for (const Span& span : spans) {
         const Sequence& of = cache_.sequence(span.sequence_id);
         rows_.push_back({of.state_blocks.data(), first, span.num_rows, span.context_len, of.kept.get(), of.first_kept,
-                         of.num_kept, of.coming.get(), span.mode == SpanMode::attend});
+                         of.num_kept, of.coming.get(), span.mode == SpanMode::attend, of.kept_lone && of.num_kept == 1});
         first += span.num_rows;
     }
     reserve_counters();
@@ -55,7 +55,7 @@ void StateJob::plan(std::span<const Span> spans) {
 void StateJob::plan(std::int64_t sequence_id, std::int64_t count) {
     const Sequence& of = cache_.sequence(sequence_id);
     const std::int64_t position = of.length - of.num_kept + count;
-    rows_ = {{of.state_blocks.data(), 0, 0, position, of.kept.get(), of.first_kept, count, nullptr, false}};
+    rows_ = {{of.state_blocks.data(), 0, 0, position, of.kept.get(), of.first_kept, count, nullptr, false, false}};
     reserve_counters();
 }
 
@@ -81,6 +81,7 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     const std::size_t shared = state_shared_floats(spec_->key_dim, most_rows) + kLineFloats;
     for (Hand& hand : hands_) {
         hand.convolved = {}, hand.next.number = -1;
+        hand.lone.convolved = {}, hand.lone.made = -1;
         if (hand.shared.size() < shared) hand.shared.resize(shared);
     }
     const std::int64_t head_bytes = spec_->value_dim * (spec_->key_dim * item_bytes(spec_->dtype) + 4 * (spec_->taps - 1));
@@ -204,17 +205,32 @@ void StateJob::run(std::int64_t item, std::int64_t next_item, int thread) noexce
 }
 
 void StateJob::run_head(std::int64_t number, std::int64_t next, int thread) {
-    thread_local Aside aside;
-    const StateSpec& spec = *spec_;
     const StatePlaces& places = cache_.states();
-    const Rows& rows = rows_[number / spec.heads];
-    const std::int64_t head = number % spec.heads, group = head / spec.heads_per_group();
+    const Rows& rows = rows_[number / spec_->heads];
+    const std::int64_t head = number % spec_->heads, group = head / spec_->heads_per_group();
     Hand& hand = hands_[thread];
     if (hand.next.number == number)
         std::swap(hand.here, hand.next);
     else
         find(number, hand.here);
     look_ahead(next, hand);
+    if (rows.coming && head == 0)
+        std::memcpy(rows.coming + places.kept_offset(layer()), payload_of(rows), rows.count * row_bytes());
+    is_lone(rows) ? run_lone(number, next, hand) : run_rows(number, hand);
+    const std::int64_t key_dim = spec_->key_dim, value_dim = spec_->value_dim;
+    keep({spec_->first_value() + head * value_dim, int(value_dim), hand.here.value.data()}, rows);
+    if (spec_->groups == 0) return;
+    std::atomic<std::int32_t>& left = heads_left_[number / spec_->heads * spec_->groups + group];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    keep({spec_->first_query() + group * key_dim, int(key_dim), hand.here.query.data()}, rows);
+    keep({spec_->first_key() + group * key_dim, int(key_dim), hand.here.key.data()}, rows);
+}
+
+/// Any rows of a head, but a lone one.
+void StateJob::run_rows(std::int64_t number, Hand& hand) const {
+    thread_local Aside aside;
+    const Rows& rows = rows_[number / spec_->heads];
+    find_matrix(hand.here);
     StateArgs args = args_of(rows, hand.here);
     args.next_reads = hand.next_reads.data();
     args.num_next_reads = int(hand.next_reads.size());
@@ -223,22 +239,41 @@ void StateJob::run_head(std::int64_t number, std::int64_t next, int thread) {
     const StateArgs here = args;
     const bool computes = rows.attends || (rows.count && !rows.coming), together = computes && goes_together(rows);
     const bool shareable = together || (computes && !rows.num_kept);
-    const Convolved convolved = shareable ? Convolved{number / spec.heads, group} : Convolved{};
+    const Convolved of{number / spec_->heads, number % spec_->heads / spec_->heads_per_group()};
+    const Convolved convolved = shareable ? of : Convolved{};
     args.shares = shareable && convolved == hand.convolved;
     hand.convolved = convolved;
-    if (rows.coming && head == 0)
-        std::memcpy(rows.coming + places.kept_offset(layer()), payload_of(rows), rows.count * row_bytes());
     if (together)
         put_together(rows, args);
     else
         set_apart(rows, computes, here, aside, args);
     if (computes) rows.attends ? kernels_.advance(args) : advance_silently(args);
-    keep(here.value, rows);
-    if (spec.groups == 0) return;
-    std::atomic<std::int32_t>& left = heads_left_[number / spec.heads * spec.groups + group];
-    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    keep(here.query, rows);
-    keep(here.key, rows);
+}
+
+/// One row that attends, of `delta` or `scan`; where the next head has one too, its inputs are made meanwhile.
+void StateJob::run_lone(std::int64_t number, std::int64_t next, Hand& hand) const {
+    const Rows& rows = rows_[number / spec_->heads];
+    Lone& lone = hand.lone;
+    if (rows.num_kept && !rows.is_pending) {
+        find_matrix(hand.here);
+        StateArgs kept = args_of(rows, hand.here);
+        kept.scratch = first_line(hand.scratch);
+        kept.shared = first_line(hand.shared);
+        advance_kept(kept, rows);
+        hand.convolved = {};
+    }
+    StateArgs args = lone.made == number ? lone.args : lone_args(number, hand.here, hand);
+    args.made = lone.made == number;
+    lone.made = -1;
+    if (next >= 0 && is_lone(rows_[next / spec_->heads])) {
+        lone.args = lone_args(next, hand.next, hand);
+        args.next = &lone.args;
+        lone.made = next;
+    }
+    args.next_reads = hand.next_reads.data();
+    args.num_next_reads = int(hand.next_reads.size());
+    args.num_next_inputs = hand.num_next_inputs;
+    kernels_.advance_lone(args);
 }
 
 void settle_state(KVCache& cache, const StateKernels& kernels, DType dtype, std::int64_t sequence_id, std::int64_t num_tokens) {

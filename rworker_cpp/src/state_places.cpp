@@ -5,6 +5,14 @@
 #include <string>
 
 namespace rworker {
+namespace {
+
+std::int64_t pending_floats(const StateSpec& state) {
+    return state.groups * round_up16(state.key_dim) + state.heads * round_up16(state.value_dim);
+}
+
+}  // namespace
+
 void check_state(const StateSpec& spec, const char* name) {
     constexpr std::int64_t kMost = 1 << 12;
     const std::string of = std::string(name) + "state: ";
@@ -35,8 +43,8 @@ StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector
         if (layer.state) row_floats_ = std::max(row_floats_, row_floats(*layer.state));
         if (layer.state) most_kept_ = std::max(most_kept_, layer.state->kept_rows);
         keeps_single_ |= layer.state && layer.state->keeps_single;
-        kept_offsets_.push_back(kept_offsets_.back() + (layer.state ? 4 * (layer.state->channels() + layer.state->numbers()) : 0));
     }
+    place_kept(layers);
     if (row_floats_ == 0) return;
     for (const LayerSpec& layer : layers) {
         first_rows_.push_back(num_rows_);
@@ -47,14 +55,28 @@ StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector
     }
     first_rows_.push_back(num_rows_);
     for (const LayerLayout& layout : layouts)
-        for (std::int64_t i = 0; i < layout.block_bytes / (4 * row_floats_); ++i)
-            places_.push_back({layout.region_offset_bytes + i * 4 * row_floats_, layout.block_bytes});
+        for (std::int64_t i = 0, all = layout.block_bytes / (4 * row_floats_); i < all; ++i)
+            places_.push_back({layout.region_offset_bytes + i * 4 * row_floats_, layout.block_bytes, all - i});
     require(!places_.empty(), "a block has no room for a row of a state, " + std::to_string(4 * row_floats_) +
                                   " bytes in one layer; give a larger block_size");
     num_filled_ = (num_rows_ + std::int64_t(places_.size()) - 1) / std::int64_t(places_.size());
     std::int64_t block_bytes = 0;
     for (const LayerLayout& layout : layouts) block_bytes += layout.block_bytes;
     num_blocks_ = num_filled_ + (2 * kept_bytes() + block_bytes - 1) / block_bytes;  // those of the step and of the last one
+}
+
+/// Rows are as wide as those of float32, and each layer's begin with a line.
+void StatePlaces::place_kept(const std::vector<LayerSpec>& layers) {
+    constexpr std::int64_t kLine = 64;
+    std::int64_t end = 0;
+    for (const LayerSpec& layer : layers) {
+        kept_offsets_.push_back(end);
+        if (layer.state) end += most_kept_ * 4 * (layer.state->channels() + layer.state->numbers());
+        end = (end + kLine - 1) / kLine * kLine;
+        pending_offsets_.push_back(end);
+        if (layer.state && layer.state->has_matrix() && most_kept_) end += 4 * pending_floats(*layer.state);
+    }
+    kept_offsets_.push_back(end);
 }
 
 std::int64_t StatePlaces::query_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const {

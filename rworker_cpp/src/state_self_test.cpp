@@ -7,8 +7,33 @@
 namespace rworker {
 namespace {
 
-constexpr int kKeyDim = 24, kValueDim = 136, kRowFloats = 144, kTaps = 4, kRows = 5;
+constexpr int kKeyDim = 24, kValueDim = 136, kRowFloats = 144, kTaps = 4, kRows = 8, kLoneRows = 3;
 constexpr int kChannels = 2 * kKeyDim + kValueDim, kRowElements = kChannels + kValueDim;
+
+/// The last rows one by one: the matrix takes the first of them at once, and the second with the third, which it lacks.
+void advance_lone(const StateKernels& kernels, StateArgs args, std::vector<float>& out) {
+    const auto* const rows = static_cast<const float*>(args.rows);
+    const Stretch piece{reinterpret_cast<const std::uint8_t*>(args.matrix[0]), 4 * kKeyDim * kRowFloats};
+    std::vector<float> values(kRowFloats), key(kRowFloats), taken(kRowFloats);
+    args.values = values.data();
+    args.pieces = &piece;
+    for (int row = kRows - kLoneRows; row < kRows; ++row) {
+        const bool last = row + 1 == kRows, second = row + 2 == kRows;
+        args.num_earlier = last ? 1 : 0;
+        args.num_rows = 1 + args.num_earlier;
+        args.position = row - args.num_earlier;
+        args.earlier = rows + args.position * kRowElements;
+        args.rows = rows + row * kRowElements;
+        args.earlier_key = last ? key.data() : nullptr, args.earlier_taken = last ? taken.data() : nullptr;
+        args.coming_key = second ? key.data() : nullptr, args.coming_taken = second || last ? taken.data() : nullptr;
+        args.out = out.data() + row * kValueDim;
+        std::vector<float> before = taken;
+        if (last) args.earlier_taken = before.data();
+        kernels.advance_lone(args);
+        for (const StateChannels& part : {args.query, args.key, args.value})
+            if (!second) kernels.keep({DType::float32, args.earlier, kRowElements, 1, args.position, part, kTaps, kRowFloats});
+    }
+}
 
 /// One head over a few rows: its output, and of float32 its matrix and the window of its values.
 std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, DType state_dtype) {
@@ -34,7 +59,7 @@ std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, 
     args.dtype = DType::float32;
     args.rows = rows.data();
     args.row_stride = kRowElements;
-    args.num_rows = args.num_taken = kRows;
+    args.num_rows = args.num_taken = num_decays ? kRows - kLoneRows : kRows;
     args.recurrence = recurrence;
     if (!lru) args.query = {0, kKeyDim, pointers.data()};
     if (!lru) args.key = {kKeyDim, kKeyDim, pointers.data() + kTaps - 1};
@@ -60,7 +85,9 @@ std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, 
     args.scratch = scratch.data();
     args.shared = shared.data();
     kernels.advance(args);
-    kernels.keep({DType::float32, rows.data(), kRowElements, kRows, 0, args.value, kTaps, kRowFloats});
+    for (const StateChannels& part : {args.query, args.key, args.value})
+        if (part.dim) kernels.keep({DType::float32, rows.data(), kRowElements, args.num_rows, 0, part, kTaps, kRowFloats});
+    if (num_decays) advance_lone(kernels, args, out);
     if (state_dtype == DType::float32) out.insert(out.end(), state.begin(), state.end());
     return out;
 }

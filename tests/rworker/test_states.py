@@ -360,6 +360,31 @@ def test_prefill_workers_advance_states_from_part_to_part(name: str) -> None:
     assert there.worker.blocks_free == there.worker.num_blocks
 
 
+@pytest.mark.parametrize("name", ["delta in bfloat16", "per channel", "scan", "scan in float16", "wide"])
+@pytest.mark.parametrize("keeps_single", [False, True])
+def test_single_rows_after_drafts_prompts_and_each_other_have_the_same_bits(name: str, keeps_single: bool) -> None:
+    """Steps of 1 to 4 rows, the last of which may be taken back: a matrix lacks none, one or some of them."""
+    kind = replace(KINDS[name], kept_rows=3, keeps_single=keeps_single)
+    rows, wrong = kind.rows("float32", 60)[0], kind.rows("float32", 60, seed=5)[0]
+    wanted, rng = Harness(kind).cut(rows, ()), np.random.default_rng(3)
+    for isa in _rworker.supported_isas()[:3]:
+        harness, others = Harness(kind, isa=isa, num_threads=2), Harness(KINDS[name], isa=isa)
+        same = others.cut(rows, ())
+        done, controls = 0, []
+        while done < 60:
+            num_rows = min(int(rng.choice([1, 1, 1, 2, 3, 4])), 60 - done)
+            num_wrong = int(rng.integers(0, num_rows)) if 1 < num_rows <= 3 else 0
+            right = num_rows - num_wrong
+            given = np.concatenate([rows[done : done + right], wrong[:num_wrong]])
+            found = harness.step([(1, done, given)], controls)
+            assert np.array_equal(found[:right], same[done : done + right])
+            done += right
+            controls = [(TRUNCATE, 1, 0, done)] if num_wrong else []
+        assert np.abs(same - wanted).max() <= (1e-3 if kind.dtype == "float32" else 5e-2) * np.abs(wanted).max()
+        harness.step([(2, 0, rows)], controls)
+        assert np.array_equal(harness.worker.export(1), others.worker.export(1))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

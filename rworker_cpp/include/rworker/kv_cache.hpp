@@ -33,7 +33,9 @@ struct Sequence {
     bool born_in_step = false;
     std::vector<std::int32_t> state_blocks = {};  // of its own, where layers are recurrent
     KeptRows kept = {}, coming = {};              // rows its state lacks so far, and those of the open step it will lack
+    KeptRows spare = {};                          // memory for those of the next step
     std::int64_t first_kept = 0, num_kept = 0;    // of `kept`, those that a truncate left
+    bool kept_lone = false, coming_lone = false;  // a single row that attends: it leaves what the matrix takes by it
     bool state_spoilt = false;                    // by a step that was abandoned
     std::optional<std::int64_t> job_id = {};  // while it is incoming: rows from `length` on come from prefill workers
 };
@@ -62,8 +64,9 @@ class KVCache {
     float* state_row(const std::int32_t* blocks, std::int64_t index) const {
         return states_.row(arena_.data(), blocks, index);
     }
-    void state_rows(const std::int32_t* blocks, std::int64_t first, std::vector<float*>& out) const {
-        states_.rows(arena_.data(), blocks, first, std::int64_t(out.size()), out.data());
+    template <class Each>
+    void state_pieces(const std::int32_t* blocks, std::int64_t first, std::int64_t count, Each each) const {
+        states_.pieces(arena_.data(), blocks, first, count, each);
     }
 
     /// Apply the controls, then take blocks for the rows of all spans. On an error nothing has changed. What the

@@ -16,6 +16,14 @@ inline const void* advanced(const void* data, std::int64_t elements, DType dtype
     return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
 }
 
+constexpr std::int64_t kLineFloats = 16;
+
+/// The first float of `floats` that begins a line of 64 bytes; they have kLineFloats more than are needed.
+inline float* first_line(std::vector<float>& floats) {
+    const auto place = reinterpret_cast<std::uintptr_t>(floats.data());
+    return floats.data() + (64 - place % 64) % 64 / sizeof(float);
+}
+
 /// An item is a head of a sequence, or several that share queries and keys, with all its rows. The last one of a group
 /// keeps what its heads share.
 class StateJob final : public LayerJob {
@@ -41,17 +49,27 @@ class StateJob final : public LayerJob {
         std::int64_t first_kept, num_kept;
         std::uint8_t* coming;  // where the rows are kept in place of advancing the state; or null
         bool attends;          // else there is no place for the outputs of those that come
+        bool is_pending;       // the one row that the state lacks left what the matrix takes by it
     };
     struct Aside;
-    /// Where the state of an item's head lies: rows of windows and of the matrix.
+    /// Where the state of an item's head lies: rows of windows and, where something asks for them, of the matrix.
     struct Head {
         std::int64_t number = -1;  // among those of all sequences; none
         std::vector<float*> query, key, value, matrix;
+        std::vector<Stretch> value_window, other_windows, pieces;  // what these are of memory; the last the matrix
     };
     /// Whose query and key a thread's scratch has; row -1: none's.
     struct Convolved {
         std::int64_t row = -1, group = -1;
         bool operator==(const Convolved&) const = default;
+    };
+    /// Inputs of lone rows, those of a head and of the next one in turns.
+    struct Lone {
+        std::vector<float> keys[2], values[2];  // queries and keys, values
+        int key = 0, value = 0;                 // that were used last
+        Convolved convolved;                    // whose are in keys[key]
+        std::int64_t made = -1;                 // number of the head whose inputs were made while the one before it ran
+        StateArgs args;                         // of that one
     };
     /// What a thread has at hand.
     struct alignas(64) Hand {
@@ -59,13 +77,23 @@ class StateJob final : public LayerJob {
         Convolved convolved;
         Head here, next;
         std::vector<Stretch> next_reads;
+        int num_next_inputs = 0;
+        Lone lone;
     };
 
     void reserve_counters();
     std::int64_t find_heads_per_item() const;
     void run_head(std::int64_t number, std::int64_t next, int thread);
+    void run_rows(std::int64_t number, Hand& hand) const;
+    void run_lone(std::int64_t number, std::int64_t next, Hand& hand) const;
+    bool is_lone(const Rows& rows) const { return spec_->has_matrix() && rows.attends && rows.count == 1; }
+    StateArgs lone_args(std::int64_t number, const Head& at, Hand& hand) const;
+    void add_pending(const Rows& rows, std::int64_t head, StateArgs& args) const;
 
     void find(std::int64_t number, Head& head) const;
+    void find_rows(const std::int32_t* blocks, std::int64_t first, std::int64_t count, std::vector<float*>* rows,
+                   std::vector<Stretch>& pieces) const;
+    void find_matrix(Head& head) const;
     void look_ahead(std::int64_t number, Hand& hand) const;
     StateArgs args_of(const Rows& rows, const Head& at) const;
     StateChannels moved_on(const StateChannels& part, const Rows& rows, std::vector<float>& floats,

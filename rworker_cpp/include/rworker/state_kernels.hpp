@@ -43,15 +43,25 @@ struct StateArgs {
     int64_t factor_stride;
     float scale, skip;
     float* const* matrix;       // [key_dim] rows, of elements of state_dtype
-    const Stretch* next_reads;  // what the call that follows reads: asked for meanwhile
-    int num_next_reads;
+    const Stretch* next_reads;  // what the call that follows reads, its inputs first: asked for meanwhile
+    int num_next_reads, num_next_inputs;
     int row_floats;        // that a row of the state has room for
     DType state_dtype;     // of matrices
     void* out;
     int64_t out_stride;
     float* scratch;
-    float* shared;  // delta, scan of several rows: [num_rows][query and key, each of round_up16(key_dim)]
-    bool shares;    // delta, scan: query and key are those of the call before with this scratch and as many rows
+    float* shared;  // delta, scan: [num_rows][query and key, each of round_up16(key_dim)]; of a lone row, one
+    bool shares;    // what belongs in `shared` is there already
+
+    // Of a lone row, which does not need `matrix`:
+    const Stretch* pieces;  // of the matrix, whole rows one after another
+    float* values;          // [round_up16(value_dim)]
+    bool made;              // values and `shared` are there already: it was `next`
+    const StateArgs* next;  // a lone row whose values and `shared` are made meanwhile; or null
+    // The last of the earlier rows, as it was kept when it was a lone one: its key, and what the matrix takes by that; it
+    // takes it now. Null: the matrix has all earlier rows.
+    const float *earlier_key, *earlier_taken;
+    float *coming_key, *coming_taken;  // where those of this row are kept, in place of taking it; or null
 };
 
 /// Tokens that go over a strip of a matrix while it is near, and most columns of it.
@@ -60,7 +70,7 @@ constexpr int kStateBatch = 32, kStripColumns = 32;
 /// Floats that `advance` needs.
 constexpr int64_t state_scratch_floats(int64_t key_dim, int64_t value_dim, int64_t taps) {
     const int64_t keys = (key_dim + 15) / 16 * 16, values = (value_dim + 15) / 16 * 16;
-    return (taps + 4) * (2 * keys + values) + key_dim * kStripColumns + kStateBatch * 2 * (keys + values);
+    return (taps + 4) * (2 * keys + values) + key_dim * kStripColumns + kStateBatch * (3 * keys + 2 * values);
 }
 
 /// And of `shared`.
@@ -79,6 +89,7 @@ struct WindowArgs {
 
 struct StateKernels {
     void (*advance)(const StateArgs&);
+    void (*advance_lone)(const StateArgs&);  // delta, scan: one row that attends
     void (*keep)(const WindowArgs&);
 };
 

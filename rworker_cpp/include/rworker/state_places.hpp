@@ -1,11 +1,12 @@
 // Where the states of sequences lie: in blocks like those of tokens, row by row.
 //
-// A state is a list of rows of `row_floats` floats, or twice as many elements of 16 bits: of each layer first the last taps - 1 inputs of its convolution (of
-// each group's query, of each group's key, of each head's values; tap by tap, each as whole rows), then the rows of each
-// head's matrix. A block of tokens has a piece in every layer that attends; each piece holds as many rows as fit.
+// A state is a list of rows of `row_floats` floats, or twice as many elements of 16 bits: of each layer first the last
+// taps - 1 inputs of its convolution (of each group's query, of each group's key, of each head's values; tap by tap, each as
+// whole rows), then the rows of each head's matrix. A block of tokens has a piece in every layer that attends; each piece holds as many rows as fit.
 // Where none attends, a block is as many rows as it has tokens, which leave nothing in it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -27,8 +28,11 @@ class StatePlaces {
     std::int64_t most_kept() const { return most_kept_; }
     /// Fewest attending rows of a sequence that are kept; a single one is taken back only after an S-worker's loss.
     std::int64_t least_kept() const { return keeps_single_ ? 1 : 2; }
-    std::int64_t kept_bytes() const { return most_kept_ * kept_offsets_.back(); }
-    std::int64_t kept_offset(std::int64_t layer_index) const { return most_kept_ * kept_offsets_[layer_index]; }
+    std::int64_t kept_bytes() const { return kept_offsets_.back(); }
+    std::int64_t kept_offset(std::int64_t layer_index) const { return kept_offsets_[layer_index]; }
+    /// Where, beside them, a lone row that attended left its keys [groups, round_up16(key_dim)], and what each head's
+    /// matrix takes by it [heads, round_up16(value_dim)], floats.
+    std::int64_t pending_offset(std::int64_t layer_index) const { return pending_offsets_[layer_index]; }
     std::int64_t num_rows() const { return num_rows_; }
     std::int64_t row_floats() const { return row_floats_; }
     /// Fewest floats of a row that has the elements of a layer: whole lines of 64 bytes.
@@ -58,26 +62,31 @@ class StatePlaces {
         return reinterpret_cast<float*>(arena + place.first_byte + block * place.block_bytes);
     }
 
-    /// `count` rows from one on.
-    void rows(std::uint8_t* arena, const std::int32_t* blocks, std::int64_t first, std::int64_t count, float** out) const {
-        std::size_t place = first % std::int64_t(places_.size());
-        blocks += first / std::int64_t(places_.size());
-        for (std::int64_t i = 0; i < count; ++i) {
-            out[i] = reinterpret_cast<float*>(arena + places_[place].first_byte + *blocks * places_[place].block_bytes);
-            if (++place < places_.size()) continue;
-            place = 0;
-            ++blocks;
+    /// each(row, count): `count` rows from one on, in pieces whose rows follow each other in memory.
+    template <class Each>
+    void pieces(std::uint8_t* arena, const std::int32_t* blocks, std::int64_t first, std::int64_t count, Each each) const {
+        const std::int64_t all = std::int64_t(places_.size());
+        std::int64_t place = first % all;
+        blocks += first / all;
+        while (count > 0) {
+            const Place& at = places_[place];
+            const std::int64_t length = std::min(at.length, count);
+            each(reinterpret_cast<float*>(arena + at.first_byte + *blocks * at.block_bytes), length);
+            count -= length, place += length;
+            if (place == all) place = 0, ++blocks;
         }
     }
 
   private:
+    void place_kept(const std::vector<LayerSpec>& layers);
+
     struct Place {
-        std::int64_t first_byte, block_bytes;
+        std::int64_t first_byte, block_bytes, length;  // rows from here on that follow each other
     };
 
     std::int64_t num_blocks_ = 0, num_filled_ = 0, num_rows_ = 0, row_floats_ = 0, most_kept_ = 0;
     bool keeps_single_ = false;
-    std::vector<std::int64_t> kept_offsets_ = {0};  // bytes of a row in the layers before each
+    std::vector<std::int64_t> kept_offsets_, pending_offsets_;  // bytes; of each layer, and behind the last one
     std::vector<std::int64_t> first_rows_;  // of each layer, and behind the last one
     std::vector<Place> places_;             // of the rows of one block
 };

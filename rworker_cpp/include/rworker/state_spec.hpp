@@ -42,6 +42,7 @@ struct StateSpec {
     bool keeps_single = false;  // also a row that attends and is its sequence's only one of a step
 
     std::int64_t channels() const { return heads * value_dim + 2 * groups * key_dim; }
+    bool has_matrix() const { return kind == StateKind::delta || kind == StateKind::scan; }
     bool by_channel() const { return kind == StateKind::selective || kind == StateKind::lru; }
     std::int64_t numbers() const {
         return kind == StateKind::window ? 0 : heads * (by_channel() ? value_dim : decays + 1);

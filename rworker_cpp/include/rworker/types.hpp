@@ -22,6 +22,8 @@ DType parse_model_dtype(const std::string& name);
 /// The same, or int8 or int4.
 DType parse_kv_dtype(const std::string& name);
 
+constexpr std::int64_t round_up16(std::int64_t n) { return (n + 15) / 16 * 16; }
+
 /// Shape and scoring rule of one attention layer.
 struct LayerSpec {
     std::int64_t num_heads, num_kv_heads, key_dim, value_dim;

@@ -1,7 +1,7 @@
 // Recurrent layers over any Lanes: what becomes of a head's state, and of its window.
 #pragma once
 
-#include "kernels/state_inputs.hpp"
+#include "kernels/state_lone.hpp"
 #include "kernels/state_tokens.hpp"
 
 namespace {
@@ -54,16 +54,10 @@ void advance_selective(const StateArgs& args, const Convolved<L>& value, float* 
     }
 }
 
-template <class L, DType D, bool Delta>
-void advance_matrix(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch, Ahead& ahead) {
-    if (args.num_rows == 1 && args.num_taken == 1) return advance_by_one<L, D, Delta>(args, value, o, scratch, ahead);
-    advance_by_many<L, D, Delta>(args, value, scratch, ahead);
-}
-
 template <class L, DType D>
 void advance_state(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch, Ahead& ahead) {
-    if (args.recurrence == Recurrence::delta) return advance_matrix<L, D, true>(args, value, o, scratch, ahead);
-    if (args.recurrence == Recurrence::scan) return advance_matrix<L, D, false>(args, value, o, scratch, ahead);
+    if (args.recurrence == Recurrence::delta) return advance_by_many<L, D, true>(args, value, scratch, ahead);
+    if (args.recurrence == Recurrence::scan) return advance_by_many<L, D, false>(args, value, scratch, ahead);
     if (args.recurrence == Recurrence::selective) return advance_selective<L, D>(args, value, o, scratch, ahead);
     advance_lru<L, D>(args, value, o, scratch);
 }
@@ -99,7 +93,7 @@ void keep(const WindowArgs& args) {
 
 template <class L>
 constexpr rworker::StateKernels make_state_kernels() {
-    return {advance<L>, keep<L>};
+    return {advance<L>, advance_lone<L>, keep<L>};
 }
 
 }  // namespace

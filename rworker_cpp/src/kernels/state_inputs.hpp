@@ -28,6 +28,15 @@ class Ahead {
           end_of_all_(stretch_ + args.num_next_reads) {
         begin_stretch();
     }
+    Ahead(const Stretch* stretches, int count) : stretch_(stretches), end_(stretches + count), end_of_all_(end_) {
+        begin_stretch();
+    }
+
+    int num_lines() const {
+        int64_t lines = 0;
+        for (const Stretch* each = stretch_; each < end_; ++each) lines += (each->bytes + 63) / 64;
+        return int(lines);
+    }
 
     /// In the last of several tokens.
     void begin() {
@@ -61,6 +70,17 @@ inline const uint8_t* row_of(const StateArgs& args, int64_t row) {
     return static_cast<const uint8_t*>(element(args.dtype, is_earlier ? args.earlier : args.rows, index * args.row_stride));
 }
 
+/// Scales [0, dim16), to length `scale` where `norm`.
+template <class L>
+void scale_row(float scale, bool norm, float* made, int dim16) {
+    if (norm) {
+        typename L::vec sum = L::set1(0.0f);
+        for (int i = 0; i < dim16; i += L::width) sum = L::fma(L::load(made + i), L::load(made + i), sum);
+        scale /= __builtin_sqrtf(L::reduce_add(sum) + 1e-6f);
+    }
+    for (int i = 0; i < dim16; i += L::width) L::store(made + i, L::mul(L::load(made + i), L::set1(scale)));
+}
+
 /// One part's inputs of the last `taps` tokens, [token % taps][dim16], and what the convolution makes of them.
 template <class L>
 struct Convolved {
@@ -70,12 +90,10 @@ struct Convolved {
     int dim16;
     float *history, *out;
 
-    /// `shares`: what it makes is there already.
-    Convolved(const StateArgs& all, const StateChannels& channels, Ahead& asks, float*& scratch, bool shares = false)
+    Convolved(const StateArgs& all, const StateChannels& channels, Ahead& asks, float*& scratch)
         : args(all), part(channels), asked(asks), dim16(round_up16(channels.dim)), history(scratch) {
         out = history + args.taps * dim16;
         scratch = out + dim16;
-        if (shares) return;
         Ahead ahead = asked;
         const int rows_of = (part.dim + args.row_floats - 1) / args.row_floats;
         for (int64_t p = args.position - args.taps + 1; p < args.position; ++p) {
@@ -108,18 +126,6 @@ struct Convolved {
         }
         args.taps == 4 ? convolve<4>(inputs, to) : convolve<0>(inputs, to);
         for (int i = part.dim; i < dim16; ++i) to[i] = 0.0f;
-    }
-
-    /// Scales what it made, to length `scale` where `norm`.
-    void scale_by(float scale, bool norm) const { scale_by(scale, norm, out); }
-
-    void scale_by(float scale, bool norm, float* made) const {
-        if (norm) {
-            typename L::vec sum = L::set1(0.0f);
-            for (int i = 0; i < dim16; i += L::width) sum = L::fma(L::load(made + i), L::load(made + i), sum);
-            scale /= __builtin_sqrtf(L::reduce_add(sum) + 1e-6f);
-        }
-        for (int i = 0; i < dim16; i += L::width) L::store(made + i, L::mul(L::load(made + i), L::set1(scale)));
     }
 
   private:
@@ -165,11 +171,15 @@ void write_outputs(const StateArgs& args, int64_t row, const float* o) {
                   const_cast<void*>(element(args.dtype, args.out, (row - args.num_earlier) * args.out_stride)));
 }
 
+template <class L>
+void clear_row(const StateArgs& args, float* row) {
+    for (int c = 0; c < args.row_floats; c += L::width) L::store(row + c, L::set1(0.0f));
+}
+
 /// A sequence begins with a matrix of zeros.
 template <class L>
 void begin_matrix(const StateArgs& args, int key_dim) {
-    for (int i = 0; i < key_dim && args.position == 0; ++i)
-        for (int c = 0; c < args.row_floats; c += L::width) L::store(args.matrix[i] + c, L::set1(0.0f));
+    for (int i = 0; i < key_dim && args.position == 0; ++i) clear_row<L>(args, args.matrix[i]);
 }
 
 }  // namespace

@@ -1,15 +1,15 @@
 // A head's matrix and several tokens of it, over any Lanes: a strip of columns at a time, which stays near while all tokens
-// of a batch go over it. Each column has its operations in the order of state_matrix.hpp, hence its bits.
+// of a batch go over it. Each column has its operations in the order of state_lone.hpp, hence its bits.
 #pragma once
 
 #include "kernels/state_matrix.hpp"
 
 namespace {
 
-/// A token's numbers: query, key, decays and decays x key [key_dim], values and outputs [value_dim].
+/// A token's numbers: query, key, decays, decays x key and x query [key_dim], values and outputs [value_dim]; q'k of delta.
 struct Token {
-    const float *q, *k, *a, *ak, *v;
-    float rate;
+    const float *q, *k, *a, *ak, *aq, *v;
+    float rate, qk;
     float* o;
 };
 
@@ -25,69 +25,64 @@ struct Stacked {
     void* operator[](int i) const { return first + i * bytes; }
 };
 
-/// N vectors of columns of a matrix, and what of them outlives a token: `sum`, delta's S'(ak) with the next one's ak.
+/// N vectors of columns of a matrix, and what of them outlives a token: delta's S'(ak) and S'(aq) of the next one.
 template <class L, DType D, int N, bool Delta>
 struct Strip {
     using vec = typename L::vec;
     static constexpr int kBytes = N * L::width * int(item_bytes(D));
-    int dim, first;
-    vec sum[N];
+    const int dim, first;
 
-    /// Copies the rows, and sums them by the first token's ak as `add_products` does.
-    [[gnu::always_inline]] void lift(Scattered from, Stacked to, const float* ak, Ahead& asked) {
-        vec even[N], odd[N];
+    Strip(int rows, int column) : dim(rows), first(column) {}
+    vec sum[N], read[N];
+
+    /// Copies the rows, and sums them for the first token.
+    [[gnu::always_inline]] void lift(Scattered from, Stacked to, const Token& next, Ahead& asked) {
         Ahead ahead = asked;
-        for (int n = 0; n < N; ++n) even[n] = odd[n] = L::set1(0.0f);
-        const auto row = [&](int i, vec(&sums)[N]) __attribute__((always_inline)) {
+        for (int n = 0; n < N; ++n) sum[n] = read[n] = L::set1(0.0f);
+        for (int i = 0; i < dim; ++i) {
             ahead.ask(1);
             RWORKER_UNROLL
             for (int n = 0; n < N; ++n) {
                 const vec s = widen<L, D>(from[i], n * L::width);
                 narrow<L, D>(s, to[i], n * L::width);
-                if constexpr (Delta) sums[n] = L::fma(L::set1(ak[i]), s, sums[n]);
+                if constexpr (Delta) add(next, i, n, s);
             }
-        };
-        int i = 0;
-        for (; i + 2 <= dim; i += 2) row(i, even), row(i + 1, odd);
-        if (i < dim) row(i, even);
-        for (int n = 0; n < N; ++n) sum[n] = L::add(even[n], odd[n]);
+        }
         asked = ahead;
     }
 
-    /// Takes a token; `after`: the next one's ak.
+    /// Takes a token, and sums for the `next` one.
     template <class From, class To>
-    [[gnu::always_inline]] void take(const Token& token, const float* after, From from, To to, Ahead& asked) {
-        vec taken[N], out[N], even[N], odd[N];
+    [[gnu::always_inline]] void take(const Token& token, const Token& next, From from, To to, Ahead& asked) {
+        vec taken[N], out[N];
         for (int n = 0; n < N; ++n) {
             vec d = L::load(token.v + first + n * L::width);
             if constexpr (Delta) d = L::sub(d, sum[n]);
             taken[n] = L::mul(d, L::set1(token.rate));
-            out[n] = even[n] = odd[n] = L::set1(0.0f);
+            out[n] = L::set1(0.0f);
+            if constexpr (Delta) out[n] = L::fma(L::set1(token.qk), taken[n], read[n]), sum[n] = read[n] = L::set1(0.0f);
         }
         Ahead ahead = asked;
-        const auto row = [&](int i, vec(&sums)[N]) __attribute__((always_inline)) {
+        for (int i = 0; i < dim; ++i) {
             ahead.ask(1);
-            const vec key = L::set1(token.k[i]), decay = L::set1(token.a[i]), query = L::set1(token.q[i]);
+            const vec key = L::set1(token.k[i]), decay = L::set1(token.a[i]);
             RWORKER_UNROLL
             for (int n = 0; n < N; ++n) {
                 const vec s = L::fma(key, taken[n], L::mul(decay, widen<L, D>(from[i], n * L::width)));
                 narrow<L, D>(s, to[i], n * L::width);
-                out[n] = L::fma(query, s, out[n]);
-                if constexpr (Delta) {
-                    vec kept = s;
-                    if constexpr (D != DType::float32) kept = widen<L, D>(to[i], n * L::width);
-                    sums[n] = L::fma(L::set1(after[i]), kept, sums[n]);
-                }
+                if constexpr (Delta && D == DType::float32) add(next, i, n, s);
+                if constexpr (Delta && D != DType::float32) add(next, i, n, widen<L, D>(to[i], n * L::width));
+                if constexpr (!Delta) out[n] = L::fma(L::set1(token.q[i]), s, out[n]);
             }
-        };
-        int i = 0;
-        for (; i + 2 <= dim; i += 2) row(i, even), row(i + 1, odd);
-        if (i < dim) row(i, even);
-        for (int n = 0; n < N; ++n) {
-            L::store(token.o + first + n * L::width, out[n]);
-            if constexpr (Delta) sum[n] = L::add(even[n], odd[n]);
         }
+        for (int n = 0; n < N; ++n) L::store(token.o + first + n * L::width, out[n]);
         asked = ahead;
+    }
+
+  private:
+    [[gnu::always_inline]] void add(const Token& next, int i, int n, vec s) {
+        sum[n] = L::fma(L::set1(next.ak[i]), s, sum[n]);
+        read[n] = L::fma(L::set1(next.aq[i]), s, read[n]);
     }
 };
 
@@ -97,10 +92,10 @@ void take_all(const StateArgs& args, int first, const Token* tokens, int count, 
     using Columns = Strip<L, D, N, Delta>;
     const Scattered far{args.matrix, first * item_bytes(D)};
     const Stacked stack{reinterpret_cast<uint8_t*>(near), Columns::kBytes};
-    Columns columns{args.key.dim, first, {}};
-    columns.lift(far, stack, tokens[0].ak, ahead);
+    Columns columns(args.key.dim, first);
+    columns.lift(far, stack, tokens[0], ahead);
     for (int t = 0; t < count; ++t) {
-        const float* const after = tokens[t + 1 < count ? t + 1 : t].ak;
+        const Token& after = tokens[t + 1 < count ? t + 1 : t];
         if (t + 1 == num_taken)
             columns.take(tokens[t], after, stack, far, ahead);
         else if (t == num_taken && t > 0)
@@ -117,7 +112,7 @@ void convolve_shared(const StateArgs& args, float*& scratch, Ahead& ahead) {
     for (int64_t row = 0; row < args.num_rows; ++row) {
         float *const q = args.shared + row * 2 * key.dim16, *const k = q + key.dim16;
         query.take(row, q), key.take(row, k);
-        query.scale_by(args.scale, args.norm, q), key.scale_by(1.0f, args.norm, k);
+        scale_row<L>(args.scale, args.norm, q, key.dim16), scale_row<L>(1.0f, args.norm, k, key.dim16);
     }
 }
 
@@ -132,8 +127,9 @@ void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* sc
     float *const near = scratch, *numbers = near + args.key.dim * kWide * L::width;
     Token tokens[rworker::kStateBatch];
     for (Token& token : tokens) {
-        token.a = numbers, token.ak = numbers + key16, token.v = numbers + 2 * key16, token.o = numbers + 2 * key16 + value16;
-        numbers += 2 * (key16 + value16);
+        token.a = numbers, token.ak = token.a + key16, token.aq = token.ak + key16, token.v = token.aq + key16;
+        token.o = numbers + 3 * key16 + value16;
+        numbers += 3 * key16 + 2 * value16;
     }
     for (int64_t begin = 0; begin < args.num_rows; begin += rworker::kStateBatch) {
         const int64_t left = args.num_rows - begin;
@@ -142,12 +138,14 @@ void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* sc
         const int taken = args.num_taken < args.num_rows ? int(args.num_taken) : count;
         for (int t = 0; t < count; ++t) {
             Token& token = tokens[t];
-            float *const a = const_cast<float*>(token.a), *const ak = const_cast<float*>(token.ak);
+            float *const a = const_cast<float*>(token.a), *const ak = const_cast<float*>(token.ak),
+                         *const aq = const_cast<float*>(token.aq);
             token.q = args.shared + (begin + t) * 2 * key16, token.k = token.q + key16;
             value.take(begin + t, const_cast<float*>(token.v));
             const uint8_t* const said = row_of(args, begin + t);
             read_decays<L>(args, said, key16, a);
-            for (int i = 0; i < key16; ++i) ak[i] = a[i] * token.k[i];
+            for (int i = 0; i < key16; ++i) ak[i] = a[i] * token.k[i], aq[i] = a[i] * token.q[i];
+            token.qk = Delta ? dot<L>(token.q, token.k, key16) : 0.0f;
             token.rate = number_at(said + args.first_rate);
         }
         int first = 0;
