@@ -17,7 +17,7 @@ TOOLS := $(VENV)/.tools
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-quick arm-python portable compilers fuzz \
-  fuzz-api chaos kills site site-check lint-deployment wheels try-wheels clean
+  fuzz-api chaos kills kills-servers site site-check lint-deployment wheels try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -183,6 +183,12 @@ chaos: $(STAMP)
 KILLS ?= 200
 kills: $(STAMP)
 	PYTHONPATH=tests PYTHONSAFEPATH=1 $(BIN)/python -m chaos.killed --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+# Servers killed with -9 within streams, whose clients come back (tests/chaos/killed_servers.py).
+KILL_ROUNDS ?= 30
+kills-servers: $(STAMP)
+	PYTHONPATH=tests PYTHONSAFEPATH=1 $(BIN)/python -m chaos.killed_servers --rounds $(KILL_ROUNDS) \
+	  $(if $(SEED),--seed $(SEED))
 
 # The OpenAPI document of `fastdecode serve` under schemathesis: no answer may be a 500.
 fuzz-api: $(STAMP)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import random
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from typing import Any
 import openai
 import pytest
 from helpers import r_workers
+from helpers.forks import relayed
+from helpers.processes import script
 from helpers.servers import CHAT_TEMPLATE, MODEL, RunningServer, serving, wait_until_idle
 from helpers.streams import Client
 
@@ -195,3 +198,25 @@ def refused(server: RunningServer, method: str, path: str, status: int, body: An
     found, answer = server.request(path, body if method == "POST" else None)
     assert found == status, answer
     return str(answer["error"]["message"])
+
+
+KILLED = """
+import argparse, tempfile
+from pathlib import Path
+from chaos.killed_servers import KINDS, draw, run_round
+
+options = argparse.Namespace(r_workers=2, journal="r-workers")
+for seed in (1, 2):
+    with tempfile.TemporaryDirectory() as name:
+        load = draw(seed, Path(name), tuple(KINDS))
+        found = run_round(load, options)
+        print(found.counts, (load.folder / "log").read_text() if found.faults else "")
+        assert not found.faults and found.counts["kills"] and found.counts["requests"] == 12, found
+"""
+
+
+@pytest.mark.thorough
+def test_servers_are_killed_within_streams() -> None:
+    """Whose standby goes on; together with one of two R-workers."""
+    done = subprocess.run(relayed(script(KILLED)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
