@@ -37,6 +37,9 @@ READ_AHEAD = 4
 AT_ONCE_BYTES = 1 << 23
 """Of pieces that are read into the cache between two looks at the time."""
 
+CHAINS_AHEAD, LEAST_AHEAD_BYTES = 2, 1 << 26
+"""Memory that is committed before it is needed has room for so many of the longest chain, and so many bytes."""
+
 FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
 
 log = logging.getLogger("fastdecode.r_worker")
@@ -61,7 +64,7 @@ class Parker:
         self._worker, self._directory, self._layout = worker, directory, layout
         self._threads = ThreadPoolExecutor(1, "park")
         self._room = Room(worker, self._threads)
-        self._room.keep(directory.largest, at_once=True)
+        self._keep_room(at_once=True)
         self._fingerprint = ""
         self._job: _Parking | _Waking | None = None
         self._asked: tuple[Any, ...] = ()
@@ -132,7 +135,7 @@ class Parker:
             self._give_up()
             return answer
         self._give_up()
-        self._room.keep(self._directory.largest)
+        self._keep_room()
         return self._answer(Progress.DONE, job.num_tokens)
 
     def _open(self, path: Path, sequence_id: int, num_blocks: int, name: bytes) -> _Waking:
@@ -169,6 +172,11 @@ class Parker:
     def _answer(self, progress: Progress, num_tokens: int) -> Parked:
         dropped, self._dropped = self._dropped, ()
         return Parked(progress, num_tokens, self._directory.num_bytes, dropped)
+
+    def _keep_room(self, at_once: bool = False) -> None:
+        """Have memory for chains that may be woken, where there is one."""
+        if largest := self._directory.largest:
+            self._room.keep(max(CHAINS_AHEAD * largest, LEAST_AHEAD_BYTES), at_once)
 
     def _give_up(self) -> None:
         job, self._job, self._asked = self._job, None, ()

@@ -11,7 +11,7 @@ from fastdecode import _rworker
 CHUNK_BYTES = 1 << 18
 """Committed at a time: whoever has the thread stop waits for no more."""
 
-REST_SECONDS = 0.1
+REST_SECONDS = 0.2
 """From the end of a job to what is committed for the next one: the steps that waited for that job go first."""
 
 SHARE = 0.1

@@ -37,6 +37,7 @@ KINDS = {
     "a server": "started again",
     "a server with a standby": "the standby goes on",
     "a server and one of its R-workers": "both started again, the R-worker empty",
+    "a server with a standby, and one of its R-workers": "the standby goes on, the R-worker is started again, empty",
 }
 """What is killed, and what becomes of it."""
 
