@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cstdio>
 #include <thread>
 #include <vector>
 
@@ -266,9 +267,45 @@ void test_stores_beside_steps() {
     CHECK(worker.statistics().incoming == 0 && worker.statistics().sequences == jobs - jobs / 3 + 2);
 }
 
+/// Each thread reads a piece into its places, while another commits memory, and asks what is in use.
+void test_blocks_of_a_file() {
+    constexpr std::int64_t kTokens = 96, kCut = 32;
+    Worker source = make_worker(DType::float32), target = make_worker(DType::float32);
+    append(source, 1, {Data(kTokens, 0), Data(kTokens, 1)}, 0, kTokens);
+    std::FILE* const file = std::tmpfile();
+    std::vector<FilePiece> pieces{{kCut, 0, {}}, {kTokens - kCut, 0, {}}};
+    std::int64_t start = 0, offset = 0;
+    std::vector<Checksum> expected;
+    for (FilePiece& piece : pieces) {
+        std::vector<std::uint8_t> bytes(source.blocks_bytes(1, start, piece.num_tokens));
+        source.export_blocks(1, start, piece.num_tokens, bytes.data());
+        CHECK(std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size());
+        expected.push_back(checksum(bytes, piece.checksum));
+        piece.offset = offset;
+        start += piece.num_tokens, offset += std::int64_t(bytes.size());
+    }
+    std::fflush(file);
+    std::atomic<bool> done{false};
+    std::thread beside([&] {
+        while (!done.load()) target.commit_blocks(target.cache().pool().num_touched() / 2, 8);
+    });
+    for (std::int64_t sequence_id = 1; sequence_id <= 10; ++sequence_id) {
+        std::vector<FilePiece> wanted = pieces;
+        CHECK(target.read_blocks(sequence_id, 0, fileno(file), wanted) == 0);
+        for (std::size_t i = 0; i < wanted.size(); ++i) CHECK(wanted[i].checksum == expected[i]);
+        CHECK(exported(target, sequence_id) == exported(source, 1));
+    }
+    done.store(true);
+    beside.join();
+    pieces[1].offset = offset;
+    CHECK(target.read_blocks(11, 0, fileno(file), pieces) == ReadJob::kFileEnds);
+    std::fclose(file);
+}
+
 }  // namespace
 
 void run_incoming_tests() {
+    test_blocks_of_a_file();
     test_stored_is_appended();
     test_what_is_refused();
     test_stores_beside_steps();
