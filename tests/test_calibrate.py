@@ -144,6 +144,18 @@ def test_states_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.Cap
     path.write_text(write_profile(found))
     assert main(["plan", "--profile", str(path), "--seq-len", "64"]) == 0
     assert "3 of 4 layers are recurrent" in capsys.readouterr().out
+    assert main(["plan", "--profile", str(path), "--seq-len", "64", "--state-on", "s"]) == 0
+    assert "its memory is not checked" in capsys.readouterr().out
+    per_call, per_row = found.measured_state("float32", 1)
+    there, here = (
+        deployed_step_model(found, found.shape.keeping_states(at_s_worker), "float32", Deployment(1, 1))
+        for at_s_worker in (False, True)
+    )
+    load = Load.decode(5, 100)
+    moved = 3 * (per_call + 5 * per_row)
+    for part, sign in (("s_part", 1), ("r_part", -1)):
+        seconds = [model.num_layers * getattr(model.stages(load), part) for model in (there, here)]
+        assert seconds[1] - seconds[0] == pytest.approx(sign * moved)
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:

@@ -24,17 +24,24 @@ MODEL_TYPES = (
     "bamba", "falcon_h1", "zamba2", "mamba2", "jamba", "zamba", "mamba", "falcon_mamba", "minimax", "recurrent_gemma",
     "lfm2", "lfm2_moe", "lfm3", "bailing_hybrid",
 )  # fmt: skip
+OF_STATES_ALONE = ("mamba2", "mamba", "falcon_mamba")
+"""No layer attends."""
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_tokens_are_those_of_generate(model_type: str, tmp_path: Path) -> None:
-    """With 1 to 3 R-workers and mini-batches, chunks of odd lengths, too little memory, and an R-worker that dies."""
+    """With 1 to 3 R-workers and mini-batches, chunks of odd lengths, too little memory, and an R-worker that dies; with
+    states on R-workers and with the S-worker."""
     expected = save_with_texts(tmp_path, model_type, PROMPTS, NUM_TOKENS)
     ways: list[dict[str, Any]] = [
         {"r_workers": "spawn:3", "num_mini_batches": 2, "max_num_batched_tokens": 37},
         {"r_workers": "inproc:2", "num_mini_batches": 3, "max_num_batched_tokens": 13},
         small_memory(tmp_path) | {"num_mini_batches": 1, "max_num_batched_tokens": 11, "schedule": "stall-free"},
     ]
+    here = {"state_on": "s", "state_memory": "1GiB"}
+    if model_type not in OF_STATES_ALONE:
+        ways += [each | here for each in ways[:2]]
+        ways += [small_memory(tmp_path, here) | {"num_mini_batches": 1, "schedule": "stall-free"}]
     for settings in ways:
         with make_llm(tmp_path, **settings) as llm:
             assert texts(llm, kills="spawn" in settings.get("r_workers", "")) == expected, settings
@@ -47,12 +54,12 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **{**defaults, **settings})
 
 
-def small_memory(folder: Path) -> dict[str, Any]:
+def small_memory(folder: Path, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """Of which the states of three sequences, and too few of their tokens, fit one R-worker."""
-    with make_llm(folder) as llm:
+    with make_llm(folder, **(more or {})) as llm:
         limits = llm.engine.scheduler.limits
     block_bytes = (16 << 20) // limits.num_blocks[0]
-    return {"kv_cache_memory": str((3 * limits.state_blocks + 13) * block_bytes)}
+    return {"kv_cache_memory": str((3 * limits.state_blocks + 13) * block_bytes), **(more or {})}
 
 
 def texts(llm: LLM, kills: bool) -> list[list[int]]:

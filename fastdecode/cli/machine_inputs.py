@@ -241,7 +241,8 @@ def _profiled_states(
     """States that the S-worker advances as R-workers of its machine were measured to; no profile has its memory."""
     if shape.state is None or not shape.state.at_s_worker:
         return None
-    places = (_state_memory(args) or math.inf) // shape.state_bytes_per_sequence
+    memory = _state_memory(args)
+    places = memory // shape.state_bytes_per_sequence if memory else math.inf
     return StatesHere.as_measured(shape, profile.measured_state(kv_dtype, r_worker=HERE), places)
 
 

@@ -89,7 +89,7 @@ class StateCache(PrefixCache):
     ) -> None:
         """``most_kept``: states of prefixes, over all R-workers. ``worth_blocks``: whose memory a state takes; 0: those
         that R-workers count for it."""
-        super().__init__(workers, enabled, segment_tokens, StateIndex, names)
+        super().__init__(workers, enabled and most_kept > 0, segment_tokens, StateIndex, names)
         self._most_kept, self._interval = most_kept, 1
         while self._interval < STATES_SHARE * (worth_blocks or workers.state_blocks):
             self._interval *= 2
