@@ -146,7 +146,7 @@ class RWorker:
     ) -> None:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
-        ``layers``: ValueError names the fields of a ``LayerLayout`` that one lacks; head dims up to 576, of int8 and
+        ``layers``: ValueError names the fields of a ``LayerLayout`` that one lacks; head dims up to 1,088, of int8 and
         int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
         "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
         ``block_size``: 16, 32, 64, 128 or 256 tokens; where no layer attends also more, a power of two up to 2**30, for

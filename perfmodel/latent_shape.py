@@ -16,7 +16,8 @@ class LatentShape:
     """Dims of one head's query and key (``nope``, and ``rope``, which is rotated) and of its ``value``.
 
     ``kv_rank`` and ``q_rank``: of the latents that keys and values, and queries, are made of; ``q_rank`` 0: queries are
-    made of the hidden state. ``at_r_workers``: these multiply K and V with queries and outputs
+    made of the hidden state. ``gated``: outputs are multiplied by a projection of their own width (Hunyuan 4).
+    ``at_r_workers``: these multiply K and V with queries and outputs
     (``--latent-absorption r``), which then travel as the model's own heads have them.
     """
 
@@ -25,6 +26,7 @@ class LatentShape:
     nope: int
     rope: int
     value: int
+    gated: bool = False
     at_r_workers: bool = False
 
     @property
@@ -36,7 +38,8 @@ class LatentShape:
         """One layer's projections have so many, those that are absorbed included."""
         query, expanded = num_heads * (self.nope + self.rope), num_heads * (self.nope + self.value)
         queries = self.q_rank * (hidden_size + query) if self.q_rank else hidden_size * query
-        return queries + hidden_size * self.row_dim + self.kv_rank * expanded + num_heads * self.value * hidden_size
+        outputs = (2 if self.gated else 1) * num_heads * self.value * hidden_size
+        return queries + hidden_size * self.row_dim + self.kv_rank * expanded + outputs
 
     def shared_parameters(self, hidden_size: int) -> int:
         """Those of them that make the latents, which all heads share."""
@@ -62,5 +65,8 @@ def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | Non
         return None
     if config.get("model_type") == "longcat_flash":
         raise UnsupportedModelError(f"{name}: layers with two attentions (longcat_flash) are not in the equations")
+    if str(config.get("model_type")).startswith("dots3_note"):
+        raise UnsupportedModelError(f"{name}: latents of several widths (dots3_note) are not in the equations")
     dims = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return LatentShape(config["kv_lora_rank"], config.get("q_lora_rank") or 0, *dims)
+    gated = config.get("model_type") == "hy_v4"
+    return LatentShape(config["kv_lora_rank"], config.get("q_lora_rank") or 0, *dims, gated=gated)

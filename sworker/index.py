@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -53,23 +54,33 @@ def index_of(kwargs: dict[str, Any]) -> IndexRows | None:
 
 
 class TokenIndexer:
-    """DeepSeek's: heads with weights pick tokens. Mixed into the module's own class."""
+    """DeepSeek's: heads with weights pick tokens. Mixed into the module's own class.
+
+    ``rotates_last``: the dims that are rotated follow the others (Hunyuan 4), which changes no product.
+    """
 
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotates_last: bool
 
     def forward(
         self, hidden_states: torch.Tensor, q_resid: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any
     ) -> IndexRows:
         """``hidden_states`` [1, T, hidden_size], ``q_resid`` [1, T, rank of queries]."""
         own: Any = self
-        widths = own.qk_rope_head_dim, own.head_dim - own.qk_rope_head_dim
-        q_rot, q_pass = own.wq_b(q_resid).unflatten(-1, (-1, own.head_dim)).split(widths, -1)
-        k_rot, k_pass = own.k_norm(own.wk(hidden_states)).unsqueeze(2).split(widths, -1)
+        q_rot, q_pass = self._parts(own.wq_b(q_resid).unflatten(-1, (-1, own.head_dim)))
+        k_rot, k_pass = self._parts(own.k_norm(own.wk(hidden_states)).unsqueeze(2))
         q_rot, k_rot = type(self).rotate(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
         weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float() * own.n_heads**-0.5
         q = torch.cat((q_rot, q_pass, _as_elements(weights, q_rot.dtype)), -1)
         k = torch.cat((k_rot, k_pass), -1)
         return IndexRows(q.transpose(1, 2), k.transpose(1, 2), own.softmax_scale, {"picks": own.index_topk})
+
+    def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of ``rows`` [..., head_dim] is rotated, and the rest."""
+        own: Any = self
+        width = own.head_dim - own.qk_rope_head_dim if self.rotates_last else own.qk_rope_head_dim
+        first, last = rows[..., :width], rows[..., width:]
+        return (last, first) if self.rotates_last else (first, last)
 
 
 class BlockIndexer:
@@ -165,9 +176,9 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
     own, mixin = type(indexer), TokenIndexer if hasattr(indexer, "wq_b") else BlockIndexer
     if over_latents != (mixin is TokenIndexer):
         return None
-    for name in ROTATIONS:
+    for name, last in product(ROTATIONS, (False, True) if mixin is TokenIndexer else (False,)):
         if rotate := getattr(sys.modules[own.__module__], name, None):
-            parts = {"__module__": own.__module__, "rotate": staticmethod(rotate)}
+            parts = {"__module__": own.__module__, "rotate": staticmethod(rotate), "rotates_last": last}
             found = type(own.__name__, (mixin, own), parts)
             if _picks_the_same(indexer, found):
                 return found

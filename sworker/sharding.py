@@ -8,6 +8,7 @@ whole on every rank: looking rows up takes no time, and adding ranks' parts woul
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +35,7 @@ SUMS = ("moe_tp_experts", "all_reduce")
 IDENTITY = "moe_identity_expert"
 """The style of an expert that every rank has whole, among those whose outputs are summed."""
 
-NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
 """Styles that change nothing where no gradients are wanted."""
 
 SILENCE = datetime.timedelta(minutes=5)
@@ -157,7 +158,7 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
     """Leave ``model``, which is whole, this rank's part, and have it work with the others."""
     plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     _untie(model, plan)
-    modules, num_kv_heads = dict(model.named_modules()), _num_kv_heads(hf_config)
+    modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
     for name, style in plan.items():
         module = modules.get(name)
         owner = modules[name.rpartition(".")[0]] if module is None else module
@@ -173,7 +174,7 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
             _check_style(name, style, SUMS)
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
         else:
-            _cut_experts(name, owner, style, rank)
+            _cut_parameter(name, owner, style, rank)
 
 
 def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
@@ -182,10 +183,10 @@ def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
     kind, text_config = hf_config.model_type, hf_config.get_text_config()
     if not getattr(model, "tp_plan", None):
         raise UnsupportedModelError(f"tensor_parallel_size: transformers has no plan for {kind} models: leave it out")
-    num_heads, num_kv_heads = int(text_config.num_attention_heads), _num_kv_heads(hf_config)
+    num_heads, num_kv_heads = _head_counts(hf_config)
     if num_heads % size:
         raise ConfigError(f"tensor_parallel_size: {size} ranks cannot share the model's {num_heads} heads evenly")
-    if num_kv_heads % size and size % num_kv_heads:
+    if num_kv_heads % size and (size % num_kv_heads or text_config.is_heterogeneous):
         raise ConfigError(
             f"tensor_parallel_size: the model's {num_kv_heads} KV heads can neither be dealt to {size} ranks nor be "
             f"repeated on them"
@@ -193,9 +194,13 @@ def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
     return dict(model._resolve_parallel_plans(DistributedConfig(tp_size=size))[0])
 
 
-def _num_kv_heads(hf_config: Any) -> int:
+def _head_counts(hf_config: Any) -> tuple[int, int]:
+    """Query heads and KV heads; where layers have several numbers of them, the greatest common divisors."""
     text_config = hf_config.get_text_config()
-    return int(getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads)
+    layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
+    heads = [int(each.num_attention_heads) for each in layers]
+    kv_heads = [int(getattr(each, "num_key_value_heads", None) or each.num_attention_heads) for each in layers]
+    return math.gcd(*heads), math.gcd(*kv_heads)
 
 
 def _check_style(name: str, style: str, known: Sequence[str]) -> None:
@@ -233,16 +238,17 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
     linear.register_forward_hook(lambda module, args, output: _summed(output, rank))
 
 
-def _cut_experts(name: str, experts: torch.nn.Module, style: str, rank: Rank) -> None:
+def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) -> None:
     """Weights [num_experts, outputs, inputs], of Llama 4 [num_experts, inputs, outputs]: part of every expert.
 
-    Gates and values are packed one after the other.
+    Gates and values are packed one after the other. Or a number for each head.
     """
     _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
-    weight, dim = getattr(experts, part).data, -2 if style.endswith("colwise") else -1
+    weight = getattr(owner, part).data
+    dim = -2 if style.endswith("colwise") and weight.dim() > 1 else -1
     halves = weight.chunk(2, dim) if style.startswith("packed") else (weight,)
-    _set(experts, part, torch.cat([rank.cut(half, dim) for half in halves], dim))
+    _set(owner, part, torch.cat([rank.cut(half, dim) for half in halves], dim))
 
 
 def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

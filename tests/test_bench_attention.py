@@ -149,7 +149,7 @@ def test_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--num-heads", "5"], 2, "num_heads (5) must be a multiple of num_kv_heads (2)"),
         (["--num-heads", "4,x"], 2, "num_heads must be a whole number"),
         (["--head-dim", "0"], 2, "head_dim must be at least 1"),
-        (["--head-dim", "577"], 2, "head_dim must be at most 576"),
+        (["--head-dim", "1089"], 2, "head_dim must be at most 1088"),
         (["--context-len", "9-1"], 2, "context_len must be a number of tokens, or LOW-HIGH"),
         (["--context-len", "2", "--q-len", "3"], 2, "must hold q_len (3) new tokens"),
         (["--shared-prefix-len", "70"], 2, "after shared_prefix_len (70)"),

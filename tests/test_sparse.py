@@ -35,19 +35,22 @@ RUN: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"r_workers": "inproc:3", "num_mini_batches": 3, "max_num_batched_tokens": 100, "max_num_seqs": 16},
     "glm_moe_dsa": {"r_workers": "spawn:2", "num_mini_batches": 2, "kv_replicas": 2},
     "minimax_m3": {"r_workers": "inproc:2", "num_mini_batches": 1, "r_threads": 2},
+    "hy_v4": {"r_workers": "inproc:2", "num_mini_batches": 2, "kv_shard_tokens": 512},
+    "dots3_note": {"r_workers": "inproc:2", "num_mini_batches": 2, "kv_cache_memory": "64MiB"},
 }
 KINDS = {
     "deepseek_v32": [(48, -1), (0, 0), (48, -1), (0, 2), (48, -1), (0, 4)],
     "glm_moe_dsa": [(48, -1), (0, 0), (0, 0), (48, -1), (0, 3)],
     "minimax_m3": [(0, -1), (3, -1), (0, 1), (3, -1), (0, 3)],
+    "hy_v4": [(48, -1), (0, 0), (0, 0), (48, -1), (0, 3)],
+    "dots3_note": [(48, -1), (0, 0), (0, -1), (48, -1), (0, 3)],
 }
 """What each layer picks, and by which one is picked what it sees."""
 
 
-NAMES = ["deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm_moe_dsa", "minimax_m3"))]
+NAMES = ["deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "deepseek_v32")]
 MORE = [
-    pytest.param("glm_moe_dsa", marks=pytest.mark.slow),
-    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v32", "minimax_m3")),
+    pytest.param(name, marks=pytest.mark.slow if name == "glm_moe_dsa" else pytest.mark.thorough) for name in CONFIGS
 ]
 
 

@@ -22,7 +22,7 @@ INT4_GROUP_DIMS = 64
 INT4_FIFTH_BIT_DIMS = 32
 """Dims of an int4 key whose codes' fifth bits share a word of 4 bytes: keys lose more by their rounding than values."""
 
-MAX_HEAD_DIM = 576
+MAX_HEAD_DIM = 1088
 """Most elements of a key, or a value, in one head."""
 
 

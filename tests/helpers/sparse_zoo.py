@@ -13,6 +13,16 @@ from helpers.latent_zoo import SETTINGS as SETTINGS  # they are the same
 LENGTHS = (620, 1, 500, 128, 3, 77, 400, 160)
 
 TOKENS = latent_zoo.MOE | {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 12, "head_dim": 8}
+WINDOW = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24, "qk_nope_head_dim": 16}
+WINDOW |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 24, "kv_lora_rank": 1080}
+WIDE_WINDOWS: dict[str, Any] = {
+    "head_dim": 24,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 100,
+    "per_layer_config": {1: WINDOW},
+}
+"""Windows over latent rows of 1,088 elements."""
+
 BLOCKS: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 32,
@@ -41,6 +51,8 @@ BLOCKS: dict[str, Any] = {
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32Config", TOKENS),
     "glm_moe_dsa": ("GlmMoeDsaConfig", TOKENS | {"indexer_types": ["full", "shared", "full"]}),
+    "hy_v4": ("HYV4Config", TOKENS | {"indexer_types": ["full", "shared", "full"]}),
+    "dots3_note": ("Dots3NoteTextConfig", TOKENS | WIDE_WINDOWS),
     "minimax_m3": ("MiniMaxM3VLTextConfig", BLOCKS),
 }
 

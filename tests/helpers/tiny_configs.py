@@ -109,7 +109,11 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64},
     },
     "dots1": {"n_shared_experts": 1},
-    "dots3_note": FOUR_HEADS,
+    "dots3_note": {
+        "text_config": FOUR_HEADS,
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
     "dots3_note_text": FOUR_HEADS,
     "gemma3n_text": SHARING | {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_unified_assistant": {"text_config": SHARING},

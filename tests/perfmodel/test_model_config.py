@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import latent_zoo, model_zoo
+from helpers import latent_zoo, model_zoo, sparse_zoo
 from helpers.tiny_configs import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -107,7 +107,16 @@ def test_an_index_is_held_and_scanned_and_picks_what_is_read() -> None:
     assert read_shape(shared, "m").index == replace(BUILT_IN["glm-5"].index, num_layers=21)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_gates_of_outputs_are_counted() -> None:
+    """What mixes its residual streams is not: some 64 rows of the hidden size in each layer."""
+    model = sparse_zoo.build_model("hy_v4")
+    named = [(name, each.numel()) for name, each in model.named_parameters() if each.dim() > 1 and "hc" not in name]
+    shape = read_shape(model.config.to_dict(), "m")
+    matrices = sum(size for name, size in named if not any(word in name for word in LEFT_OUT))
+    assert shape.parameters == pytest.approx(matrices, abs=3)  # a mean layer's, in whole numbers
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "hy_v4", "minimax_m3_vl_text"])
 def test_the_bytes_of_an_index_are_those_that_r_workers_are_told_of(name: str, tmp_path: Path) -> None:
     tiny_config(name).save_pretrained(tmp_path)
     given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "device": "cpu"}
@@ -197,6 +206,7 @@ def test_the_demo_model_is_read() -> None:
         ({"is_encoder_decoder": True}, UnsupportedModelError, "encoder.decoder"),
         ({"num_kv_shared_layers": 10}, UnsupportedModelError, "layers that share a cache"),
         ({"sliding_window": "wide"}, ModelLoadError, "cannot be right: m: a window must be a whole number"),
+        ({"kv_lora_rank": 8, "model_type": "dots3_note_text"}, UnsupportedModelError, "latents of several widths"),
         ({"layer_types": 5}, ModelLoadError, "layer_types must be a list of names, one per layer, not 5"),
         ({"layer_types": [["full_attention"]]}, ModelLoadError, "layer_types must be a list of names"),
         ({"text_config": 5}, ModelLoadError, "text_config must be a JSON object, not 5"),

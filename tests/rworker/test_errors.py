@@ -189,7 +189,7 @@ BAD_SETTINGS = [
     ({"cores": [-1]}, "cores has -1"),
     ({"layers": []}, "layers is empty"),
     ({"layers": [Layer(num_heads=3)]}, "multiple of num_kv_heads"),
-    ({"layers": [Layer(key_head_dim=0)]}, "head dims must be 1 to 576, not 0"),
+    ({"layers": [Layer(key_head_dim=0)]}, "head dims must be 1 to 1088, not 0"),
     ({"layers": [Layer(sinks=(1.0,))]}, "sinks must be empty or one per query head"),
     ({"layers": [Layer(alibi_slopes=(1.0,))]}, r"alibi_slopes must be empty or one per query head \(4\), not 1"),
     ({"layers": [Layer(alibi_slopes=(1.0, 0.5, float("nan"), 0.0))]}, "alibi_slopes must be finite, not nan"),

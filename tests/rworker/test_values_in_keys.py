@@ -19,6 +19,7 @@ from .quantised import QUANTISED, exported, stored
 APPEND, ATTEND, PARTIAL, READ = range(4)
 ISAS = _rworker.supported_isas()
 DEEPSEEK = Layer(3, 1, 576, 512, 0.07)
+DOTS = Layer(2, 1, 1088, 1024, 0.06, window=500)
 ODD = Layer(6, 2, 41, 23, 0.2, window=600, soft_cap=5.0, sinks=(0.5, -1.0, 0.0, 1.0, 0.25, 2.0))
 
 
@@ -95,7 +96,7 @@ class Pair:
     + [pytest.param(*dtypes, marks=pytest.mark.thorough) for dtypes in [("float16", "int8"), ("float32", "int4")]],
 )
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("layer", [ODD, DEEPSEEK], ids=["odd", "deepseek"])
+@pytest.mark.parametrize("layer", [ODD, DEEPSEEK, DOTS], ids=["odd", "deepseek", "dots"])
 def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str, kv_dtype: str) -> None:
     """Prompts and decodes, tiles that are open and full, forks and cuts within tiles, closed ranges and their tails."""
     pair = Pair(layer, dtype, {"isa": isa, "kv_dtype": kv_dtype})
@@ -177,5 +178,5 @@ def test_a_row_takes_the_bytes_of_its_key(kv_dtype: str, row_bytes: int) -> None
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="values_in_keys needs keys of at least value_dim elements"):
         Pair(Layer(2, 1, 16, 32))
-    with pytest.raises(ValueError, match="head dims must be 1 to 576, not 577"):
-        Pair(Layer(2, 1, 577, 512), options={"kv_dtype": "int4"})
+    with pytest.raises(ValueError, match="head dims must be 1 to 1088, not 1089"):
+        Pair(Layer(2, 1, 1089, 1024), options={"kv_dtype": "int4"})

@@ -22,7 +22,7 @@ constexpr int kMaxChunkTokens = 128;  // of codes, where sums have room for as m
 constexpr int kSplitTokens =
     512;  // a sequence is cut here, always at multiples, so that results do not depend on who else runs
 constexpr int kBlockRows = 64;  // query rows that pass over a split together
-constexpr int kMaxHeadDim = 576;
+constexpr int kMaxHeadDim = 1088;  // of latent rows: 1,024 dims and 64 that are rotated
 constexpr int kMaxQuantizedHeadDim = 512;  // integer sums of more products could overflow
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
