@@ -67,6 +67,6 @@ def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | Non
         raise UnsupportedModelError(f"{name}: layers with two attentions (longcat_flash) are not in the equations")
     if str(config.get("model_type")).startswith("dots3_note"):
         raise UnsupportedModelError(f"{name}: latents of several widths (dots3_note) are not in the equations")
-    dims = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    nope, rope, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     gated = config.get("model_type") == "hy_v4"
-    return LatentShape(config["kv_lora_rank"], config.get("q_lora_rank") or 0, *dims, gated=gated)
+    return LatentShape(config["kv_lora_rank"], config.get("q_lora_rank") or 0, nope, rope, value, gated)
