@@ -12,8 +12,12 @@ from collections.abc import Callable
 
 from fastdecode.core.errors import RankLostError
 
+FIRST_ENDING_SECONDS = 20.0
+"""How long rank 0 may take to end in order once a rank is lost, on a machine that is busy; it may stand in a layer that
+never ends."""
+
 ENDING_SECONDS = 3.0
-"""How long rank 0 may take to end in order once a rank is lost; it may stand in a layer that never ends."""
+"""How long another rank may take once rank 0 is lost."""
 
 NAMING_SECONDS = 1.0
 """From an error of the group to the news of who is gone."""
@@ -69,7 +73,7 @@ class Lifelines:
         if self._closed:
             return
         self.lost.append(name)
-        time.sleep(ENDING_SECONDS)
+        time.sleep(FIRST_ENDING_SECONDS)
         if not self._closed:
             print(f"fastdecode: error: {self.describe()}", flush=True)
             os._exit(1)
