@@ -88,7 +88,7 @@ def _states_here(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift
 ) -> StatesHere | None:
     """States, where the S-worker keeps them: it advances them as an R-worker of its machine with its threads."""
-    if shape.state is None or not shape.state.at_s_worker:
+    if shape.own_states is None:
         return None
     seconds = profile.measured_state(kv_dtype, deployment.s_threads, HERE)
     return StatesHere.as_measured(shape, (seconds[0] * drift.r_part, seconds[1] * drift.r_part))

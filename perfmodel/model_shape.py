@@ -84,13 +84,17 @@ class ModelShape:
     @property
     def sent_states(self) -> StateShape | None:
         """Recurrent layers whose rows travel to R-workers."""
-        return None if self.state is None or self.state.at_s_worker else self.state
+        return None if self.own_states else self.state
+
+    @property
+    def own_states(self) -> StateShape | None:
+        """Recurrent layers whose states the S-worker keeps."""
+        return self.state if self.state and self.state.at_s_worker else None
 
     @property
     def sent_share(self) -> float:
         """Part of the layers whose rows travel to R-workers and back."""
-        here = self.state.num_layers if self.state and self.state.at_s_worker else 0
-        return 1.0 - here / self.num_layers
+        return 1.0 - (self.own_states.num_layers if self.own_states else 0) / self.num_layers
 
     @property
     def attention_layers(self) -> int:

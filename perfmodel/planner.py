@@ -126,12 +126,12 @@ class Planner:
 
     def _check_places(self, in_flight: int) -> None:
         """PlanError where the S-worker keeps states, and has not room for those of ``in_flight`` sequences."""
-        needed = in_flight * self.placing.copies
-        if self.states and needed > self.states.num_places:
+        if self.states and not self._has_places(in_flight):
             raise PlanError(
                 f"the S-worker's memory has room for {self.states.num_places:.0f} states of "
                 f"{self.state_bytes_per_sequence / 1e6:.4g} MB, and {in_flight} sequences in flight "
-                f"({self.placing.copies} of each) have {needed}: take a smaller mini-batch, or --state-on r"
+                f"({self.placing.copies} of each) have {in_flight * self.placing.copies}: take a smaller mini-batch, "
+                "or --state-on r"
             )
 
     def knee_mini_batch(self) -> int:
@@ -264,9 +264,13 @@ class Planner:
 
     def _fits_pool(self, mini_batch_size: int) -> bool:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        if self.states and in_flight * self.placing.copies > self.states.num_places:
+        if not self._has_places(in_flight):
             return False
         return self.num_r_workers is None or self.memory_r_workers(in_flight) <= self.num_r_workers
+
+    def _has_places(self, in_flight: int) -> bool:
+        """Whether the S-worker, where it keeps states, has room for those of ``in_flight`` sequences."""
+        return self.states is None or in_flight * self.placing.copies <= self.states.num_places
 
     def _smallest_balanced(self) -> int:
         return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import r_workers
+from helpers.processes import children_of
 from helpers.servers import BARE, FASTDECODE, RunningServer
 from helpers.sessions import log_of
 from helpers.streams import Client
@@ -58,6 +58,24 @@ def wait_for(server: RunningServer, status: int) -> None:
         time.sleep(0.02)
 
 
+def wait_until_it_asks(standby: RunningServer) -> None:
+    """It has tried to take session s over."""
+    while "stands by for session s: R-worker" not in standby.log.read_text():
+        assert standby.process.poll() is None, standby.log.read_text()
+        time.sleep(0.05)
+
+
+@contextmanager
+def reading_on(client: Client, server: RunningServer) -> Iterator[Future[None]]:
+    """``client`` in a thread, within its stream: it has had 20 events."""
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(client.read, server.url)
+        while len(client.events) < 20:
+            assert not reading.done() and server.process.poll() is None
+            time.sleep(0.005)
+        yield reading
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "place"),
@@ -80,17 +98,12 @@ def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
         common = ("--r-workers", addresses, "--keep-session", "60", "--journal", journal)
         first = stack.enter_context(server(tmp_path, "first", *common, "--session", "s"))
         second = stack.enter_context(server(tmp_path, "second", *common, "--standby", "s"))
-        while "stands by for session s: R-worker" not in second.log.read_text():
-            assert second.process.poll() is None
-            time.sleep(0.05)
+        wait_until_it_asks(second)
         status, answer = second.request("/v1/completions", asked)
         assert status == 503 and "stands by for session s" in answer["error"]["message"]
         assert second.request("/health")[0] == 503 and first.request("/health")[0] == 200
         client = Client("/v1/completions", asked, "a")
-        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(client.read, first.url)
-        while len(client.events) < 20:
-            assert not reading.done() and first.process.poll() is None
-            time.sleep(0.005)
+        reading = stack.enter_context(reading_on(client, first))
         first.process.send_signal(getattr(signal, way))
         start = time.monotonic()
         wait_for(second, 200)
@@ -110,16 +123,6 @@ def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
     assert tokens == whole["choices"][0]["logprobs"]["tokens"]
-
-
-def with_ranks(pid: int) -> list[int]:
-    """A server's process and those of its other ranks."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
-    return [pid, *found]
 
 
 @pytest.mark.slow
@@ -143,16 +146,11 @@ def test_a_standby_of_ranks_takes_over(tmp_path: Path, way: str, ranks: tuple[in
         common = (*common, "--dtype", "float32", "--tensor-parallel-size")
         first = stack.enter_context(server(tmp_path, "first", *common, str(ranks[0]), "--session", "s"))
         second = stack.enter_context(server(tmp_path, "second", *common, str(ranks[1]), "--standby", "s"))
-        group = with_ranks(first.process.pid)
+        group = [first.process.pid, *children_of(first.process.pid, "tensor_parallel.process")]
         assert len(group) == ranks[0]
-        while "stands by for session s: R-worker" not in second.log.read_text():
-            assert second.process.poll() is None, second.log.read_text()
-            time.sleep(0.05)
+        wait_until_it_asks(second)
         client = Client("/v1/completions", asked, "a")
-        reading = stack.enter_context(ThreadPoolExecutor(1)).submit(client.read, first.url)
-        while len(client.events) < 20:
-            assert not reading.done() and first.process.poll() is None
-            time.sleep(0.005)
+        reading = stack.enter_context(reading_on(client, first))
         for pid in group:
             os.kill(pid, getattr(signal, way))
         start = time.monotonic()

@@ -229,7 +229,7 @@ def _planner(
 
 def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: RankGroup) -> StatesHere | None:
     """States on the GPUs of ``group``, taken as one: in what the weights leave of their memory, at its rate."""
-    if shape.state is None or not shape.state.at_s_worker:
+    if shape.own_states is None:
         return None
     memory = _state_memory(args) or usable_bytes(gpu) - held_bytes(shape, group)
     return StatesHere.of_bandwidth(shape, gpu.kv_bytes_per_second.achieved, memory)
@@ -239,7 +239,7 @@ def _profiled_states(
     args: argparse.Namespace, shape: ModelShape, profile: HardwareProfile, kv_dtype: str
 ) -> StatesHere | None:
     """States that the S-worker advances as R-workers of its machine were measured to; no profile has its memory."""
-    if shape.state is None or not shape.state.at_s_worker:
+    if shape.own_states is None:
         return None
     memory = _state_memory(args)
     places = memory // shape.state_bytes_per_sequence if memory else math.inf
