@@ -103,7 +103,6 @@ class EngineConfig:
     )  # fmt: skip
     kv_cache_memory: int | str | None = setting(
         None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared",
-        also=("kv_cache_memory_bytes",),
     )  # fmt: skip
     enable_prefix_caching: bool = setting(
         True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"

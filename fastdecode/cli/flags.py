@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from typing import Any
 
 from fastdecode.api.config import (
@@ -18,12 +21,19 @@ from fastdecode.api.config import (
     flag_names,
     prefill_settings,
 )
-from fastdecode.api.from_vllm import IGNORED, REFUSED, without_vllms
+from fastdecode.api.from_vllm import OF_ENGINES, OF_SERVERS, as_ours
+from fastdecode.api.vllm import environment
+from fastdecode.api.vllm.foreign import Foreign
+from fastdecode.api.vllm.values import COUNTS, DTYPE_SETTINGS, read_count, translate
 from fastdecode.api.settings import describe_security, split_address
 from fastdecode.backends import prepare
+from fastdecode.cli.config_file import CONFIG
 from fastdecode.cli.output import check_output_files
+from fastdecode.cli.parser import add_switch
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
+
+logger = logging.getLogger(__name__)
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
@@ -31,8 +41,13 @@ SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", 
 PLACING = ("kv_shard_tokens", "kv_replicas")
 """Settings of where the cache of a sequence lies, in the engine, in plans and in the simulator."""
 
-_SWITCHES = ("async_", "calculate_", "disable_", "enable_", "multi_step_", "ray_", "use_")
-"""What the names of vLLM's flags without a value begin with."""
+SHORTS = {"tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
+"""vLLM's short flags of settings."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+_NARGS = {"many": "*", "maybe": "?"}
+"""Of vLLM's flags, by how many words follow them."""
 
 PREFILL_MODEL = tuple(name for name in prefill_settings() if name != "seed" and "tokenizer" not in name)
 """Flags of prefill workers; their seed is a common flag."""
@@ -53,8 +68,11 @@ def add_placing_flags(group: Any, unset: str) -> None:
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """``--log-level``, ``--debug`` and ``--seed``."""
     group = parser.add_argument_group("common")
-    levels = ["debug", "info", "warning", "error"]
-    group.add_argument("--log-level", default="warning", choices=levels, help="(%(default)s)")
+    told = os.environ.get(environment.LOG_LEVEL, "").lower()
+    level = told if told in LOG_LEVELS else "warning"
+    group.add_argument(
+        "--log-level", type=str.lower, default=level, choices=LOG_LEVELS, help=f"({environment.LOG_LEVEL}, or warning)"
+    )
     group.add_argument("--debug", action="store_true", help="print a traceback on failure")
     group.add_argument(
         "--seed", type=_seed, default=0, help="seed of random weights, data and unseeded requests (%(default)s)"
@@ -63,11 +81,35 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field of ``EngineConfig``, and vLLM's that mean nothing here."""
+    parser.add_argument(
+        CONFIG, metavar="FILE", help="YAML file with flags of this command, which those of the command line override"
+    )
     for title in (MODEL, BATCHING, WORKERS):
         add_flags(parser.add_argument_group(title), EngineConfig, flag_names(title))
-    for name in sorted({*IGNORED, *REFUSED}):
-        switch: dict[str, Any] = {"action": "store_true"} if name.startswith(_SWITCHES) else {}
-        parser.add_argument(_flag(name), help=argparse.SUPPRESS, **switch)
+    add_foreign_flags(parser, OF_ENGINES)
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    parser.add_argument("--kv-cache-memory-bytes", dest="kv_cache_memory", type=count, **hidden)
+    parser.add_argument("--spec-method", **hidden)
+    parser.add_argument("--spec-model", **hidden)
+    parser.add_argument("--spec-tokens", type=int, **hidden)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's flags of a server that mean nothing here."""
+    add_foreign_flags(parser, OF_SERVERS)
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> None:
+    """Add flags of vLLM that stay out of help, but for those that the command has itself."""
+    for each in foreign.values():
+        flags = [flag for flag in (_flag(each.name), *each.shorts) if flag not in parser._option_string_actions]
+        if not flags or flags[0] != _flag(each.name):
+            continue
+        if each.values == "none":
+            add_switch(parser, *flags, dest=each.name, help=argparse.SUPPRESS)
+        else:
+            told: dict[str, Any] = {"nargs": _NARGS.get(each.values), "const": True if each.values == "maybe" else None}
+            parser.add_argument(*flags, dest=each.name, help=argparse.SUPPRESS, **told)
 
 
 def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +130,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
     check_output_files(getattr(args, "trace", None))
+    if sentence := environment.said():
+        logger.warning("%s", sentence)
     names = {field.name for field in fields(EngineConfig)}
-    config = EngineConfig(**{name: value for name, value in without_vllms(vars(args)).items() if name in names})
+    config = EngineConfig(**{name: value for name, value in as_ours(vars(args)).items() if name in names})
     if config.profile:
         from fastdecode.perfmodel.profile_json import load_profile
 
@@ -183,12 +227,23 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     shown = told["unset"] or (("off", "on")[default] if switch else default)
     settings: dict[str, Any] = {"default": default, "help": f"{told['help']} ({shown})".strip().replace("%", "%%")}
     if switch:
-        settings["action"] = argparse.BooleanOptionalAction if default else "store_true"
-    else:
-        settings |= {"type": _READERS[str(field.type)], "choices": told["choices"], "metavar": told["metavar"]}
+        add_switch(group, _flag(field.name), dest=field.name, **settings)
+        return
+    settings |= {"type": _reader(field), "choices": told["choices"], "metavar": told["metavar"]}
     if isinstance(default, list):
         settings |= {"nargs": "+", "action": "extend"}
-    group.add_argument(*map(_flag, (field.name, *told["also"])), dest=field.name, **settings)
+    flags = map(_flag, (field.name, *told["also"]))
+    action = group.add_argument(*flags, *SHORTS.get(field.name, ()), dest=field.name, **settings)
+    action.option_strings = [each for each in action.option_strings if each not in SHORTS.get(field.name, ())]
+
+
+def _reader(field: Field[Any]) -> Callable[[str], Any]:
+    """Return what turns the text of a flag into the type of its field."""
+    if field.name in DTYPE_SETTINGS or field.name == "load_format":
+        return partial(_translated, field.name)
+    if field.name in COUNTS:
+        return auto_count if "None" in str(field.type) else count
+    return _READERS[str(field.type)]
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -200,6 +255,27 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'must be a JSON object such as {{"name": "value"}}, not {text!r:.80}')
     return value
+
+
+def _translated(name: str, text: str) -> Any:
+    """Return a flag's value as it is spelt here."""
+    try:
+        return translate(name, text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count(text: str) -> int:
+    """Return the number of a flag such as 4096, 4k or 4K."""
+    try:
+        return read_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def auto_count(text: str) -> int | None:
+    """Return the number of a flag such as 4096 or 4k, None for auto and -1."""
+    return None if text.strip().lower() in ("auto", "-1") else count(text)
 
 
 def _seed(text: str) -> int:

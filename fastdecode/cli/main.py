@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fastdecode import __version__
+from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import ConfigError, FastDecodeError
 
 COMMANDS = (
@@ -49,13 +50,6 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: a command ends as on Ctrl-C, and prints the figures it has."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Takes no abbreviated flags: ``launch`` looks for some in the S-worker's command, by their whole names."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **settings})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,8 @@ import os
 from typing import Any
 
 from fastdecode.api.config import DEMO_MODEL
-from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
+from fastdecode.api.vllm import environment
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, add_server_flags, engine_config
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings
 
@@ -22,6 +23,7 @@ def add_command(commands: Any) -> None:
     names = [each.name for each in dataclasses.fields(ServerSettings)]
     add_flags(parser.add_argument_group(SERVER), ServerSettings, names)
     add_engine_flags(parser)
+    add_server_flags(parser)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
@@ -32,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"serve needs {missing[0]}, which is not installed: pip install 'fastdecode[serve]'")
     if args.model_tag:
-        if args.model != str(DEMO_MODEL) and args.model != args.model_tag:
+        if args.model not in (str(DEMO_MODEL), args.model_tag) and "model" not in args.from_file:
             raise ConfigError(f"serve: {args.model_tag!r} and --model {args.model!r} are two models: give one")
         args.model = args.model_tag
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(ServerSettings)}
     if given["api_key"] is None:
-        given["api_key"] = os.environ.get("FASTDECODE_API_KEY")
+        given["api_key"] = os.environ.get("FASTDECODE_API_KEY", os.environ.get(environment.API_KEY))
     settings = ServerSettings(**given)
     if settings.standby is not None:
         if args.session not in (None, settings.standby):
