@@ -66,6 +66,13 @@ class EngineConfig:
         list, "a LoRA adapter that is merged into the weights as they are loaded; it is served as NAME", MODEL,
         metavar="NAME=FOLDER", unset="none",
     )  # fmt: skip
+    generation_config: str = setting(
+        "auto", "sampling defaults of requests: auto, those of the model's generation_config.json; vllm, none of them; "
+        "or a folder with such a file", MODEL, metavar="FOLDER",
+    )  # fmt: skip
+    override_generation_config: dict[str, Any] = setting(
+        dict, "sampling defaults to replace", MODEL, metavar="JSON", unset="none"
+    )
     hf_overrides: dict[str, Any] = setting(dict, "configuration keys to replace", MODEL, metavar="JSON", unset="none")
     dtype: str = setting("auto", "of the weights", MODEL, choices=DTYPES, unset="auto: the model's")
     device: str = setting(

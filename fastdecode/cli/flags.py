@@ -22,10 +22,10 @@ from fastdecode.api.config import (
     prefill_settings,
 )
 from fastdecode.api.from_vllm import OF_ENGINES, OF_SERVERS, as_ours
+from fastdecode.api.settings import describe_security, split_address
 from fastdecode.api.vllm import environment
 from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.api.vllm.values import COUNTS, DTYPE_SETTINGS, read_count, translate
-from fastdecode.api.settings import describe_security, split_address
 from fastdecode.backends import prepare
 from fastdecode.cli.config_file import CONFIG
 from fastdecode.cli.output import check_output_files
@@ -43,6 +43,9 @@ PLACING = ("kv_shard_tokens", "kv_replicas")
 
 SHORTS = {"tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
 """vLLM's short flags of settings."""
+
+HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+"""Of another spelling of a flag."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -87,11 +90,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for title in (MODEL, BATCHING, WORKERS):
         add_flags(parser.add_argument_group(title), EngineConfig, flag_names(title))
     add_foreign_flags(parser, OF_ENGINES)
-    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-    parser.add_argument("--kv-cache-memory-bytes", dest="kv_cache_memory", type=count, **hidden)
-    parser.add_argument("--spec-method", **hidden)
-    parser.add_argument("--spec-model", **hidden)
-    parser.add_argument("--spec-tokens", type=int, **hidden)
+    parser.add_argument("--kv-cache-memory-bytes", dest="kv_cache_memory", type=count, **HIDDEN)
+    parser.add_argument("--spec-method", **HIDDEN)
+    parser.add_argument("--spec-model", **HIDDEN)
+    parser.add_argument("--spec-tokens", type=int, **HIDDEN)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -230,11 +232,11 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
         add_switch(group, _flag(field.name), dest=field.name, **settings)
         return
     settings |= {"type": _reader(field), "choices": told["choices"], "metavar": told["metavar"]}
-    if isinstance(default, list):
+    if str(field.type).startswith("list"):
         settings |= {"nargs": "+", "action": "extend"}
-    flags = map(_flag, (field.name, *told["also"]))
-    action = group.add_argument(*flags, *SHORTS.get(field.name, ()), dest=field.name, **settings)
-    action.option_strings = [each for each in action.option_strings if each not in SHORTS.get(field.name, ())]
+    group.add_argument(*map(_flag, (field.name, *told["also"])), dest=field.name, **settings)
+    for short in SHORTS.get(field.name, ()):
+        group.add_argument(short, dest=field.name, **settings | HIDDEN)
 
 
 def _reader(field: Field[Any]) -> Callable[[str], Any]:
@@ -304,5 +306,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "float | None": float,
     "dict[str, Any]": json_object,
     "list[str]": str,
+    "list[str] | None": str,
 }
 """Readers that turn the text of a flag into the type of its field, by annotation."""

@@ -19,27 +19,20 @@ SHORT_HELP_WIDTH = 100
 _INVERSES = {"--enable-": "--disable-", "--disable-": "--enable-"}
 
 
-class Switch(argparse.Action):
-    """A flag without a value: ``--x`` or ``--no-x``, and ``--disable-x`` for ``--enable-x``. The other spellings are
-    taken without being shown, but for ``--no-x`` of a switch that is on."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, default: Any = None, help: str | None = None) -> None:
-        longs = [each for each in option_strings if each.startswith("--")]
-        self.off = {f"--no-{each[2:]}" for each in longs}
-        self.off |= {new + each.removeprefix(old) for each in longs for old, new in _INVERSES.items() if old in each}
-        super().__init__([*option_strings, *sorted(self.off)], dest, nargs=0, default=default, help=help)
-        shown = longs[:1] if not default else [longs[0], f"--no-{longs[0][2:]}"]
-        self.shown = shown or [*option_strings]
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Note whether the switch is on."""
-        setattr(namespace, self.dest, option_string not in self.off)
-
-
-def add_switch(group: Any, *flags: str, **settings: Any) -> None:
-    """Add a ``Switch`` to a parser or a group; its hidden spellings stay out of help and usage lines."""
-    action = group.add_argument(*flags, action=Switch, **settings)
-    action.option_strings = action.shown
+def add_switch(group: Any, *flags: str, dest: str, default: Any = None, help: str | None = None) -> None:
+    """Add a flag without a value to a parser or a group: ``--x`` and ``--no-x``, and ``--disable-x`` for
+    ``--enable-x``. Only what changes the default is shown, and both ways of a switch that is on."""
+    longs = [each for each in flags if each.startswith("--")]
+    off = [f"--no-{each[2:]}" for each in longs]
+    inverse = [new + each.removeprefix(old) for each in longs for old, new in _INVERSES.items() if each.startswith(old)]
+    if default:
+        group.add_argument(*flags, dest=dest, action=argparse.BooleanOptionalAction, default=default, help=help)
+        off = []
+    else:
+        group.add_argument(*flags, dest=dest, action="store_const", const=True, default=default, help=help)
+    for flag in (*off, *inverse):
+        hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        group.add_argument(flag, dest=dest, action="store_const", const=False, **hidden)
 
 
 class _HelpAll(argparse.Action):

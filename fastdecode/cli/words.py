@@ -69,10 +69,9 @@ def _join_dotted(words: Sequence[str], actions: Actions) -> list[str]:
             if not rest:
                 raise ValueError(f"argument {flag}: expected one argument")
             value = rest.pop(0)
-        long = actions[head].option_strings[0]
-        _merge(objects.setdefault(long, {}), _nested(keys, value))
-    for flag, found in objects.items():
-        kept = _with_object(kept, flag, found, actions)
+        _merge(objects.setdefault(actions[head].dest, {}), _nested(keys, value))
+    for dest, found in objects.items():
+        kept = _with_object(kept, dest, found, actions)
     return kept
 
 
@@ -109,15 +108,17 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-def _with_object(words: list[str], flag: str, found: dict[str, Any], actions: Actions) -> list[str]:
-    """Return ``words`` with one ``flag`` whose JSON is that of the line, overridden by what dotted flags said."""
+def _with_object(words: list[str], dest: str, found: dict[str, Any], actions: Actions) -> list[str]:
+    """Return ``words`` with one flag of ``dest`` whose JSON is that of the line, overridden by what dotted flags
+    said."""
+    flag = next(each for each, action in actions.items() if action.dest == dest)
     kept: list[str] = []
     whole: dict[str, Any] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if flag_of(word, actions) is None or actions[name].option_strings[0] != flag:
+        if flag_of(word, actions) is None or actions[name].dest != dest:
             kept.append(word)
             continue
         text = value if equals or not rest else rest.pop(0)

@@ -10,7 +10,7 @@ NO_SLEEP = "the model stays loaded: close, and load it again"
 ELSEWHERE = "other hosts run R-workers: start them with `fastdecode launch`, and give r_workers=HOST:PORT,…"
 REPLICAS = "start one engine each, or one with more R-workers"
 OVERRIDES = "give hf_overrides"
-DRAFTS = "give speculative_config, such as {\"method\": \"ngram\", \"num_speculative_tokens\": 4}"
+DRAFTS = 'give speculative_config, such as {"method": "ngram", "num_speculative_tokens": 4}'
 NO_CODE = "no code is loaded by name"
 
 WITHOUT_EFFECT = without_effect({
@@ -138,7 +138,7 @@ REFUSED = refused([
     ("tokenizer_mode", "tokenizers are those of the tokenizers library", "auto", "hf"),
     ("tokenizer_revision", "a tokenizer has the model's revision: give another as a folder"),
     ("watermark_config", "texts are not watermarked"),
-    ("diffusion_config engram_config", "such models are not run here"),
+    ("diffusion_config -dc engram_config", "such models are not run here"),
     ("profiler_config", "give trace=FILE, which writes Chrome trace events"),
     ("speculative_model num_speculative_tokens ngram_prompt_lookup_max ngram_prompt_lookup_min "
      "speculative_draft_tensor_parallel_size spec_decoding_acceptance_method speculative_max_model_len "

@@ -31,10 +31,14 @@ _OF_KUBERNETES = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
 
 def said() -> str:
     """Return one sentence about vLLM's variables that are set and have no effect; "" where there are none."""
-    names = sorted(name for name, value in os.environ.items() if name.startswith("VLLM_") and _is_a_setting(name, value))
+    names = sorted(
+        name for name, value in os.environ.items() if name.startswith("VLLM_") and _is_a_setting(name, value)
+    )
     told = [f"{name} ({INSTEAD[name]})" if name in INSTEAD else name for name in names]
     return f"environment variables of vLLM that mean nothing here are ignored: {', '.join(told)}" if told else ""
 
 
 def _is_a_setting(name: str, value: str) -> bool:
+    if not value or not name.startswith("VLLM_"):
+        return False
     return name not in TAKEN and not _OF_KUBERNETES.fullmatch(name) and "://" not in value

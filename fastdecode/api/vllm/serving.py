@@ -18,6 +18,7 @@ WITHOUT_EFFECT = without_effect({
     "no answer has more than its text for it": """
         enable_offline_docs? enable_flash_late_interaction?+ trust_request_mm_kwargs? fingerprint_mode
         fingerprint_value""",
+    "a template never sees the tools of such a request": "exclude_tools_when_tool_choice_none?",
     "usage always tells of cached tokens": "enable_prompt_tokens_details?",
 })  # fmt: skip
 
@@ -32,7 +33,6 @@ REFUSED = refused([
     ("tokens_only? enable_scale_out?", REPLICAS),
     ("response_role", "answers have the role assistant", "assistant"),
     ("return_tokens_as_token_ids?", "requests may ask with return_token_ids, and token ids come beside the text"),
-    ("exclude_tools_when_tool_choice_none?", "send such requests without tools"),
     ("enable_tokenizer_info_endpoint?", "/tokenize and /detokenize are there"),
     ("enable_server_load_tracking? enable_per_request_metrics?", "/metrics has such figures"),
     ("enable_force_include_usage?", 'streams have it where requests say stream_options {"include_usage": true}'),

@@ -36,7 +36,9 @@ def read_count(text: str) -> int:
         return int(text)
     whole, fraction, unit = match.groups()
     if fraction and unit.isupper():
-        raise ValueError(f"must have no fraction before {unit}, a power of two: give {text.strip().lower()}, or a whole")
+        raise ValueError(
+            f"must have no fraction before {unit}, a power of two: give {text.strip().lower()}, or a whole"
+        )
     return round(float(whole + (fraction or "")) * _MULTIPLES[unit]) if fraction else int(whole) * _MULTIPLES[unit]
 
 

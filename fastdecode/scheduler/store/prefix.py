@@ -132,7 +132,8 @@ class PrefixCache:
             self._adoption.close(sequence)
         if sequence.output_token_ids == []:
             self.num_queries += self.enabled
-            self.num_hit_tokens += hit.num_tokens if hit else 0
+            sequence.num_hit_tokens = hit.num_tokens if hit else 0
+            self.num_hit_tokens += sequence.num_hit_tokens
         for block_hash in sequence.block_hashes[hit.num_blocks if hit else 0 :]:
             self._computing.setdefault(block_hash, sequence)
 
