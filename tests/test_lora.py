@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from fastdecode.api.config import DEMO_MODEL, EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError
-from fastdecode.sworker import lora
-from fastdecode.sworker.loader import load_hf_config, load_model
+from fastdecode.sworker.model import lora
+from fastdecode.sworker.model.loader import load_hf_config, load_model
 
 peft = pytest.importorskip("peft")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import ONE_WORKER, Event, Pool, PoolChanges, StepRecord, Tracer
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.scheduler import DraftCounts
 from fastdecode.server.prometheus import Metrics
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.sworker.grammar import Matcher
+from fastdecode.sworker.sampling.grammar import Matcher
 from fastdecode.sworker.sampling.logits import edited_logits
 from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
 
