@@ -17,7 +17,7 @@ _HOMES = {
     "PromptType": "fastdecode.api.text",
     "TextPrompt": "fastdecode.api.text",
     "TokensPrompt": "fastdecode.api.text",
-    "LLMEngine": "fastdecode.engine",
+    "LLMEngine": "fastdecode.engine.engine",
     "RequestOutput": "fastdecode.api.outputs",
     "SamplingParams": "fastdecode.api.sampling_params",
     "StructuredOutputsParams": "fastdecode.api.structured_outputs",

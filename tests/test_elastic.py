@@ -312,7 +312,7 @@ def test_an_engine_begins_with_those_that_join(folder: Path, key: str) -> None:
 
 def test_attempts_are_spaced_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts, now = Attempts(), [0.0]
-    monkeypatch.setattr("fastdecode.cluster.pool.newcomers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fastdecode.cluster.pool.attempts.time.monotonic", lambda: now[0])
     waits = []
     for _ in range(7):
         assert attempts.failed("a:1", "its version") == (not waits)
