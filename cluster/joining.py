@@ -14,8 +14,9 @@ from fastdecode.api.settings import is_loopback, split_address
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.peer import MOST_LOGGED
 from fastdecode.cluster.links.zeromq import ZmqChannel, ZmqListener
-from fastdecode.cluster.newcomers import Attempts, Joined
-from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.pool.attempts import Attempts
+from fastdecode.cluster.pool.remote import RemoteWorker
+from fastdecode.cluster.pool.worker import Joined
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER
 from fastdecode.cluster.wire.messages import PREFILL_WORKER, decode_join, encode_join

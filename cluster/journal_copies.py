@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cluster.calls import Calls
+from fastdecode.cluster.pool.calls import Calls
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.leases import FIRST_BYTE, MOST_JOURNAL_BYTES
 from fastdecode.cluster.wire.messages import NUM_BYTES
 from fastdecode.core.errors import WorkerLostError, interrupts_deferred
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.pool.backend import PoolBackend
 
 COPIES = 2
 

@@ -17,8 +17,8 @@ from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo, best_common_isa
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
-    from fastdecode.cluster.joining import JoinListener
-    from fastdecode.cluster.remote import RemoteWorker
+    from fastdecode.cluster.pool.joining import JoinListener
+    from fastdecode.cluster.pool.remote import RemoteWorker
 
 RETURN_SECONDS = 1.0
 """Between two attempts to open an R-worker that was lost."""

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.cluster.newcomers import Arithmetic, Newcomers, Returns
-from fastdecode.cluster.pool_workers import InprocWorker, LostWorker, PoolWorker
+from fastdecode.cluster.pool.arithmetic import Arithmetic
+from fastdecode.cluster.pool.inproc import InprocWorker
+from fastdecode.cluster.pool.newcomers import Newcomers, Returns
+from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
+from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
+from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.routed_rows import RoutedRows, transfer_seconds
-from fastdecode.cluster.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, NoRWorkerError, WorkerLostError
 from fastdecode.core.layout import KVLayout
@@ -25,8 +27,8 @@ from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
-    from fastdecode.cluster.joining import JoinListener
-    from fastdecode.cluster.remote import RemoteWorker
+    from fastdecode.cluster.pool.joining import JoinListener
+    from fastdecode.cluster.pool.remote import RemoteWorker
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
 """Errors that a ``PoolWorker`` raises: a refusal, or that it is lost."""

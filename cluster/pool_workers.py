@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.parking.directory import ParkDirectory
-from fastdecode.cluster.parking.disks import Disk
-from fastdecode.cluster.parking.parker import Parker
-from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, host_id, make_rworker
+from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.r_worker.session import open_kv_port
-from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import host_id
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.journal_copies import RemoteJournal
+    from fastdecode.cluster.pool.remote_journal import RemoteJournal
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from fastdecode.cluster.calls import TICK_SECONDS, Calls
-from fastdecode.cluster.journal_copies import RemoteJournal
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.parking.disks import Disk, RemoteDisk
-from fastdecode.cluster.pool_workers import PoolWorker
-from fastdecode.cluster.r_worker.host import process_name
-from fastdecode.cluster.routed_rows import Arrays
+from fastdecode.cluster.pool.calls import TICK_SECONDS, Calls
+from fastdecode.cluster.pool.disks import Disk, RemoteDisk
+from fastdecode.cluster.pool.remote_journal import RemoteJournal
+from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.pool.worker_info import clock_offset, worker_info
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.leases import AskedLease, decode_held
@@ -33,7 +33,6 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
-from fastdecode.cluster.worker_info import clock_offset, worker_info
 from fastdecode.core.errors import (
     BackendError,
     BusyError,
@@ -45,6 +44,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import process_name
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 
 OPEN_SECONDS = 30.0

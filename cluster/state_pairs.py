@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.journal_copies import RemoteJournal
-from fastdecode.cluster.pool_workers import PoolWorker
+from fastdecode.cluster.pool.remote_journal import RemoteJournal
+from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, layer_tuples, make_rworker
-from fastdecode.cluster.routed_rows import Arrays
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.state_room import COUNTED_BLOCKS
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport

@@ -25,8 +25,8 @@ from fastdecode.journal.places import Place
 from fastdecode.journal.records import Run
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.joining import JoinListener
-    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.r_worker.tuning import Tuning
     from fastdecode.cluster.ray.ray_backend import RayJob
 
@@ -51,7 +51,7 @@ def make_backend(
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
     if ray_job:
-        from fastdecode.cluster.links.tcp import join_listener
+        from fastdecode.cluster.pool.tcp import join_listener
         from fastdecode.cluster.ray.ray_backend import RayBackend
 
         pool: PoolBackend = RayBackend(ray_job)
@@ -60,7 +60,7 @@ def make_backend(
     else:
         pool = _make_pool(config, cores, model, run or Run("", ""), insists)
         if config.pool_listen:
-            from fastdecode.cluster.links.tcp import listen_for_joins
+            from fastdecode.cluster.pool.tcp import listen_for_joins
 
             guard = config.key_file, config.security, config.silence_seconds
             listener = listen_for_joins(config.pool_listen, config.block_size, *guard)
@@ -103,16 +103,16 @@ def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> En
 
 def parks_of(backend: AttentionBackend) -> Parks | None:
     """The disks of R-workers behind ``backend``; None where it has no way to them."""
-    from fastdecode.cluster.parking.disks import PoolParks
-    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.parks import PoolParks
 
     return PoolParks(backend) if isinstance(backend, PoolBackend) else None
 
 
 def journal_copies(backend: AttentionBackend) -> Place:
     """The memory of the R-workers behind ``backend`` for a journal; BackendError where it has no way to them."""
-    from fastdecode.cluster.journal_copies import JournalCopies
-    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.journal_copies import JournalCopies
 
     if not isinstance(backend, PoolBackend):
         raise BackendError(f"journal: {ON_R_WORKERS} are for R-workers of one S-worker process")
@@ -121,7 +121,7 @@ def journal_copies(backend: AttentionBackend) -> Place:
 
 def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
     """An R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
-    from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.r_worker.host import RWorkerSize
 
     cores = config.s_core_list or usable_cores()
@@ -139,7 +139,7 @@ def make_prompt_backend(
     It attends in the arithmetic of ``r_workers`` where they have one in common that this processor has too: then it
     makes no difference to a token where it was computed.
     """
-    from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
 
     cores = config.s_core_list or usable_cores()
@@ -226,8 +226,8 @@ def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KV
     where ``config`` says so; the room for them. CapacityError where it is too small for all sequences in flight."""
     if config.state_on != "s":
         return None
-    from fastdecode.cluster.pool import PoolBackend
-    from fastdecode.cluster.state_pairs import LayerParts, StateKeeper
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
 
     if not isinstance(backend, PoolBackend):
         raise BackendError("state_on: 's' is for R-workers of one S-worker process")
@@ -243,7 +243,7 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
     spec = config.r_worker_spec
     guard = config.key_file, config.security, config.silence_seconds
     if spec.kind == "tcp":
-        from fastdecode.cluster.links.tcp import TcpBackend
+        from fastdecode.cluster.pool.tcp import TcpBackend
         from fastdecode.cluster.wire.leases import AskedLease
 
         this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
@@ -256,12 +256,12 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
         return TcpBackend(spec.addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
 
     if spec.kind == "join":
-        from fastdecode.cluster.links.tcp import JoiningBackend
+        from fastdecode.cluster.pool.tcp import JoiningBackend
 
         return JoiningBackend(spec.count)
 
     if spec.kind == "mpi":
-        from fastdecode.cluster.links.mpi_link import MpiBackend
+        from fastdecode.cluster.pool.mpi import MpiBackend
 
         return MpiBackend(config.block_size)
 
@@ -274,11 +274,11 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
         RWorkerSize(num_bytes, num_threads, tuple(itertools.islice(turns, num_threads))) for _ in range(spec.count)
     ]
     if spec.kind == "spawn":
-        from fastdecode.cluster.links.spawn import SpawnBackend
+        from fastdecode.cluster.pool.spawn import SpawnBackend
 
         return SpawnBackend(sizes, config.block_size, *guard, config.park)
 
-    from fastdecode.cluster.pool import InprocBackend
+    from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.wire.handshake import read_security
 
     security = read_security(config.key_file, config.security)

@@ -12,7 +12,18 @@ from functools import partial
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
-from fastdecode.backends import (
+from fastdecode.core.errors import BackendError
+from fastdecode.core.held import KnownTokens
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.metrics import StateClock
+from fastdecode.core.placing import UNLIMITED
+from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.state_room import StateRoom
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.cycle import Companion, Membership, Parking
+from fastdecode.drafting.speculation import Speculation, make_drafter
+from fastdecode.engine.compose.backends import (
     check_room,
     common_isa,
     journal_copies,
@@ -28,18 +39,7 @@ from fastdecode.backends import (
     prepare,
     with_key_of,
 )
-from fastdecode.core.errors import BackendError
-from fastdecode.core.held import KnownTokens
-from fastdecode.core.layout import KVLayout
-from fastdecode.core.machine import usable_cores
-from fastdecode.core.metrics import StateClock
-from fastdecode.core.placing import UNLIMITED
-from fastdecode.core.protocols import AttentionBackend, PrefillBackend
-from fastdecode.core.state_room import StateRoom
-from fastdecode.core.types import RWorkerInfo
-from fastdecode.cycle import Companion, Membership, Parking
-from fastdecode.drafting.speculation import Speculation, make_drafter
-from fastdecode.engine_setup import (
+from fastdecode.engine.compose.setup import (
     check_index,
     make_parking,
     make_scheduler,
@@ -47,19 +47,19 @@ from fastdecode.engine_setup import (
     prompt_tokens,
     with_absorption,
 )
+from fastdecode.engine.live import LiveRequests, LiveWorld
 from fastdecode.hybrids import check_hybrid
 from fastdecode.journal.journal import Journal, KeptJournal, next_run
 from fastdecode.journal.places import Folder
 from fastdecode.journal.pulse import Listening, Pulse
 from fastdecode.journal.records import Run
-from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
 from fastdecode.scheduler.store.adoption import Held
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
-from fastdecode.sworker.part_attention import TIMED_ROWS
-from fastdecode.sworker.s_worker import Lead
+from fastdecode.sworker.part.attention import TIMED_ROWS
+from fastdecode.sworker.run.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
 

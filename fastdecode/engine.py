@@ -16,13 +16,13 @@ from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.request import make_request
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import PromptType, read_prompt
-from fastdecode.build import build
 from fastdecode.core.errors import BackendError, NoRWorkerError, RequestError, WorkerLostError, interrupts_deferred
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.cycle import Cycle
-from fastdecode.live import Sampled
+from fastdecode.engine.compose.build import build
+from fastdecode.engine.live import Sampled
 from fastdecode.scheduler import Scheduler
 
 END_SECONDS = 10.0

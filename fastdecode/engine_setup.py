@@ -27,7 +27,7 @@ from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.sworker.loader import model_shape
+from fastdecode.sworker.model.loader import model_shape
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Sequence as ScheduledSequence
 from fastdecode.scheduler import Transfer
 from fastdecode.sworker import SWorker
-from fastdecode.sworker.random_prompts import RandomPrompts
+from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 

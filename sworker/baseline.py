@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.sworker import gguf
-from fastdecode.sworker.loader import load_hf_config, max_position_embeddings, resolve_dtype
+from fastdecode.sworker.model import gguf
+from fastdecode.sworker.model.loader import load_hf_config, max_position_embeddings, resolve_dtype
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fastdecode.core.errors import ModelLoadError
 from fastdecode.core.machine import return_free_memory
-from fastdecode.sworker import unpack
+from fastdecode.sworker.model import unpack
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from greenlet import greenlet
 
-from fastdecode.sworker.pipeline import ModelGreenlet
-from fastdecode.sworker.prepack import equal_within_rounding
-from fastdecode.sworker.staging import PackedRows, Staging, rows_of
+from fastdecode.sworker.model.prepack import equal_within_rounding
+from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.staging import PackedRows, Staging, rows_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.sworker.staging import from_numpy, to_numpy
+from fastdecode.sworker.run.staging import from_numpy, to_numpy
 
 SPIN_POLLS = 300
 """Polls in a row before an idle S-worker sleeps between them: some hundred microseconds."""

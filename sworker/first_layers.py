@@ -9,7 +9,7 @@ import torch
 
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.core.layout import KVLayout
-from fastdecode.sworker.support import probe_layers
+from fastdecode.sworker.model.support import probe_layers
 
 
 def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_layers: int) -> torch.nn.Module:

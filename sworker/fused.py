@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fastdecode import _sworker
-from fastdecode.sworker.prepack import PROOF_ROWS, equal_within_rounding
-from fastdecode.sworker.staging import rows_of, to_numpy
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.run.staging import rows_of, to_numpy
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastdecode.core.layout import LayerLayout
-from fastdecode.sworker.latents import LatentRows
+from fastdecode.sworker.adapters.latents import LatentRows
 
 PROOF_ROWS = 24
 """Random rows over which an indexer's picks are compared with those made here."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fastdecode.core.absorption import Absorption
-from fastdecode.sworker.prepack import PROOF_ROWS, equal_within_rounding, has_fast_products
-from fastdecode.sworker.staging import to_numpy
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding, has_fast_products
+from fastdecode.sworker.run.staging import to_numpy
 
 logger = logging.getLogger(__name__)
 

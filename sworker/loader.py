@@ -19,16 +19,16 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.sworker import checkpoints, gguf, lora, sharding
-from fastdecode.sworker.experts import use_padded_experts
-from fastdecode.sworker.index import use_index
-from fastdecode.sworker.latents import use_latent_rows
-from fastdecode.sworker.own_recurrences import use_own_recurrences
-from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
-from fastdecode.sworker.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
-from fastdecode.sworker.sharding import Rank
-from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
-from fastdecode.sworker.states import use_states
+from fastdecode.sworker.adapters.experts import use_padded_experts
+from fastdecode.sworker.adapters.index import use_index
+from fastdecode.sworker.adapters.latents import use_latent_rows
+from fastdecode.sworker.adapters.own_recurrences import use_own_recurrences
+from fastdecode.sworker.adapters.states import use_states
+from fastdecode.sworker.model import checkpoints, gguf, lora, sharding
+from fastdecode.sworker.model.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
+from fastdecode.sworker.model.sharding import Rank
+from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
+from fastdecode.sworker.run.staging import DTYPE_NAME, TORCH_DTYPE
 
 WITH_PICTURES = ("kimi_k25", "mistral4")
 """Models of text that transformers lists among those of pictures and text."""
@@ -137,12 +137,12 @@ def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
     """Make our attention known to transformers; returns what is left to do to a loaded model."""
     register_attention()
     if hf_config.model_type in ("llama4", "llama4_text"):
-        from fastdecode.sworker.own_positions import use_given_positions
+        from fastdecode.sworker.adapters.own_positions import use_given_positions
 
         return use_given_positions
     if hf_config.model_type not in OWN_ATTENTION:
         return lambda model: None
-    from fastdecode.sworker import own_attention
+    from fastdecode.sworker.adapters import own_attention
 
     own_attention.register()
     return own_attention.adapt

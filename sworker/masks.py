@@ -16,8 +16,8 @@ import torch
 from greenlet import getcurrent
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
 
-from fastdecode.sworker.pipeline import ModelGreenlet, attend
-from fastdecode.sworker.prompts import Sight
+from fastdecode.sworker.run.pipeline import ModelGreenlet, attend
+from fastdecode.sworker.run.prompts import Sight
 
 PROBE_NAME = "fastdecode_probe"
 """The ``attn_implementation`` under which a model that is probed asks for masks."""

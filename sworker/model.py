@@ -17,11 +17,10 @@ from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError, Un
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import available_memory_bytes
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.sworker.first_layers import first_layers
-from fastdecode.sworker.fused import FusedRows
-from fastdecode.sworker.grammar import Grammars
-from fastdecode.sworker.latents import leave_absorption_to_r_workers
-from fastdecode.sworker.loader import (
+from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
+from fastdecode.sworker.model.first_layers import first_layers
+from fastdecode.sworker.model.fused import FusedRows
+from fastdecode.sworker.model.loader import (
     load_hf_config,
     load_model,
     max_position_embeddings,
@@ -29,11 +28,12 @@ from fastdecode.sworker.loader import (
     place_model,
     weights_digest,
 )
-from fastdecode.sworker.prepack import PackedLinears
-from fastdecode.sworker.refusals import check_rope
-from fastdecode.sworker.sharding import Rank
-from fastdecode.sworker.support import probe_layers, probe_layout, repeats_rows
-from fastdecode.sworker.tokenizer import HFTokenizer, generation_defaults
+from fastdecode.sworker.model.prepack import PackedLinears
+from fastdecode.sworker.model.refusals import check_rope
+from fastdecode.sworker.model.sharding import Rank
+from fastdecode.sworker.model.support import probe_layers, probe_layout, repeats_rows
+from fastdecode.sworker.model.tokenizer import HFTokenizer, generation_defaults
+from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 

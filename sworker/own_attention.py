@@ -23,7 +23,7 @@ from transformers.models.openai import modeling_openai as openai
 from transformers.models.rembert import modeling_rembert as rembert
 from transformers.models.xglm import modeling_xglm as xglm
 
-from fastdecode.sworker.pipeline import ATTENTION_NAME, attend
+from fastdecode.sworker.run.pipeline import ATTENTION_NAME, attend
 
 Slopes = tuple[float, ...]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastdecode.sworker.states import Recurrence, advance, as_heads, convolved, payload, replace
+from fastdecode.sworker.adapters.states import Recurrence, advance, as_heads, convolved, payload, replace
 
 
 def _lightning_attention(

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import SpanMode, Verb
-from fastdecode.sworker.index import picked
-from fastdecode.sworker.prompts import (
+from fastdecode.sworker.adapters.index import picked
+from fastdecode.sworker.run.prompts import (
     Sight,
     causal_mask,
     prompt_attention,
@@ -28,7 +28,7 @@ from fastdecode.sworker.prompts import (
     rows_by_head,
     values_of,
 )
-from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
+from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
 """Rows of the attention that is timed, over as many keys before them."""

@@ -9,8 +9,8 @@ import torch
 
 from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.types import SpanMode
-from fastdecode.sworker.part_attention import SEQUENCE_ID, LayerCache, MakeCache, release, step_of
-from fastdecode.sworker.staging import from_numpy, to_numpy
+from fastdecode.sworker.part.attention import SEQUENCE_ID, LayerCache, MakeCache, release, step_of
+from fastdecode.sworker.run.staging import from_numpy, to_numpy
 
 FILLER = LayerLayout(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, scale=1.0, window=1)
 """A layer that attends, in whose blocks the state of a recurrent one lies."""

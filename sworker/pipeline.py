@@ -18,11 +18,11 @@ from transformers import AttentionInterface
 
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.sworker.index import index_of
-from fastdecode.sworker.latents import LatentRows
-from fastdecode.sworker.prompts import PromptAttention
-from fastdecode.sworker.staging import HostStaging, PackedRows, Staging, rows_of
-from fastdecode.sworker.threads import SharedCores
+from fastdecode.sworker.adapters.index import index_of
+from fastdecode.sworker.adapters.latents import LatentRows
+from fastdecode.sworker.run.prompts import PromptAttention
+from fastdecode.sworker.run.staging import HostStaging, PackedRows, Staging, rows_of
+from fastdecode.sworker.run.threads import SharedCores
 
 ATTENTION_NAME = "fastdecode"
 """The ``attn_implementation`` under which models call us."""
@@ -184,7 +184,7 @@ class Pipeline:
                       fill ┘    └── steady: each resumes when its o is there  └ drain
 
         On a GPU the S lane is the compute stream: this thread only queues its work, and the copies down and up run
-        beside it (:class:`fastdecode.sworker.cuda_staging.CudaStaging` draws them).
+        beside it (:class:`fastdecode.sworker.run.cuda_staging.CudaStaging` draws them).
         Without ``overlap`` each mini-batch runs alone from first layer to last, for comparison.
         """
         logits: dict[int, torch.Tensor] = {}

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.sworker.part_attention import PartAttention
-from fastdecode.sworker.pipeline import ModelGreenlet
-from fastdecode.sworker.staging import pack, rows_of, to_numpy
+from fastdecode.sworker.part.attention import PartAttention
+from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.staging import pack, rows_of, to_numpy
 
 Exchange = Callable[[int, np.ndarray, np.ndarray], PromptKV]
 """Called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].

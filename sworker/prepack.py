@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from fastdecode.sworker.packed_weight import FileMaps, PackedWeight
+from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import torch
 
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.step import MiniBatch
-from fastdecode.sworker.index import picked
-from fastdecode.sworker.prompts import prompt_attention, reference_attention
-from fastdecode.sworker.staging import PromptRows
+from fastdecode.sworker.adapters.index import picked
+from fastdecode.sworker.run.prompts import prompt_attention, reference_attention
+from fastdecode.sworker.run.staging import PromptRows
 
 
 class PromptScratch:

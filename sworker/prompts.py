@@ -19,7 +19,7 @@ from fastdecode.core.layout import LayerLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, Verb, WorkerPlan
-from fastdecode.sworker.staging import PromptRows, from_numpy, to_numpy
+from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 
 TILE_ROWS = 256
 """Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""

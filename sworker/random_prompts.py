@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode.core.layout import KVLayout, to_wire
 from fastdecode.core.step import MiniBatch, ScheduledStep
-from fastdecode.sworker.s_worker import SWorker
+from fastdecode.sworker.run.s_worker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
 
 RANDOM_ROWS = 1024

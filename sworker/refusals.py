@@ -18,8 +18,8 @@ SUPPORTED = (
     f"and {', '.join(OWN_ATTENTION)}"
 )
 
-STATE = "this recurrence in the R-workers' kernels, and its rows handed to them (`sworker/states.py`)"
-ADAPTER = "an adapter (`sworker/own_attention.py`)"
+STATE = "this recurrence in the R-workers' kernels, and its rows handed to them (`sworker/adapters/states.py`)"
+ADAPTER = "an adapter (`sworker/adapters/own_attention.py`)"
 OTHER_MASK = "such a rule in the kernels"
 
 KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse"}

@@ -14,14 +14,14 @@ from fastdecode.core.layout import KVLayout
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
-from fastdecode.sworker.cuda_graphs import GraphRecorder, ModelGraphs
-from fastdecode.sworker.cuda_staging import CudaDevice, CudaStaging
-from fastdecode.sworker.pipeline import Forward, MiniBatchForward, Pipeline
-from fastdecode.sworker.prompt_scratch import PromptScratch
-from fastdecode.sworker.prompts import PromptAttention
+from fastdecode.sworker.run.cuda_graphs import GraphRecorder, ModelGraphs
+from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
+from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
+from fastdecode.sworker.run.prompt_scratch import PromptScratch
+from fastdecode.sworker.run.prompts import PromptAttention
+from fastdecode.sworker.run.staging import TORCH_DTYPE, HostStaging, PackedRows, Staging, from_numpy, pack, to_device
+from fastdecode.sworker.run.threads import SharedCores
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
-from fastdecode.sworker.staging import TORCH_DTYPE, HostStaging, PackedRows, Staging, from_numpy, pack, to_device
-from fastdecode.sworker.threads import SharedCores
 
 Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 """Has other ranks compute a step, with overlap or without, while this one does so within the context."""

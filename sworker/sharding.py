@@ -18,9 +18,9 @@ import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
-from fastdecode.sworker.index import plan_of_picked_heads
-from fastdecode.sworker.latents import plan_of_latent_heads
-from fastdecode.sworker.shared_exchange import SharedExchange, SharedMemory, whereabouts
+from fastdecode.sworker.adapters.index import plan_of_picked_heads
+from fastdecode.sworker.adapters.latents import plan_of_latent_heads
+from fastdecode.sworker.model.shared_exchange import SharedExchange, SharedMemory, whereabouts
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""

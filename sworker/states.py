@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 
 from fastdecode.core.layout import LayerLayout, StateLayout
-from fastdecode.sworker.pipeline import ModelGreenlet
+from fastdecode.sworker.run.pipeline import ModelGreenlet
 
 CONVOLUTION = "causal_conv1d_fn"
 

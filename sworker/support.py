@@ -17,13 +17,13 @@ import torch
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.core.layout import MAX_HEAD_DIM, KVLayout, LayerLayout
-from fastdecode.sworker.index import INDEX_ARGUMENTS
-from fastdecode.sworker.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
-from fastdecode.sworker.pipeline import ModelGreenlet
-from fastdecode.sworker.prompts import Sight
-from fastdecode.sworker.refusals import ADAPTER, OTHER_MASK, STATE, refuse
-from fastdecode.sworker.staging import DTYPE_NAME
-from fastdecode.sworker.states import Recurrence
+from fastdecode.sworker.adapters.index import INDEX_ARGUMENTS
+from fastdecode.sworker.adapters.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
+from fastdecode.sworker.adapters.states import Recurrence
+from fastdecode.sworker.model.refusals import ADAPTER, OTHER_MASK, STATE, refuse
+from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.prompts import Sight
+from fastdecode.sworker.run.staging import DTYPE_NAME
 
 MORE_ROWS = 21
 """Beside the first 16 in the forward that tells whether rows repeat."""
@@ -202,7 +202,7 @@ class _Recorder:
         recurrence: Recurrence | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One layer's call, or that of an index; see :func:`fastdecode.sworker.pipeline.attend` for shapes."""
+        """One layer's call, or that of an index; see :func:`fastdecode.sworker.run.pipeline.attend` for shapes."""
         if recurrence:
             self._record_state(recurrence, key)
             return self.answer(module, query, key, value, recurrence=recurrence)
@@ -289,7 +289,7 @@ class _Recorder:
             refuse(self.hf_config, "does not hand over one key and value per token")
         unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
         if unknown:
-            needs = "an adapter of its indexer (`sworker/index.py`)" if {*unknown} & {*INDEX_ARGUMENTS} else ""
+            needs = "an adapter of its indexer (`sworker/adapters/index.py`)" if {*unknown} & {*INDEX_ARGUMENTS} else ""
             refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}", needs)
         if key.shape[3] > MAX_HEAD_DIM:
             refuse(self.hf_config, f"has keys of {key.shape[3]} dims", f"more than {MAX_HEAD_DIM} in the kernels")

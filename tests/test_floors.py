@@ -181,13 +181,13 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
         ("scheduler.scheduler", "from fastdecode.perfmodel import equations"),
         ("scheduler.scheduler", "from fastdecode import sworker"),
         ("scheduler.scheduler", "import torch"),
-        ("perfmodel.equations", "from fastdecode.perfmodel.simulate import run"),
+        ("perfmodel.equations", "from fastdecode.perfmodel.lab.simulate import run"),
         ("sworker.s_worker", "from fastdecode.cluster.pool import InprocBackend"),
         ("sworker.s_worker", "import fastdecode.engine"),
         ("sworker.s_worker", "from fastdecode import _rworker"),
         ("sworker.s_worker", "import zmq"),
         ("cluster.pool", "from fastdecode import _sworker"),
-        ("cluster.pool", "from fastdecode.sworker.staging import to_numpy"),
+        ("cluster.pool", "from fastdecode.sworker.run.staging import to_numpy"),
         ("cluster.pool", "if TYPE_CHECKING:\n    import torch.nn"),
         ("cluster.pool", "from pickle import dumps"),
         ("engine", "from transformers import AutoConfig"),
@@ -197,7 +197,7 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     ],
 )
 def test_a_breach_is_found(name: str, source: str) -> None:
-    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker", "fastdecode.perfmodel.simulate"}
+    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker", "fastdecode.perfmodel.lab.simulate"}
     assert len(violations([read_module(name, source, known)])) >= 1
 
 

@@ -24,10 +24,10 @@ from fastdecode.cluster.links.mpi_job import (
     join_as_r_worker,
     join_as_s_worker,
 )
-from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import Session
-from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import PayloadSlots

@@ -13,11 +13,11 @@ from functools import partial
 
 from fastdecode.cluster.links.link import SILENCE_SECONDS
 from fastdecode.cluster.links.shared_memory import SharedMemoryLink, SilenceError, make_memory
-from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.pool_workers import PoolWorker
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.remote import RemoteWorker
+from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize
 from fastdecode.cluster.r_worker.session import Session
-from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.own_folder import leave_folder, make_folder

@@ -10,15 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fastdecode.api.settings import split_address
-from fastdecode.cluster.joining import JoinListener
 from fastdecode.cluster.links.link import SILENCE_SECONDS, TICK_SECONDS, Link
 from fastdecode.cluster.links.zeromq import PATIENCE_SECONDS, Beats, ZmqChannel, ZmqListener
-from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.pool_workers import PoolWorker
-from fastdecode.cluster.r_worker.lease import LEASE_SECONDS
-from fastdecode.cluster.remote import TAKE_SECONDS, RemoteWorker
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.joining import JoinListener
+from fastdecode.cluster.pool.remote import TAKE_SECONDS, RemoteWorker
+from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.wire.handshake import S_WORKER, Security, proven, read_security
-from fastdecode.cluster.wire.leases import AskedLease
+from fastdecode.cluster.wire.leases import LEASE_SECONDS, AskedLease
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo

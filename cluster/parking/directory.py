@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastdecode.cluster.parking.chain_file import SUFFIX, UNFINISHED, ChainReader, Head, file_name
+from fastdecode.cluster.r_worker.parking.chain_file import SUFFIX, UNFINISHED, ChainReader, Head, file_name
 from fastdecode.core.errors import ChainError, ConfigError
 from fastdecode.core.own_folder import leave_folder, make_folder
 from fastdecode.core.parked import Chain, ParkPlace

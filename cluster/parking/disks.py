@@ -17,8 +17,8 @@ from fastdecode.cluster.wire.parked import (
 from fastdecode.core.parked import Chain, Parked
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.calls import Calls
-    from fastdecode.cluster.pool import PoolBackend
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.calls import Calls
 
 
 class Disk(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.parking.directory import ParkDirectory
-from fastdecode.cluster.parking.parker import Parker
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
-from fastdecode.cluster.parking.directory import ParkDirectory
-from fastdecode.cluster.parking.room import Room
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
+from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.room import Room
 from fastdecode.cluster.wire.messages import fingerprint
 from fastdecode.core.errors import CapacityError, ChainError
 from fastdecode.core.layout import KVLayout

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.layout import KVLayout, LayerLayout

@@ -6,8 +6,8 @@ import math
 from dataclasses import fields
 
 from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.rank_costs import RankGroup
 from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 

@@ -11,15 +11,15 @@ from tqdm import tqdm
 
 from fastdecode.api.engine_fields import KV_CACHE_DTYPES
 from fastdecode.api.settings import parse_bytes
-from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.output import check_output_files
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import usable_cores
+from fastdecode.engine.compose.backends import tuning
 
 if TYPE_CHECKING:
-    from fastdecode.measure.attention_bench import AttentionBench
-    from fastdecode.measure.attention_shape import AttentionShape
+    from fastdecode.perfmodel.lab.measure.attention_bench import AttentionBench
+    from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape
 
 MOST_DIGITS = 12
 LEAST_CACHE_BYTES = 1 << 20
@@ -69,7 +69,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a row per shape; Ctrl-C writes what was measured."""
-    from fastdecode.measure.attention_bench import AttentionBench
+    from fastdecode.perfmodel.lab.measure.attention_bench import AttentionBench
 
     shapes = parse_shapes(args)
     if args.repeats < LEAST_REPEATS:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
     """Every combination of the lists; ConfigError names the flag that cannot work."""
-    from fastdecode.measure.attention_shape import ContextLen, sweep
+    from fastdecode.perfmodel.lab.measure.attention_shape import ContextLen, sweep
 
     whole = (
         "num_heads",
@@ -117,7 +117,7 @@ def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
 
 
 def _measure(bench: AttentionBench, shapes: list[AttentionShape], output: str, rows: list[dict[str, Any]]) -> None:
-    from fastdecode.measure.attention_bench import RowPrinter
+    from fastdecode.perfmodel.lab.measure.attention_bench import RowPrinter
 
     with tqdm(shapes, unit="shape", leave=False, disable=None if sys.stderr.isatty() else True) as bar:
 
@@ -135,8 +135,8 @@ def _measure(bench: AttentionBench, shapes: list[AttentionShape], output: str, r
 
 
 def _write_files(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    from fastdecode.measure.attention_bench import to_json
-    from fastdecode.measure.plots import plot_roofline
+    from fastdecode.perfmodel.lab.measure.attention_bench import to_json
+    from fastdecode.perfmodel.lab.measure.plots import plot_roofline
 
     if args.output_json:
         Path(args.output_json).write_text(to_json(rows) + "\n")

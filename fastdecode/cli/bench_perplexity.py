@@ -17,7 +17,7 @@ from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fastdecode.engine import LLMEngine
+    from fastdecode.engine.engine import LLMEngine
 
 
 def add_command(commands: Any) -> None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.window < 2:
         raise ConfigError(f"window must be at least 2 tokens, not {args.window}")
     text = Path(args.text).read_text(encoding="utf-8")
-    from fastdecode.engine import LLMEngine
+    from fastdecode.engine.engine import LLMEngine
 
     engine = LLMEngine(config)
     try:

@@ -14,8 +14,8 @@ from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fastdecode.measure.prefill_bench import PrefillRow
-    from fastdecode.measure.prefill_runs import LivePrefill
+    from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillRow
+    from fastdecode.perfmodel.lab.measure.prefill_runs import LivePrefill
     from fastdecode.perfmodel.profile import HardwareProfile
 
 LEAST_LEN = 32
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     spec = config.prefill_worker_spec
     if spec and spec.count < counts[-1]:
         raise ConfigError(f"workers: up to {counts[-1]}, and prefill_workers names {spec.count}")
-    from fastdecode.measure.prefill_bench import report
-    from fastdecode.measure.prefill_runs import LivePrefill
+    from fastdecode.perfmodel.lab.measure.prefill_bench import report
+    from fastdecode.perfmodel.lab.measure.prefill_runs import LivePrefill
 
     rows: list[PrefillRow] = []
     try:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             settings = {name: value for name, value in vars(args).items() if name != "run"}
             write_json(report(rows) | {"config": settings}, args.output_json)
             if args.plot:
-                from fastdecode.measure.plots import plot_prefill
+                from fastdecode.perfmodel.lab.measure.plots import plot_prefill
 
                 plot_prefill(rows, args.plot)
     return 0
@@ -99,7 +99,7 @@ def measure(
     take: Callable[[PrefillRow], object],
 ) -> None:
     """Rates first, unless a profile has them; then every row, as it is done."""
-    from fastdecode.measure.prefill_bench import PrefillBench, num_measurements
+    from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillBench, num_measurements
 
     lengths, counts, methods = wanted
     profile = profile_of(runner, config, lengths, counts, args.repeats)
@@ -113,11 +113,11 @@ def profile_of(
     runner: LivePrefill, config: EngineConfig, lengths: list[int], counts: list[int], rounds: int
 ) -> HardwareProfile:
     """That of ``--profile`` where it knows prefill workers, else rates measured here and now."""
-    from fastdecode.measure.prefill_calibrator import measure_rates
     from fastdecode.perfmodel.deployment import this_machine
+    from fastdecode.perfmodel.lab.measure.prefill_calibrator import measure_rates
     from fastdecode.perfmodel.profile import HardwareProfile
     from fastdecode.perfmodel.profile_json import load_profile
-    from fastdecode.sworker.loader import device_name, model_shape
+    from fastdecode.sworker.model.loader import device_name, model_shape
 
     given = load_profile(config.profile) if config.profile else None
     if given and given.prefill:
@@ -128,7 +128,7 @@ def profile_of(
 
 
 def _print(rows: list[PrefillRow]) -> None:
-    from fastdecode.measure.prefill_bench import report, table_lines
+    from fastdecode.perfmodel.lab.measure.prefill_bench import report, table_lines
 
     for line in table_lines(rows):
         print(line, flush=True)

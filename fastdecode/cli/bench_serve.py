@@ -19,12 +19,20 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.flags import add_common_flags, add_flags, json_object
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.core.errors import ConfigError
-from fastdecode.measure.dataset import ARRIVALS, LENGTHS, RAMPS, RampUp, WorkItem, WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.dataset import (
+    ARRIVALS,
+    LENGTHS,
+    RAMPS,
+    RampUp,
+    WorkItem,
+    WorkloadSpec,
+    make_workload,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from fastdecode.measure.serving import ServedRequest, Target
+    from fastdecode.perfmodel.lab.measure.serving import ServedRequest, Target
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
@@ -98,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the load and print vLLM's table; on Ctrl-C, that of the requests that had ended. 1 where all failed."""
     if find_spec("aiohttp") is None:
         raise ConfigError("bench serve needs aiohttp: pip install 'fastdecode[serve]'")
-    from fastdecode.measure.serving import UNFINISHED
-    from fastdecode.measure.serving_report import (
+    from fastdecode.perfmodel.lab.measure.serving import UNFINISHED
+    from fastdecode.perfmodel.lab.measure.serving_report import (
         DETAILS,
         parse_goodput,
         parse_metrics,
@@ -161,7 +169,7 @@ def _pairs(name: str, given: list[str]) -> dict[str, str]:
 
 def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
     """Return the address and what the server says of its first model. OPENAI_API_KEY is the key, as in vLLM."""
-    from fastdecode.measure.serving import Target
+    from fastdecode.perfmodel.lab.measure.serving import Target
 
     key = os.environ.get("OPENAI_API_KEY")
     headers = ({"Authorization": f"Bearer {key}"} if key else {}) | _pairs("header", args.header)
@@ -182,7 +190,7 @@ def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
 
 def _ready_model(base_url: str, headers: dict[str, str], seconds: float) -> dict[str, Any]:
     """The server's first model, asked for once a second until ``seconds`` are over; ServerError after that."""
-    from fastdecode.measure.serving import ServerError, served_model
+    from fastdecode.perfmodel.lab.measure.serving import ServerError, served_model
 
     deadline = time.monotonic() + seconds
     while True:
@@ -228,7 +236,7 @@ def _run_load(
     args: argparse.Namespace, target: Target, items: list[WorkItem], served: list[ServedRequest]
 ) -> tuple[float, KeyboardInterrupt | None]:
     """Warm up, then fill ``served``; returns seconds and the Ctrl-C that came, if one did."""
-    from fastdecode.measure.serving import run_load
+    from fastdecode.perfmodel.lab.measure.serving import run_load
 
     warm = [replace(items[0], arrival_seconds=0.0)] * args.num_warmups
     asyncio.run(run_load(target, warm, args.max_concurrency, []))

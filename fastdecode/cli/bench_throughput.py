@@ -13,11 +13,11 @@ from fastdecode.cli.collect_env import machine_facts
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.core.errors import ConfigError
-from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec, make_workload
 
 if TYPE_CHECKING:
     from fastdecode.core.metrics import Tracer
-    from fastdecode.measure.throughput_report import ThroughputRun
+    from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun
 
 Outcome: TypeAlias = tuple[dict[str, Any], BaseException | None, Iterator[str]]
 """The report, what is to be raised after it, and its pictures, each drawn when its line is asked for."""
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     rate = "inf" if math.isinf(spec.request_rate) else spec.request_rate  # JSON knows no infinity
     report["config"] = {"backend": args.backend, **vars(spec), **vars(config), "request_rate": rate}
     report["machine"] = machine_facts()
-    from fastdecode.measure.throughput_report import summary_lines
+    from fastdecode.perfmodel.lab.measure.throughput_report import summary_lines
 
     for line in summary_lines(report):
         print(line, flush=True)
@@ -76,9 +76,9 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
 
 
 def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec) -> Outcome:
-    from fastdecode.engine import LLMEngine
-    from fastdecode.measure.throughput import run_throughput, warm_up
-    from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
+    from fastdecode.engine.engine import LLMEngine
+    from fastdecode.perfmodel.lab.measure.throughput import run_throughput, warm_up
+    from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun, throughput_report
 
     engine = LLMEngine(config)
     run, tracer = ThroughputRun(), None
@@ -110,7 +110,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
 
 def _pictures(args: argparse.Namespace, run: ThroughputRun, tracer: Tracer | None) -> Iterator[str]:
     """Draw each picture that a flag names when the iterator is advanced, and yield a line that names its file."""
-    from fastdecode.measure.plots import plot_steps, plot_timeline, typical_decode_step
+    from fastdecode.perfmodel.lab.measure.plots import plot_steps, plot_timeline, typical_decode_step
 
     if tracer:
         steps = tracer.steps[-len(run.steps) :]
@@ -122,14 +122,14 @@ def _pictures(args: argparse.Namespace, run: ThroughputRun, tracer: Tracer | Non
 
 
 def _run_transformers(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSpec) -> Outcome:
-    from fastdecode.measure.throughput import run_baseline
+    from fastdecode.perfmodel.lab.measure.throughput import run_baseline
 
     return (*run_baseline(config, spec, partial(progress_bar, unit="req")), iter(()))
 
 
 def _full_model(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:
-    from fastdecode.measure.throughput_report import full_model_decode
-    from fastdecode.sworker.loader import num_layers
+    from fastdecode.perfmodel.lab.measure.throughput_report import full_model_decode
+    from fastdecode.sworker.model.loader import num_layers
 
     decode = report["decode"]
     tokens_per_step = decode["tokens"] / decode["steps"] if decode["steps"] else 0.0

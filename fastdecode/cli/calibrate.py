@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.bench_prefill import LEAST_LEN, bench_config, wholes
 from fastdecode.cli.flags import add_calibrated_flags, add_common_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.cli.bench_prefill import LEAST_LEN, bench_config, wholes
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model, measured_speeds
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import write_profile
 
 if TYPE_CHECKING:
-    from fastdecode.measure.calibrator import CalibrationPlan
+    from fastdecode.perfmodel.lab.measure.calibrator import CalibrationPlan
 
 
 def add_command(commands: Any) -> None:
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = args.tensor_parallel_size
     check_own_ranks(num_ranks)
     config = replace(engine_config(args), tensor_parallel_size=1)
-    from fastdecode.measure.calibrator import Calibrator, full_plan, quick_plan
-    from fastdecode.sworker.loader import device_name, model_shape
+    from fastdecode.perfmodel.lab.measure.calibrator import Calibrator, full_plan, quick_plan
+    from fastdecode.sworker.model.loader import device_name, model_shape
 
     shape = model_shape(config)
     kv_dtype = shape.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -103,7 +103,7 @@ def _with_ranks(
     profile: HardwareProfile, config: EngineConfig, plan: CalibrationPlan, num_ranks: int
 ) -> HardwareProfile:
     """The profile with the S-part of ``num_ranks`` ranks."""
-    from fastdecode.measure.rank_calibrator import RankCalibration, calibrate_ranks
+    from fastdecode.perfmodel.lab.measure.rank_calibrator import RankCalibration, calibrate_ranks
 
     ranks = RankCalibration(num_ranks, plan.batch_sizes, plan.s_threads[-1], plan.rounds, plan.most_tries)
     with progress_bar(ranks.num_measurements, "it") as bar:
@@ -112,8 +112,12 @@ def _with_ranks(
 
 def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[int], quick: bool) -> HardwareProfile:
     """The profile with the rates of prefill workers and the table of the best parts, each length of it measured."""
-    from fastdecode.measure.prefill_calibrator import PrefillCalibration, calibrate_prefill, num_measurements
-    from fastdecode.measure.prefill_runs import LivePrefill
+    from fastdecode.perfmodel.lab.measure.prefill_calibrator import (
+        PrefillCalibration,
+        calibrate_prefill,
+        num_measurements,
+    )
+    from fastdecode.perfmodel.lab.measure.prefill_runs import LivePrefill
 
     config = bench_config(replace(config, load_format="dummy", skip_tokenizer_init=True), lengths[-1])
     with closing(LivePrefill(config, config.seed)) as runner:

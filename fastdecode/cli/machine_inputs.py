@@ -8,16 +8,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastdecode.api.settings import parse_bytes
-from fastdecode.cli.assumptions import absorption_lines, figures, rank_lines, state_lines, token_lines, window_lines
-from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
-from fastdecode.cli.shape_inputs import asked_shape, gpu_kv_bytes, kv_dtype_of, mean_row_bytes, profiled_shape
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
-from fastdecode.perfmodel.gpu_only import GpuServer, held_bytes, usable_bytes
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, find_cpu_host, find_gpu, parse_link
+from fastdecode.perfmodel.lab.cli.assumptions import (
+    absorption_lines,
+    figures,
+    rank_lines,
+    state_lines,
+    token_lines,
+    window_lines,
+)
+from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
+from fastdecode.perfmodel.lab.cli.shape_inputs import (
+    asked_shape,
+    gpu_kv_bytes,
+    kv_dtype_of,
+    mean_row_bytes,
+    profiled_shape,
+)
+from fastdecode.perfmodel.lab.gpu_only import GpuServer, held_bytes, usable_bytes
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape

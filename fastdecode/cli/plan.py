@@ -9,15 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags, add_placing_flags
-from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, write_json
-from fastdecode.cli.plan_emit import FORMATS, emit
-from fastdecode.cli.shape_inputs import check_state_flags
-from fastdecode.cli.variants import VARIANTS, examine
-from fastdecode.cli.variants.prefill_workers import add_prefill_flags
-from fastdecode.cli.variants.speculative_decoding import add_speculation_flags
-from fastdecode.cli.variants.variant import Line, PlanCase, as_json
-from fastdecode.perfmodel.gpu_only import GpuOnly, Verdict, judge
+from fastdecode.perfmodel.lab.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.perfmodel.lab.cli.plan_emit import FORMATS, emit
+from fastdecode.perfmodel.lab.cli.shape_inputs import check_state_flags
+from fastdecode.perfmodel.lab.cli.variants import VARIANTS, examine
+from fastdecode.perfmodel.lab.cli.variants.prefill_workers import add_prefill_flags
+from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_speculation_flags
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, as_json
+from fastdecode.perfmodel.lab.gpu_only import GpuOnly, Verdict, judge
 from fastdecode.perfmodel.sizing import Plan
 
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         figures = {name: as_json(each) for name, each in found.items()}
         write_json(plan_figures(case, alone, verdict) | figures, args.output_json)
     if args.plot:
-        from fastdecode.measure.plots import plot_plan
+        from fastdecode.perfmodel.lab.measure.plots import plot_plan
 
         plot_plan(case.planner, case.plan, alone, args.plot)
     return 0

@@ -13,13 +13,13 @@ from typing import Any
 from fastdecode.api.settings import parse_kv_cache_memory
 from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
 from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, ray_lines, slurm_script
-from fastdecode.cli.machine_inputs import shared_host
-from fastdecode.cli.variants import VARIANTS
-from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.hardware import find_cpu_host
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.cli.machine_inputs import shared_host
+from fastdecode.perfmodel.lab.cli.variants import VARIANTS
+from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.sizing import Plan
 
 KEY_FILE = "pool.key"

@@ -18,7 +18,7 @@ def named_shape(name: str) -> ModelShape:
     """``find_shape``, of a GGUF file too; only that needs transformers."""
     if Path(name).suffix != ".gguf":
         return find_shape(name)
-    from fastdecode.sworker.loader import model_shape
+    from fastdecode.sworker.model.loader import model_shape
 
     return model_shape(EngineConfig(model=name))
 

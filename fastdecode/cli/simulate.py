@@ -17,18 +17,18 @@ from tqdm import tqdm
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags, add_placing_flags
-from fastdecode.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.cli.simulate_events import add_event_flags, compared, event_lines, event_report
-from fastdecode.cli.simulate_inputs import SimulationInputs, read_simulation
-from fastdecode.cli.variants.prefill_workers import add_prefill_flags
-from fastdecode.cli.variants.speculative_decoding import add_speculation_flags
-from fastdecode.cli.workload_inputs import DATASETS
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
-from fastdecode.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
-from fastdecode.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
-from fastdecode.perfmodel.simulate import PrefillFleet, SimulatedRequest, Simulator, Slo, find_capacity
+from fastdecode.perfmodel.lab.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.perfmodel.lab.cli.simulate_events import add_event_flags, compared, event_lines, event_report
+from fastdecode.perfmodel.lab.cli.simulate_inputs import SimulationInputs, read_simulation
+from fastdecode.perfmodel.lab.cli.variants.prefill_workers import add_prefill_flags
+from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_speculation_flags
+from fastdecode.perfmodel.lab.cli.workload_inputs import DATASETS
+from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
+from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
+from fastdecode.perfmodel.lab.simulate import PrefillFleet, SimulatedRequest, Simulator, Slo, find_capacity
 from fastdecode.scheduler import SchedulerStatistics
 
 LOOK_EVERY_STEPS = 64
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     write_json(report, args.output_json)
     if args.plot_steps and simulation.steps:
-        from fastdecode.measure.plots import plot_steps
+        from fastdecode.perfmodel.lab.measure.plots import plot_steps
 
         plot_steps(simulation.steps, simulation.kv_load_limit, args.plot_steps)
         print(f"KV load and seconds of every step: {args.plot_steps}")

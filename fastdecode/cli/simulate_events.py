@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.simulate import Simulator, Timeline, WorkerEvent, random_losses, read_events
+from fastdecode.perfmodel.lab.simulate import Simulator, Timeline, WorkerEvent, random_losses, read_events
 
 RESTART_SECONDS = 60.0
 

@@ -13,26 +13,24 @@ import numpy as np
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import PLACING, SCHEDULE
-from fastdecode.cli.machine_flags import BARE_FLAGS
-from fastdecode.cli.machine_inputs import PlanInputs, rank_group, read_inputs
-from fastdecode.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes
-from fastdecode.cli.simulate_events import read_timeline
-from fastdecode.cli.variants.prefill_workers import prefill_forecast
-from fastdecode.cli.variants.ranges import check_uncut
-from fastdecode.cli.variants.speculative_decoding import read_drafting
-from fastdecode.cli.workload_inputs import UNBOUNDED_TOKENS, read_workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.core.state_room import COUNTED_BLOCKS, StateRoom
-from fastdecode.perfmodel.draft_times import Drafting
-from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
 from fastdecode.perfmodel.hardware import find_gpu
-from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.planner import Planner
-from fastdecode.perfmodel.simulate import (
+from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
+from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, rank_group, read_inputs
+from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes
+from fastdecode.perfmodel.lab.cli.simulate_events import read_timeline
+from fastdecode.perfmodel.lab.cli.variants.prefill_workers import prefill_forecast
+from fastdecode.perfmodel.lab.cli.variants.ranges import check_uncut
+from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import read_drafting
+from fastdecode.perfmodel.lab.cli.workload_inputs import UNBOUNDED_TOKENS, read_workload
+from fastdecode.perfmodel.lab.draft_times import Drafting
+from fastdecode.perfmodel.lab.gpu_only import GpuStepTime, check_weights
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.lab.simulate import (
     GpuMachine,
     Machine,
     PrefillFleet,
@@ -42,6 +40,8 @@ from fastdecode.perfmodel.simulate import (
     SplitMachine,
     Timeline,
 )
+from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler

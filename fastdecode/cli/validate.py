@@ -13,7 +13,6 @@ import numpy as np
 from tqdm import tqdm
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.calibrate import check_own_ranks
 from fastdecode.cli.collect_env import chosen_isa
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
@@ -21,12 +20,13 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import usable_cores
 from fastdecode.perfmodel.calibration import MOST_DRIFT
 from fastdecode.perfmodel.deployment import check_alike, check_own, this_machine
+from fastdecode.perfmodel.lab.cli.calibrate import check_own_ranks
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 
 if TYPE_CHECKING:
-    from fastdecode.measure.offline_run import OfflineRun
-    from fastdecode.measure.validation import Configuration, ValidatedRow, Validation
+    from fastdecode.perfmodel.lab.measure.offline_run import OfflineRun
+    from fastdecode.perfmodel.lab.measure.validation import Configuration, ValidatedRow, Validation
 
 
 MILLI = 1e3
@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     check_own_ranks(args.tensor_parallel_size)
     profile = load_profile(args.profile)
     config = _checked_config(args, profile)
-    from fastdecode.measure.offline_run import offline_line
-    from fastdecode.measure.validation import Validation, require_measured
-    from fastdecode.sworker.loader import model_shape
+    from fastdecode.perfmodel.lab.measure.offline_run import offline_line
+    from fastdecode.perfmodel.lab.measure.validation import Validation, require_measured
+    from fastdecode.sworker.model.loader import model_shape
 
     grid, has_offline = _grid(args, profile)
     count = min(args.num_configurations or len(grid), len(grid))
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Configuration], bool]:
     """The configurations that the flags ask for, and whether an offline run comes after them."""
-    from fastdecode.measure.rank_calibrator import rank_configurations
-    from fastdecode.measure.validation import configurations, range_configurations
+    from fastdecode.perfmodel.lab.measure.rank_calibrator import rank_configurations
+    from fastdecode.perfmodel.lab.measure.validation import configurations, range_configurations
 
     if args.tensor_parallel_size > 1:
         return rank_configurations(profile.shape, usable_cores(), args.tensor_parallel_size), False
@@ -116,7 +116,7 @@ def run_grid(
             rows.append(row)
         print(error_line(rows), flush=True)
         if plot:
-            from fastdecode.measure.plots import plot_validation
+            from fastdecode.perfmodel.lab.measure.plots import plot_validation
 
             plot_validation(rows, plot)
         offline = measuring.offline() if measuring else None
@@ -134,7 +134,7 @@ def _shown(row: ValidatedRow, num_heads: int) -> ValidatedRow:
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
     """The profile's model, its S-worker on the CPU."""
-    from fastdecode.sworker.loader import model_shape
+    from fastdecode.sworker.model.loader import model_shape
 
     config = EngineConfig(
         model=args.model,

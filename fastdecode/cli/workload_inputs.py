@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdecode.cli.shape_inputs import named_shape
 from fastdecode.core.errors import ConfigError
-from fastdecode.measure.dataset import WorkloadSpec, make_workload
-from fastdecode.perfmodel.simulate import SimulatedWorkload
-from fastdecode.perfmodel.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
+from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
+from fastdecode.perfmodel.lab.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.simulate import SimulatedWorkload
+from fastdecode.perfmodel.lab.simulate.workload import SARATHI, drawn_workload, read_trace, traced_workload
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40

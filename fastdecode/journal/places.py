@@ -1,4 +1,4 @@
-"""Where a journal lies: a folder; another place is the memory of R-workers (``fastdecode.cluster.journal_copies``)."""
+"""Where a journal lies: a folder; another place is the memory of R-workers (``fastdecode.cluster.pool.journal_copies``)."""
 
 from __future__ import annotations
 

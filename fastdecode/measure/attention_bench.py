@@ -15,8 +15,8 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.types import READ_AHEAD
-from fastdecode.measure.attention_cache import FilledCache, check_memory
-from fastdecode.measure.attention_shape import AttentionShape
+from fastdecode.perfmodel.lab.measure.attention_cache import FilledCache, check_memory
+from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape
 
 
 class AttentionBench:

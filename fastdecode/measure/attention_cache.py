@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.backends import tuning
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.layout import ITEM_BYTES, from_wire, to_wire
 from fastdecode.core.machine import available_memory_bytes, usable_cores
 from fastdecode.core.types import SPLIT_TOKENS, SpanMode, Verb
-from fastdecode.measure.attention_shape import BLOCK_SIZE, AttentionShape
+from fastdecode.engine.compose.backends import tuning
+from fastdecode.perfmodel.lab.measure.attention_shape import BLOCK_SIZE, AttentionShape
 
 PAYLOAD_BYTES = 16 << 20
 """Size of the random keys, and of the random values, with which the cache is filled again and again."""

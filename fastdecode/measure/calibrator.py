@@ -14,9 +14,11 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import KV_CACHE_DTYPES
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.machine import usable_cores
-from fastdecode.measure.attention_rig import AttentionRig
-from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
-from fastdecode.measure.samples import (
+from fastdecode.perfmodel.calibration import Anchor, steadily
+from fastdecode.perfmodel.deployment import this_machine
+from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig, InstantBackend
+from fastdecode.perfmodel.lab.measure.samples import (
     ANCHOR_CONTEXT,
     ANCHOR_SEQUENCES,
     BETWEEN_LAYERS_SECONDS,
@@ -34,8 +36,6 @@ from fastdecode.measure.samples import (
     s_samples,
     with_layers,
 )
-from fastdecode.perfmodel.calibration import Anchor, steadily
-from fastdecode.perfmodel.deployment import this_machine
 from fastdecode.perfmodel.measurements import (
     HERE,
     AnchorPoint,

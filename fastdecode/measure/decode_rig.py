@@ -14,9 +14,9 @@ from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.sworker import set_threads
-from fastdecode.sworker.random_prompts import RandomPrompts
+from fastdecode.sworker.run.random_prompts import RandomPrompts
 
 WARM_UP_STEPS = 2
 

@@ -12,15 +12,15 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StepRecord
-from fastdecode.engine import LLMEngine
-from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
-from fastdecode.measure.samples import NUM_LAYERS, measuring
-from fastdecode.measure.throughput import run_throughput, warm_up
-from fastdecode.measure.throughput_report import ThroughputRun
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.perfmodel.calibration import Anchor, steadily
 from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem, WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.samples import NUM_LAYERS, measuring
+from fastdecode.perfmodel.lab.measure.throughput import run_throughput, warm_up
+from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun
+from fastdecode.perfmodel.lab.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.profile import HardwareProfile
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler
 

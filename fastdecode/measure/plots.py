@@ -12,13 +12,13 @@ import numpy as np
 
 from fastdecode.core.errors import naming
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
-from fastdecode.perfmodel.gpu_only import GpuOnly
-from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.lab.gpu_only import GpuOnly
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.sizing import Candidate, Plan
 
 if TYPE_CHECKING:  # plans are drawn without torch
-    from fastdecode.measure.prefill_bench import PrefillRow
-    from fastdecode.measure.validation import ValidatedRow
+    from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillRow
+    from fastdecode.perfmodel.lab.measure.validation import ValidatedRow
 
 COLOURS = ("#2f6db3", "#e08a2e", "#4c9f70", "#a05195")
 STATE_COLOURS = {WAIT: "#eeeeee", HOST: "#9a9a9a"}

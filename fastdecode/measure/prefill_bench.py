@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.measure.prefill_calibrator import search_parts
-from fastdecode.measure.prefill_runs import PrefillRunner, PromptRun, in_order
 from fastdecode.perfmodel.calibration import summary
+from fastdecode.perfmodel.lab.measure.prefill_calibrator import search_parts
+from fastdecode.perfmodel.lab.measure.prefill_runs import PrefillRunner, PromptRun, in_order
 from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable, Parts, closed_form, even
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model
 from fastdecode.perfmodel.prefill_times import PrefillTimes, chain_traffic_tokens, tsp_traffic_tokens

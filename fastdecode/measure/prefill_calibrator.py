@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fastdecode.measure.prefill_runs import PrefillRunner, in_order
 from fastdecode.perfmodel.calibration import summary
+from fastdecode.perfmodel.lab.measure.prefill_runs import PrefillRunner, in_order
 from fastdecode.perfmodel.measurements import PrefillPoint
 from fastdecode.perfmodel.partition import PartitionEntry, Parts, balanced, searched
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model

@@ -14,7 +14,7 @@ from fastdecode.api.outputs import RequestMetrics
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import BackendError
 from fastdecode.core.remote_prefill import Prefilled, PrefillPart
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 WARM_UP_TOKENS = 64
 

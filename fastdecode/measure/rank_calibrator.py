@@ -12,8 +12,10 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ProfileError
 from fastdecode.core.machine import usable_cores
-from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
-from fastdecode.measure.samples import (
+from fastdecode.perfmodel.calibration import Anchor, Measured, steadily
+from fastdecode.perfmodel.deployment import Deployment
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig, InstantBackend
+from fastdecode.perfmodel.lab.measure.samples import (
     FEW_LAYERS,
     MANY_LAYERS,
     SAMPLE_STEPS,
@@ -22,9 +24,7 @@ from fastdecode.measure.samples import (
     s_anchor_seconds,
     with_layers,
 )
-from fastdecode.measure.validation import KV_DTYPES, SIZES, Configuration, kv_head_counts
-from fastdecode.perfmodel.calibration import Anchor, Measured, steadily
-from fastdecode.perfmodel.deployment import Deployment
+from fastdecode.perfmodel.lab.measure.validation import KV_DTYPES, SIZES, Configuration, kv_head_counts
 from fastdecode.perfmodel.measurements import HostPoint, SPartPoint
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile

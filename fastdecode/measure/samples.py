@@ -12,9 +12,9 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ProfileError
 from fastdecode.core.machine import usable_cores
-from fastdecode.measure.attention_rig import AttentionRig
-from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.perfmodel.calibration import Measured, summary
+from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.perfmodel.measurements import ContentionPoint
 from fastdecode.perfmodel.model_shape import ModelShape
 

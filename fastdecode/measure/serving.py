@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.measure.dataset import WorkItem
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem
 
 LONGEST_SECONDS = 6 * 3600.0
 """A request that takes longer counts as failed."""

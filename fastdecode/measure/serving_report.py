@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.measure.serving import ServedRequest
+from fastdecode.perfmodel.lab.measure.serving import ServedRequest
 
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),

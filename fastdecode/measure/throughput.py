@@ -11,12 +11,12 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.machine import usable_cores
-from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
-from fastdecode.measure.throughput_report import ThroughputRun, decode_figures
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem, WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun, decode_figures
 
 if TYPE_CHECKING:
-    from fastdecode.engine import LLMEngine
-    from fastdecode.sworker.baseline import BatchTimes
+    from fastdecode.engine.engine import LLMEngine
+    from fastdecode.sworker.model.baseline import BatchTimes
 
 
 OVERLAP_BLOCK_STEPS = 4
@@ -93,8 +93,8 @@ def run_baseline(
     Returns the report and the Ctrl-C that came, if one did: the report is then of the batches that had ended.
     """
     from fastdecode.sworker import set_threads
-    from fastdecode.sworker.baseline import TransformersBaseline
-    from fastdecode.sworker.tokenizer import HFTokenizer
+    from fastdecode.sworker.model.baseline import TransformersBaseline
+    from fastdecode.sworker.model.tokenizer import HFTokenizer
 
     set_threads(config.s_threads or len(usable_cores()))
     baseline = TransformersBaseline(config)

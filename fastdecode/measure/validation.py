@@ -13,10 +13,12 @@ import numpy as np
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import usable_cores
-from fastdecode.measure.attention_rig import AttentionRig
-from fastdecode.measure.decode_rig import DecodeRig, InstantBackend
-from fastdecode.measure.offline_run import OfflineRun, run_offline
-from fastdecode.measure.samples import (
+from fastdecode.perfmodel.calibration import Anchor, Steadied, most_moved, steadily
+from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
+from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig, InstantBackend
+from fastdecode.perfmodel.lab.measure.offline_run import OfflineRun, run_offline
+from fastdecode.perfmodel.lab.measure.samples import (
     ANCHOR_CONTEXT,
     ANCHOR_SEQUENCES,
     MANY_LAYERS,
@@ -29,8 +31,6 @@ from fastdecode.measure.samples import (
     s_anchor_seconds,
     with_layers,
 )
-from fastdecode.perfmodel.calibration import Anchor, Steadied, most_moved, steadily
-from fastdecode.perfmodel.deployment import Deployment, Drift, deployed_step_model
 from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts, tail_partials
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile

@@ -1,11 +1,11 @@
 """The engine's twin: the live scheduler object, with steps that cost what the performance model says."""
 
-from fastdecode.perfmodel.simulate.events import Timeline, WorkerEvent, random_losses, read_events
-from fastdecode.perfmodel.simulate.prefill_fleet import PrefillFleet
-from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
-from fastdecode.perfmodel.simulate.simulated_machine import GpuMachine, Machine, SplitMachine, StepCost
-from fastdecode.perfmodel.simulate.simulator import Simulator, Slo, find_capacity
-from fastdecode.perfmodel.simulate.workload import SimulatedRequest, SimulatedWorkload
+from fastdecode.perfmodel.lab.simulate.events import Timeline, WorkerEvent, random_losses, read_events
+from fastdecode.perfmodel.lab.simulate.prefill_fleet import PrefillFleet
+from fastdecode.perfmodel.lab.simulate.simulated_drafts import SimulatedDrafter
+from fastdecode.perfmodel.lab.simulate.simulated_machine import GpuMachine, Machine, SplitMachine, StepCost
+from fastdecode.perfmodel.lab.simulate.simulator import Simulator, Slo, find_capacity
+from fastdecode.perfmodel.lab.simulate.workload import SimulatedRequest, SimulatedWorkload
 
 __all__ = [
     "GpuMachine",

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.simulate.workload import json_lines
+from fastdecode.perfmodel.lab.simulate.workload import json_lines
 
 LOSE, JOIN, DRAIN, SLOW = KINDS = ("lose", "join", "drain", "slow")
 NAMES = ("r_worker", "prefill_worker")

@@ -6,8 +6,8 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion
-from fastdecode.perfmodel.simulate.simulated_requests import SimulatedRequests
-from fastdecode.perfmodel.simulate.tokens import Clock
+from fastdecode.perfmodel.lab.simulate.simulated_requests import SimulatedRequests
+from fastdecode.perfmodel.lab.simulate.tokens import Clock
 from fastdecode.scheduler import Scheduler
 
 

@@ -8,9 +8,9 @@ import math
 from fastdecode.core.remote_prefill import RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion, Cycle
+from fastdecode.perfmodel.lab.simulate.events import DRAIN, JOIN, LOSE, WorkerEvent
+from fastdecode.perfmodel.lab.simulate.tokens import Clock
 from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, WorkerEvent
-from fastdecode.perfmodel.simulate.tokens import Clock
 
 
 class PrefillFleet:

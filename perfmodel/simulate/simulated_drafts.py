@@ -8,8 +8,8 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import Companion, Cycle
-from fastdecode.perfmodel.draft_times import Drafting
-from fastdecode.perfmodel.simulate.tokens import Clock
+from fastdecode.perfmodel.lab.draft_times import Drafting
+from fastdecode.perfmodel.lab.simulate.tokens import Clock
 
 
 class SimulatedDrafter:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.gpu_only import GpuStepTime
+from fastdecode.perfmodel.lab.gpu_only import GpuStepTime
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.step_model import StepModel
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 from fastdecode.cycle import RunningCycle
-from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
-from fastdecode.perfmodel.simulate.tokens import Clock, SimulatedOutput, TokenTimes
-from fastdecode.perfmodel.simulate.workload import SimulatedRequest
+from fastdecode.perfmodel.lab.simulate.simulated_drafts import SimulatedDrafter
+from fastdecode.perfmodel.lab.simulate.tokens import Clock, SimulatedOutput, TokenTimes
+from fastdecode.perfmodel.lab.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler, Sequence
 
 

@@ -13,12 +13,12 @@ from fastdecode.core.metrics import Pool, StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 from fastdecode.cycle import JoinedWorker
+from fastdecode.perfmodel.lab.simulate.events import DRAIN, JOIN, LOSE, SLOW, Timeline, WorkerEvent
+from fastdecode.perfmodel.lab.simulate.prefill_fleet import SimulatedPrefills
+from fastdecode.perfmodel.lab.simulate.simulated_drafts import SimulatedDrafter
+from fastdecode.perfmodel.lab.simulate.simulated_machine import Machine, StepCost
+from fastdecode.perfmodel.lab.simulate.tokens import Clock
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.simulate.events import DRAIN, JOIN, LOSE, SLOW, Timeline, WorkerEvent
-from fastdecode.perfmodel.simulate.prefill_fleet import SimulatedPrefills
-from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
-from fastdecode.perfmodel.simulate.simulated_machine import Machine, StepCost
-from fastdecode.perfmodel.simulate.tokens import Clock
 from fastdecode.scheduler import Limits, Transfer
 
 NO_ONE = -1

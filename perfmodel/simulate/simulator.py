@@ -16,15 +16,15 @@ import numpy as np
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.cycle import Cycle, Membership
-from fastdecode.perfmodel.simulate.events import LOSE, Timeline
-from fastdecode.perfmodel.simulate.interruptions import Interruptions
-from fastdecode.perfmodel.simulate.prefill_fleet import PrefillFleet, SimulatedPrefills
-from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter, SimulatedSpeculation
-from fastdecode.perfmodel.simulate.simulated_machine import Machine
-from fastdecode.perfmodel.simulate.simulated_requests import SimulatedRequests
-from fastdecode.perfmodel.simulate.simulated_world import SimulatedWorld
-from fastdecode.perfmodel.simulate.tokens import Clock
-from fastdecode.perfmodel.simulate.workload import SimulatedRequest
+from fastdecode.perfmodel.lab.simulate.events import LOSE, Timeline
+from fastdecode.perfmodel.lab.simulate.interruptions import Interruptions
+from fastdecode.perfmodel.lab.simulate.prefill_fleet import PrefillFleet, SimulatedPrefills
+from fastdecode.perfmodel.lab.simulate.simulated_drafts import SimulatedDrafter, SimulatedSpeculation
+from fastdecode.perfmodel.lab.simulate.simulated_machine import Machine
+from fastdecode.perfmodel.lab.simulate.simulated_requests import SimulatedRequests
+from fastdecode.perfmodel.lab.simulate.simulated_world import SimulatedWorld
+from fastdecode.perfmodel.lab.simulate.tokens import Clock
+from fastdecode.perfmodel.lab.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler
 
 MOST_LOSSES = 100

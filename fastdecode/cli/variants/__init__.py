@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.cli.variants.copies import CopyVariant
-from fastdecode.cli.variants.prefill_workers import PrefillVariant
-from fastdecode.cli.variants.ranges import RangeVariant
-from fastdecode.cli.variants.rank_counts import RankVariant
-from fastdecode.cli.variants.speculative_decoding import DraftVariant
-from fastdecode.cli.variants.states import StateVariant
-from fastdecode.cli.variants.variant import PlanCase, Variant
+from fastdecode.perfmodel.lab.cli.variants.copies import CopyVariant
+from fastdecode.perfmodel.lab.cli.variants.prefill_workers import PrefillVariant
+from fastdecode.perfmodel.lab.cli.variants.ranges import RangeVariant
+from fastdecode.perfmodel.lab.cli.variants.rank_counts import RankVariant
+from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import DraftVariant
+from fastdecode.perfmodel.lab.cli.variants.states import StateVariant
+from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase, Variant
 
 VARIANTS: tuple[Variant[Any], ...] = (
     StateVariant(),

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 
 
 @dataclass(frozen=True)

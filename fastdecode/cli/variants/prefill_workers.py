@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
-from fastdecode.cli.shape_inputs import named_shape, profiled_shape
-from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.hardware import find_gpu, parse_link
+from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
+from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape, profiled_shape
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.perfmodel.partition import NO_TABLE, Forecast, PartitionTable, closed_form
 from fastdecode.perfmodel.prefill_rates import gpu_prefill_model, measured_prefill_model
 from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import UNLIMITED
-from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
+from fastdecode.perfmodel.lab.planner import Planner
 
 UNBOUNDED_BLOCKS = 1 << 40
 """KV blocks of an R-worker where nothing says how many it has."""

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fastdecode.cli.variants.variant import PlanCase, Variant
 from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase, Variant
 
 COMPARED = (1, 2, 4)
 """Numbers of ranks that every plan of a named GPU and model compares."""

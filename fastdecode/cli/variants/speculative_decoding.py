@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.cli.flags import json_object
-from fastdecode.cli.machine_inputs import PlanInputs
-from fastdecode.cli.shape_inputs import named_shape
-from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import ConfigError
 from fastdecode.drafting.speculative_config import SpeculativeConfig
-from fastdecode.perfmodel.draft_times import LOOKUP_SECONDS, DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import largest, tokens_per_verification
+from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs
+from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
+from fastdecode.perfmodel.lab.draft_times import LOOKUP_SECONDS, DraftCost, Drafting, row_share
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import RankSPart, rank_shape
 from fastdecode.perfmodel.sizing import Plan

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fastdecode.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from fastdecode.cli.machine_inputs import PlanInputs, read_inputs
-from fastdecode.cli.shape_inputs import named_shape
 from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, read_inputs
+from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.measurements import HERE
-from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.sizing import Plan
 
