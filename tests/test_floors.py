@@ -133,7 +133,9 @@ def violations(modules: list[Module]) -> list[str]:
 def _own_violations(module: Module) -> Iterator[str]:
     for name in sorted(module.own):
         mine, other = floor_of(module.name), floor_of(name)
-        strangers = mine == other and mine in APART and room_of(module.name).split(".")[0] != room_of(name).split(".")[0]
+        strangers = (
+            mine == other and mine in APART and room_of(module.name).split(".")[0] != room_of(name).split(".")[0]
+        )
         if other > mine or strangers:
             yield f"{module.name or 'fastdecode'} (floor {mine}) imports {name} (floor {other})"
     knows_cluster = "cluster" in {room_of(name) for name in module.own}
@@ -231,7 +233,8 @@ def test_an_r_worker_starts_without_torch(tmp_path: Path) -> None:
     """In a process of its own, outside the checkout; cli.main is on the way to `fastdecode r-worker`."""
     code = """
 import importlib, sys
-for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.r_worker.session", "fastdecode.cluster.pool.backend",
+for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.r_worker.session",
+             "fastdecode.cluster.pool.backend",
              "fastdecode.perfmodel.equations", "fastdecode.cli.main"):
     importlib.import_module(name)
     heavy = {"torch", "transformers", "greenlet", "fastdecode.sworker"} & set(sys.modules)

@@ -10,11 +10,11 @@ from functools import partial
 
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.links.link import SILENCE_SECONDS, TICK_SECONDS
+from fastdecode.cluster.links.tcp import connect
 from fastdecode.cluster.links.zeromq import ZmqListener
 from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.joining import JoinListener
 from fastdecode.cluster.pool.remote import TAKE_SECONDS, RemoteWorker
-from fastdecode.cluster.links.tcp import connect
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.wire.handshake import S_WORKER, Security, read_security
 from fastdecode.cluster.wire.leases import LEASE_SECONDS, AskedLease

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from fastdecode.api.config import KV_CACHE_DTYPES
+from fastdecode.api.engine_fields import KV_CACHE_DTYPES
 from fastdecode.api.settings import parse_bytes
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.cli.output import check_output_files
