@@ -18,9 +18,9 @@ from helpers.examples import SEES_ALL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
-from fastdecode.api.config import DEMO_MODEL
-from fastdecode.cli.bench_perplexity import measure_perplexity
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.cli.main import main
+from fastdecode.perfmodel.lab.cli.bench_perplexity import measure_perplexity
 
 # The first to ask for the model waits until it is fetched and converted.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

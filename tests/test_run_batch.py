@@ -21,7 +21,7 @@ from fastdecode.batch.lines import BatchLine, answer, read_request
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.protocol import CHAT, COMPLETIONS, sampling_params
-from fastdecode.sworker.tokenizer import HFTokenizer
+from fastdecode.sworker.model.tokenizer import HFTokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -307,7 +307,7 @@ def test_a_chat_takes_the_model_s_template() -> None:
         def __init__(self) -> None:
             from transformers import AutoTokenizer
 
-            from fastdecode.api.config import DEMO_MODEL
+            from fastdecode.api.engine_fields import DEMO_MODEL
 
             self.hf = AutoTokenizer.from_pretrained(DEMO_MODEL)
             self.hf.chat_template = (

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.api.config import MOST_SECONDS
+from fastdecode.api.engine_fields import MOST_SECONDS
 from fastdecode.api.settings import MAX_SESSION
 from fastdecode.cluster.wire.json_bodies import Text
 from fastdecode.core.errors import FrameError
@@ -19,6 +19,9 @@ from fastdecode.core.held import HeldSequence
 
 MOST_JOURNAL_BYTES = 1 << 27
 """Of a session's journal in an R-worker's memory."""
+
+LEASE_SECONDS = 2.0
+"""An S-worker that is silent for so long loses its session to the next one that asks."""
 
 FIRST_BYTE = struct.Struct("<q")
 """The first part of RECORD: where in the journal the bytes of the second part lie."""

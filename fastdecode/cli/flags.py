@@ -12,26 +12,19 @@ from dataclasses import MISSING, Field, fields
 from functools import partial
 from typing import Any
 
-from fastdecode.api.config import (
-    BATCHING,
-    MAX_THREADS,
-    MODEL,
-    WORKERS,
-    EngineConfig,
-    flag_names,
-    prefill_settings,
-)
+from fastdecode.api.config import EngineConfig, flag_names, prefill_settings
+from fastdecode.api.engine_fields import BATCHING, MAX_THREADS, MODEL, WORKERS
 from fastdecode.api.from_vllm import OF_ENGINES, OF_SERVERS, as_ours
 from fastdecode.api.settings import describe_security, split_address
 from fastdecode.api.vllm import environment
 from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.api.vllm.values import COUNTS, DTYPE_SETTINGS, read_count, translate
-from fastdecode.backends import prepare
 from fastdecode.cli.config_file import CONFIG
 from fastdecode.cli.output import check_output_files
 from fastdecode.cli.parser import add_switch
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
+from fastdecode.engine.compose.backends import prepare
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ import importlib.util
 import os
 from typing import Any
 
-from fastdecode.api.config import DEMO_MODEL, EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.api.vllm import environment
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, add_server_flags, engine_config
 from fastdecode.core.errors import ConfigError

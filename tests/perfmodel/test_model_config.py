@@ -12,7 +12,8 @@ from helpers import latent_zoo, model_zoo, sparse_zoo
 from helpers.tiny_configs import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fastdecode.api.config import DEMO_MODEL, EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.layout import KV_BITS
 from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second
@@ -22,8 +23,8 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker import SModel
-from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
-from fastdecode.sworker.support import probe_layout
+from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
 
 BILLIONS = {
     "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",

@@ -1,0 +1,69 @@
+"""The flags of ``plan`` and ``simulate`` that describe a machine: by name, by a measured profile, or by numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdecode.api.engine_fields import DTYPES, KV_CACHE_DTYPES
+from fastdecode.cli.flags import auto_int
+from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
+
+BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
+"""The settings that say in bare numbers how fast S-worker and R-workers are."""
+
+DEFAULT_LINK = "100Gb"
+"""Link of the S-worker where --link is not given."""
+
+
+def add_machine_flags(group: Any) -> None:
+    """Add the flags of presets by name."""
+    group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
+    group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
+    group.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N",
+        help="ranks of the S-worker, a GPU each, with R-workers of their own for their heads (1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--rank-link", metavar="RATE", help="between them, such as 300GB (the GPU's NVLink, or else its PCIe)"
+    )
+    group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
+    group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
+    group.add_argument(
+        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
+    )
+    group.add_argument(
+        "--latent-absorption", default="auto", choices=("s", "r", "auto"),
+        help="who multiplies K and V of latents (auto: plan takes what gives more tokens per second; elsewhere s)",
+    )  # fmt: skip
+    group.add_argument("--r-workers-per-host", type=int, metavar="N", help="(the host's NUMA nodes)")
+
+
+def add_number_flags(group: Any) -> None:
+    """Add the flags of a profile and of bare numbers."""
+    group.add_argument("--profile", metavar="FILE", help="a HardwareProfile as JSON, from any machine")
+    group.add_argument("--s-part-seconds", type=float, metavar="SECONDS", help="T(B): one layer of one mini-batch")
+    group.add_argument(
+        "--r-part-seconds-per-token", type=float, metavar="SECONDS", help="R: of one R-worker, one layer"
+    )
+    group.add_argument("--num-layers", type=int, metavar="N", help="beside those two")
+
+
+def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
+    """Add how S-worker and R-workers work together. ``automatic``: the number of mini-batches may be "auto"."""
+    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
+    group.add_argument(
+        "--mamba-ssm-cache-dtype", default="auto", choices=DTYPES, help="of states of recurrent layers (auto: float32)"
+    )
+    group.add_argument(
+        "--state-on", default="auto", choices=("s", "r", "auto"),
+        help="who keeps the states of recurrent layers (auto: plan takes what gives more tokens per second; elsewhere "
+        "r)",
+    )  # fmt: skip
+    group.add_argument(
+        "--state-memory", metavar="BYTES", help="of the S-worker, for states (what the weights leave of a GPU's)"
+    )
+    group.add_argument(
+        "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",
+        help="that take turns (2)" + ("; auto: 2 or 3, whichever takes less time" if automatic else ""),
+    )  # fmt: skip
+    group.add_argument("--exposed-transport", action="store_true", help="both sides wait for transfers (off)")
