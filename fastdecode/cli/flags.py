@@ -7,21 +7,21 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from typing import Any
 
 from fastdecode.api.config import EngineConfig, flag_names, prefill_settings
 from fastdecode.api.engine_fields import BATCHING, MAX_THREADS, MODEL, WORKERS
-from fastdecode.api.from_vllm import OF_ENGINES, OF_SERVERS, as_ours
+from fastdecode.api.from_vllm import OF_ENGINES, as_ours
 from fastdecode.api.settings import describe_security, split_address
 from fastdecode.api.vllm import environment
-from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.api.vllm.values import COUNTS, DTYPE_SETTINGS, read_count, translate
 from fastdecode.cli.config_file import CONFIG
 from fastdecode.cli.output import check_output_files
 from fastdecode.cli.parser import add_switch
+from fastdecode.cli.vllm_flags import HIDDEN, add_foreign_flags, add_shortcuts, flag_of
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
 from fastdecode.engine.compose.backends import prepare
@@ -37,13 +37,7 @@ PLACING = ("kv_shard_tokens", "kv_replicas")
 SHORTS = {"tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
 """vLLM's short flags of settings."""
 
-HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-"""Of another spelling of a flag."""
-
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-
-_NARGS = {"many": "*", "maybe": "?"}
-"""Of vLLM's flags, by how many words follow them."""
 
 PREFILL_MODEL = tuple(name for name in prefill_settings() if name != "seed" and "tokenizer" not in name)
 """Flags of prefill workers; their seed is a common flag."""
@@ -84,27 +78,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         add_flags(parser.add_argument_group(title), EngineConfig, flag_names(title))
     add_foreign_flags(parser, OF_ENGINES)
     parser.add_argument("--kv-cache-memory-bytes", dest="kv_cache_memory", type=count, **HIDDEN)
-    parser.add_argument("--spec-method", **HIDDEN)
-    parser.add_argument("--spec-model", **HIDDEN)
-    parser.add_argument("--spec-tokens", type=int, **HIDDEN)
-
-
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's flags of a server that mean nothing here."""
-    add_foreign_flags(parser, OF_SERVERS)
-
-
-def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> None:
-    """Add flags of vLLM that stay out of help, but for those that the command has itself."""
-    for each in foreign.values():
-        flags = [flag for flag in (_flag(each.name), *each.shorts) if flag not in parser._option_string_actions]
-        if not flags or flags[0] != _flag(each.name):
-            continue
-        if each.values == "none":
-            add_switch(parser, *flags, dest=each.name, help=argparse.SUPPRESS)
-        else:
-            told: dict[str, Any] = {"nargs": _NARGS.get(each.values), "const": True if each.values == "maybe" else None}
-            parser.add_argument(*flags, dest=each.name, help=argparse.SUPPRESS, **told)
+    add_shortcuts(parser)
 
 
 def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +141,7 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
 
 def model_words(words: Sequence[str]) -> list[str]:
     """Return an S-worker's flags that its prefill workers need too: which model, and how it is loaded."""
-    known = {_flag(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
+    known = {flag_of(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
     found: list[str] = []
     for index, word in enumerate(words):
         flag, assigned, _ = word.partition("=")
@@ -211,10 +185,6 @@ def say_mended() -> None:
         print(f"fastdecode: {mended}", file=sys.stderr, flush=True)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     told = {**field.metadata, **changes}
     default: Any = field.default if field.default_factory is MISSING else field.default_factory()
@@ -222,12 +192,12 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     shown = told["unset"] or (("off", "on")[default] if switch else default)
     settings: dict[str, Any] = {"default": default, "help": f"{told['help']} ({shown})".strip().replace("%", "%%")}
     if switch:
-        add_switch(group, _flag(field.name), dest=field.name, **settings)
+        add_switch(group, flag_of(field.name), dest=field.name, **settings)
         return
     settings |= {"type": _reader(field), "choices": told["choices"], "metavar": told["metavar"]}
     if str(field.type).startswith("list"):
         settings |= {"nargs": "+", "action": "extend"}
-    group.add_argument(*map(_flag, (field.name, *told["also"])), dest=field.name, **settings)
+    group.add_argument(*map(flag_of, (field.name, *told["also"])), dest=field.name, **settings)
     for short in SHORTS.get(field.name, ()):
         group.add_argument(short, dest=field.name, **settings | HIDDEN)
 

@@ -11,7 +11,8 @@ from typing import Any
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.api.vllm import environment
-from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, add_server_flags, engine_config
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
+from fastdecode.cli.vllm_flags import add_server_flags
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings
 
