@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastdecode import __version__
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.archive import LAST_EVENT_ID
 from fastdecode.server.bodies import read_request
 from fastdecode.server.errors import ApiError
-from fastdecode.server.live import PAGE, add_live
+from fastdecode.server.guards import HEALTH, HeadAsGet, KeyGuard, RequestIds
+from fastdecode.server.live import add_live
 from fastdecode.server.openapi import document, takes
 from fastdecode.server.prometheus import CONTENT_TYPE
 from fastdecode.server.protocol import (
@@ -34,17 +31,13 @@ from fastdecode.server.responses_routes import add_responses
 from fastdecode.server.service import Service
 from fastdecode.server.streams import TextResponse, error_response, json_response
 
-HEALTH = "/health"
-REQUEST_ID = b"x-request-id"
-
 
 def make_app(service: Service) -> FastAPI:
     """The application over ``service``."""
     settings = service.settings
     shown: dict[str, Any] = {"openapi_url": None, "docs_url": None} if settings.disable_fastapi_docs else {}
-    app = FastAPI(
-        title="FastDecode", version=__version__, redoc_url=None, root_path=settings.root_path, **shown
-    )  # fmt: skip
+    app = FastAPI(title="FastDecode", version=__version__, redoc_url=None, root_path=settings.root_path, **shown)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(KeyGuard, api_keys=settings.api_keys)
     if settings.enable_request_id_headers:
         app.add_middleware(RequestIds)
@@ -169,39 +162,3 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if response.status_code in (408, 413):
         response.headers["connection"] = "close"  # the rest of the body is not read
     return response
-
-
-class KeyGuard:
-    """Answers 401 to what does not bring the API key, but for the health check and the live page, which is empty until
-    its stream, which needs the key, fills it."""
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and self._expected and path not in (HEALTH, PAGE):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not sum(hmac.compare_digest(given, each) for each in self._expected):
-                refusal = ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class RequestIds:
-    """Gives every answer the X-Request-Id of its request, or one of its own."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(REQUEST_ID) or uuid.uuid4().hex.encode()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID, given)]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
