@@ -20,7 +20,7 @@ from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.handshake import R_WORKER
 from fastdecode.cluster.wire.messages import PREFILL_WORKER, decode_join, encode_join
 from fastdecode.core.errors import ConfigError, FastDecodeError, FrameError
-from fastdecode.core.layout import KVLayout
+from fastdecode.kinds.layout import KVLayout
 
 ASK_SECONDS = 1.0
 """Time between two JOINs: the S-worker may not listen yet, or not have noticed that this R-worker was lost."""

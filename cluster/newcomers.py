@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastdecode.core.errors import FastDecodeError, SupersededError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo, best_common_isa
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener

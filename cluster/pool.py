@@ -19,10 +19,10 @@ from fastdecode.cluster.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, NoRWorkerError, WorkerLostError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.joining import JoinListener

@@ -30,7 +30,6 @@ from fastdecode.backends import (
 )
 from fastdecode.core.errors import BackendError
 from fastdecode.core.held import KnownTokens
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.placing import UNLIMITED
@@ -40,18 +39,17 @@ from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine_setup import (
-    check_index,
     make_parking,
     make_scheduler,
     pin_s_worker,
     prompt_tokens,
     with_absorption,
 )
-from fastdecode.hybrids import check_hybrid
 from fastdecode.journal.journal import Journal, KeptJournal, next_run
 from fastdecode.journal.places import Folder
 from fastdecode.journal.pulse import Listening, Pulse
 from fastdecode.journal.records import Run
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.live import LiveRequests, LiveWorld
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
@@ -62,6 +60,7 @@ from fastdecode.sworker.part_attention import TIMED_ROWS
 from fastdecode.sworker.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
+from fastdecode.ways import check_ways
 
 STANDBY_SECONDS = 0.25
 """Between two looks whether a session is free."""
@@ -127,8 +126,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
         config = ranks.config
     set_threads(pin_s_worker(config))
     model = SModel(config, ranks.rank if ranks else None)
-    check_index(config, model.layout)
-    check_hybrid(config, model.layout, model.on_gpu)
+    check_ways(config, model.layout, model.on_gpu)
     cores = config.r_core_list or r_cores
 
     def open_pool(run: Run, insists: bool, opening: ExitStack) -> _Pool:

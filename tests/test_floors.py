@@ -17,11 +17,11 @@ ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster":
 }
 
 FLOORS = [
-    {"", "core", "api", "drafting.speculative_config"},
+    {"", "core", "kinds", "api", "drafting.speculative_config"},
     {"scheduler", "perfmodel", "_rworker", "_sworker"},
     {"cycle"},
     {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "build", "live", "tensor_parallel", "backends", "engine_setup", "hybrids", "prefills", "drafting"}
+    {"engine", "build", "live", "tensor_parallel", "backends", "engine_setup", "ways", "prefills", "drafting"}
     | {"journal"}
     | {"api.request", "api.text"},
     {"cli", "server", "llm", "measure", "batch"},
@@ -31,7 +31,7 @@ FLOORS = [
 APART = {1, 3}
 """Floors whose rooms know nothing of each other: a module imports lower floors and its own room."""
 
-OUTSIDE = {0: {"numpy"}, 1: {"numpy"}, 2: {"numpy"}}
+OUTSIDE = {0: {"numpy", "msgspec"}, 1: {"numpy"}, 2: {"numpy"}}
 """Third-party packages these floors may import."""
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}

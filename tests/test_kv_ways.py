@@ -17,9 +17,10 @@ from fastdecode.cluster.prefill.messages import Place, PlacedRows
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.dtypes import WIRE_DTYPE, to_wire
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout, to_wire
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
+from fastdecode.kinds.layout import KVLayout
 
 LENGTH, START, TICKET, PATIENCE_SECONDS = 70, 512, 7, 30.0
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float16", "int4")]
@@ -120,7 +121,7 @@ def test_heads_of_ranks_are_those_of_one_cache(model_dtype: str, kv_dtype: str) 
         one = Ranks(1, model_dtype, kv_dtype, opened)
         num_bytes = one.store()
         assert num_bytes == WIRE_DTYPE[model_dtype].itemsize * LENGTH * sum(
-            layer.kv_elements_per_token for layer in one.whole.layers
+            layer.kv_elements for layer in one.whole.layers
         )
         (wanted,) = (cache.commit() for cache in one.caches)
         assert one.read() == wanted

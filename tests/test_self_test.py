@@ -14,11 +14,12 @@ from fastdecode.cli.doctor import Finding, check_kernels
 from fastdecode.cluster.r_worker import host as local
 from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.core.errors import BackendError, ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.types import ISAS
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 REFUSAL = "instruction set avx512 is broken here: the attention of a int8 cache; set FASTDECODE_ISA=avx2"
-LAYOUT = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
+LAYOUT = KVLayout((Dense(2, 1, 8, 8, 1.0),), "float32", "float32")
 SIZE = local.RWorkerSize(1 << 20, 1)
 
 
@@ -72,7 +73,7 @@ import resource
 import psutil
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.core.errors import CapacityError
-from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.core.layout import KVLayout, Layer
 layout = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
 make_rworker(layout, 16, RWorkerSize(1 << 20, 1)).close()
 most = psutil.Process().memory_info().vms + (64 << 20)

@@ -19,11 +19,11 @@ from fastdecode.cluster.r_worker.host import Host, RWorkerSize
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.own_folder import leave_folder, make_folder
 from fastdecode.core.parent import parent_flags
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 END_SECONDS = 10.0
 """How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""

@@ -20,8 +20,8 @@ from fastdecode.cluster.remote import TAKE_SECONDS, RemoteWorker
 from fastdecode.cluster.wire.handshake import S_WORKER, Security, proven, read_security
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 GREETING_BYTES = 10
 SETTLE_SECONDS = LEASE_SECONDS + 0.5

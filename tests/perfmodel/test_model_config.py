@@ -13,8 +13,8 @@ from helpers.tiny_configs import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fastdecode.api.config import DEMO_MODEL, EngineConfig
+from fastdecode.core.dtypes import KV_BITS
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.core.layout import KV_BITS
 from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_config import find_shape, read_shape
@@ -121,7 +121,7 @@ def test_the_bytes_of_an_index_are_those_that_r_workers_are_told_of(name: str, t
     tiny_config(name).save_pretrained(tmp_path)
     given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "device": "cpu"}
     model = SModel(EngineConfig(model=str(tmp_path), **given))
-    assert model.shape.index and any(layer.picks for layer in model.layout.layers)
+    assert model.shape.index and any(layer.ranks_tokens for layer in model.layout.layers)
     assert model.shape.kv_bytes_per_token("bfloat16") == model.layout.kv_bytes_per_token
 
 
