@@ -105,7 +105,9 @@ def _step(
     seconds = []
     for number, layer in enumerate(layers):
         q = rows(rng, count * attends, layer.num_heads, layer.query_dim)
-        fresh = count if layer.ranks_tokens or attends else APPENDED // 64  # of equal index keys the first would be picked
+        fresh = (
+            count if layer.ranks_tokens or attends else APPENDED // 64
+        )  # of equal index keys the first would be picked
         k, v = (
             np.resize(rows(rng, fresh, layer.num_kv_heads, dim), (count, layer.num_kv_heads, dim))
             for dim in (layer.key_head_dim, layer.stored_value_dim)

@@ -16,6 +16,7 @@ import transformers
 from helpers import model_zoo
 from helpers.engine_checks import assert_nothing_held
 from helpers.tiny_configs import tiny_config
+from msgspec import structs
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -121,7 +122,7 @@ def test_what_r_workers_are_told(
     slopes = changes.get("alibi_slopes", ())
     assert layer.alibi_slopes == pytest.approx(slopes, rel=1e-6)
     assert layer.scale == pytest.approx(PLAIN.scale)
-    assert replace(layer, scale=PLAIN.scale, alibi_slopes=()) == replace(PLAIN, **changes | {"alibi_slopes": ()})
+    assert structs.replace(layer, scale=PLAIN.scale, alibi_slopes=()) == structs.replace(PLAIN, **changes | {"alibi_slopes": ()})
 
 
 def test_slopes_between_powers_of_two(tmp_path: Path) -> None:

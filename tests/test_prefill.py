@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fastdecode.cluster.pool import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize

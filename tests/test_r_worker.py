@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from helpers.sessions import (
     serves,
     works,
 )
+from msgspec.structs import replace
 
 from fastdecode.cli.main import main
 from fastdecode.cluster.links.tcp import TcpBackend
