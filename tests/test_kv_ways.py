@@ -29,7 +29,9 @@ DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")
 def layout_of(num_ranks: int, model_dtype: str, kv_dtype: str) -> KVLayout:
     """What each of so many ranks has of ``contract.LAYERS``, all of it for one: some layers' heads are repeated."""
     layers = tuple(
-        structs.replace(each, num_heads=4, num_kv_heads=max(1, each.num_kv_heads // num_ranks), sinks=(), alibi_slopes=())
+        structs.replace(
+            each, num_heads=4, num_kv_heads=max(1, each.num_kv_heads // num_ranks), sinks=(), alibi_slopes=()
+        )
         for each in contract.LAYERS
     )
     return KVLayout(layers, model_dtype, kv_dtype, kv_port="loopback")

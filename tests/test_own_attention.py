@@ -122,7 +122,9 @@ def test_what_r_workers_are_told(
     slopes = changes.get("alibi_slopes", ())
     assert layer.alibi_slopes == pytest.approx(slopes, rel=1e-6)
     assert layer.scale == pytest.approx(PLAIN.scale)
-    assert structs.replace(layer, scale=PLAIN.scale, alibi_slopes=()) == structs.replace(PLAIN, **changes | {"alibi_slopes": ()})
+    assert structs.replace(layer, scale=PLAIN.scale, alibi_slopes=()) == structs.replace(
+        PLAIN, **changes | {"alibi_slopes": ()}
+    )
 
 
 def test_slopes_between_powers_of_two(tmp_path: Path) -> None:
