@@ -20,7 +20,7 @@ import torch
 
 from fastdecode import _rworker
 from fastdecode.kinds import Absorption, Latent, Layer
-from fastdecode.sworker.latents import multiplied_by_head
+from fastdecode.sworker.adapters.latents import multiplied_by_head
 
 HEADS, RANK, ROPE, NOPE, VALUE = 128, 512, 64, 128, 128
 LATENT = Latent(HEADS, 1, RANK + ROPE, RANK, 0.07)

@@ -11,8 +11,8 @@ from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.measure.decode_rig import InstantBackend
-from fastdecode.perfmodel.simulate import Timeline, WorkerEvent
+from fastdecode.perfmodel.lab.measure.decode_rig import InstantBackend
+from fastdecode.perfmodel.lab.simulate import Timeline, WorkerEvent
 
 TIMER_SECONDS = 2e-4
 NUM_BLOCKS = 1 << 24

@@ -21,9 +21,9 @@ from chaos.configuration import HYBRIDS, Configuration, accepted_settings, draw 
 
 from fastdecode.api.config import EngineConfig  # noqa: E402
 from fastdecode.core.errors import ConfigError  # noqa: E402
+from fastdecode.engine.compose.ways import check_ways  # noqa: E402
 from fastdecode.kinds import Dense, Recurrent  # noqa: E402
 from fastdecode.kinds.layout import KVLayout  # noqa: E402
-from fastdecode.ways import check_ways  # noqa: E402
 
 PAGE = ROOT / "docs" / "features.md"
 NUM_ROUNDS = 1000

@@ -18,12 +18,12 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.backends import pool_layout
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.metrics import StepRecord
+from fastdecode.engine.compose.backends import pool_layout
+from fastdecode.engine.compose.ways import check_ways
 from fastdecode.kinds import Dense, Recurrent
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.ways import check_ways
 
 pytestmark = pytest.mark.slow
 

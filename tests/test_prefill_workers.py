@@ -19,9 +19,9 @@ from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.backends import pool_layout
 from fastdecode.cluster.wire.handshake import read_security
 from fastdecode.core.errors import BackendError
+from fastdecode.engine.compose.backends import pool_layout
 from fastdecode.kinds.layout import KVLayout
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)

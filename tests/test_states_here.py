@@ -19,15 +19,15 @@ from msgspec import structs
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.state_pairs import LayerParts, StateKeeper
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, StepReport, Verb, WorkerPlan
+from fastdecode.engine.compose.ways import check_ways
 from fastdecode.kinds import Dense, Recurrent
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.ways import check_ways
 
 NUM_TOKENS = 20
 PROMPTS = random_prompts((70, 1, 30, 29))

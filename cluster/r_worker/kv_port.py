@@ -7,12 +7,12 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.r_worker.host import own_address
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import FrameError
+from fastdecode.core.machine import own_address
 from fastdecode.kinds.layout import KVLayout
 
 NICENESS = 10

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from fastdecode import _rworker
 from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.kinds import Absorption, Latent, Layer
-from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
+from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 from .harness import table
 

@@ -17,7 +17,7 @@ from fastdecode.core.dtypes import from_wire, to_wire
 from fastdecode.core.types import Verb
 from fastdecode.kinds import Recurrent
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.sworker.part_states import PartStates
+from fastdecode.sworker.part.states import PartStates
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
 
