@@ -9,10 +9,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from doubles.fake_backend import FakeBackend
 from helpers import r_workers
 from helpers.contract import (

@@ -107,7 +107,7 @@ class Ranks:
         read = read_way(PlacedRows(self.places, 0, LENGTH, TICKET + 1), self.heads, readers)
         found = []
         for layer, shape in enumerate(self.whole.layers):
-            stored, is_read = np.zeros((LENGTH, shape.kv_bytes_per_token(self.whole.kv_dtype)), np.uint8), []
+            stored, is_read = np.zeros((LENGTH, shape.token_bytes(self.whole.kv_dtype)), np.uint8), []
             done = threading.Event()
             read(layer, stored, lambda is_read=is_read, done=done: (is_read.append(1), done.set()))
             assert done.wait(PATIENCE_SECONDS), self.failures

@@ -239,7 +239,9 @@ def test_deepseek_v3_and_kimi_k2_as_published() -> None:
         assert shape.kv_layout("bfloat16").kv_bytes_per_token == 61 * 576 * 2
         assert shape.appending_row_bytes == 576 * 2
     assert deepseek.attending_row_bytes == 2 * (128 * (576 + 512) + 576)
-    operations = 2 * deepseek.layer_layout.products_per_element  # a multiply-add is two, an element two bytes
+    operations = (
+        2 * deepseek.layer_layout.multiply_adds() / deepseek.layer_layout.kv_elements
+    )  # a multiply-add is two, an element two bytes
     assert operations / 2 == pytest.approx(242, rel=1e-3)
     slow, fast = (host_r_part(each, "bfloat16", find_cpu_host("epyc-9654")) for each in (deepseek, kimi))
     assert slow.seconds_per_token == pytest.approx(2 * fast.seconds_per_token)  # arithmetic, not memory
