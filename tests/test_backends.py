@@ -12,7 +12,6 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 from doubles.fake_backend import FakeBackend
 from helpers import r_workers
 from helpers.contract import (
@@ -31,6 +30,7 @@ from helpers.contract import (
     story,
 )
 from helpers.ranges import RangeDriver
+from msgspec.structs import replace
 
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.pool.mpi import MpiBackend
