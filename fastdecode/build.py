@@ -268,8 +268,8 @@ def _adopt(
     lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
     ours = {index: several for index, several in held.items() if _wrote(journal, r_workers[index])}
     foreign = {index: several for index, several in held.items() if index not in ours}
-    scheduler.store.adopted.adopt(foreign, {}, lowest_name)
-    for index, num_tokens in scheduler.store.adopted.adopt(ours, known, lowest_name).items():
+    scheduler.store.prefixes.adopt(foreign, {}, lowest_name)
+    for index, num_tokens in scheduler.store.prefixes.adopt(ours, known, lowest_name).items():
         r_workers[index] = replace(r_workers[index], held=())
         name = r_workers[index].name
         logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)

@@ -81,7 +81,7 @@ def go_on(first: Journaled, second: Journaled, pasts: dict[int, Past], whole_pro
     held = {each.cache_id for several in first.held.values() for each in several}
     heard = {known[name].sequence_id for name in held & known.keys()}
     run.naive.held = first.run.naive.held
-    run.scheduler.store.adopted.adopt(first.held, known, min((0, *known)))
+    run.scheduler.store.prefixes.adopt(first.held, known, min((0, *known)))
     begin = run.scheduler.store.begin
 
     def noting(sequence: Any, segments: Any, hit: Any, second: int = -1) -> None:

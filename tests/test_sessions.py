@@ -161,7 +161,7 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
     workers = Workers([worker.num_blocks], [1.0], 16)
     cache = PrefixCache(workers, replace(AMPLE, num_blocks=(worker.num_blocks,)), True, Names(False))
     known = {0: KnownTokens(0, 0, text[:38]), 1: KnownTokens(1, 0, text[:32] + [5] * 18)}
-    assert cache.adopted.adopt({0: held_by(worker)}, known) == {0: 38 + 50}
+    assert cache.adopt({0: held_by(worker)}, known) == {0: 38 + 50}
     assert workers[0].free + workers[0].cached == worker.num_blocks and workers[0].cached == 5
     step(list(workers.take_controls()[0]), [])
     assert worker.blocks_free == workers[0].free and worker.sequence_ids() == [0, 1]

@@ -168,7 +168,7 @@ class Run(Companion):
         assert self.naive.held == {} and all((w.free, w.retained) == (w.num_blocks, 0) for w in known.r_workers)
         assert not self.scheduler.has_unfinished and not known.num_waiting and not known.has_controls
         assert known.scratch_free == self.limits.scratch_tokens
-        assert not len(self.scheduler.store.prefixes.leaders)
+        assert not self.scheduler.store.prefixes.is_awaited
 
     def step(self, fails: bool = False, loses: int | None = None) -> ScheduledStep:
         """One step, checked. ``loses``: an R-worker that is lost before the step's tokens are taken."""

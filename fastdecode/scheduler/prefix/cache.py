@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as PySequence
 
+from fastdecode.core.held import KnownTokens
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Workers
-from fastdecode.scheduler.prefix.adopted import Adopted
+from fastdecode.scheduler.prefix.adopted import Adopted, Held
 from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
 from fastdecode.scheduler.prefix.leaders import Leaders
 from fastdecode.scheduler.prefix.parked import Parked
@@ -50,6 +52,11 @@ class PrefixCache:
         """Return how many prefixes are retained."""
         return sum(len(worker.prefixes) for worker in self._workers)
 
+    @property
+    def is_awaited(self) -> bool:
+        """True while a sequence computes blocks that others may wait for."""
+        return len(self.leaders) > 0
+
     def arrive(self, sequence: Sequence) -> None:
         """Hash what ``sequence`` is about to compute."""
         if self.enabled:
@@ -60,6 +67,10 @@ class PrefixCache:
     def hits(self, sequence: Sequence) -> dict[int, Hit]:
         """Return for each R-worker with a beginning worth taking the longest, by its index."""
         return next((found for source in self.sources if (found := source.hits(sequence))), {})
+
+    def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
+        """Keep what R-workers hold of an engine before this one: see :meth:`Adopted.adopt`."""
+        return self.adopted.adopt(held, known, lowest_name)
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
         """Return what a sequence may begin from where ``hit`` is the longest, best first.
