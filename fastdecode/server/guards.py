@@ -50,8 +50,9 @@ class RequestIds:
         given = dict(scope.get("headers", ())).get(REQUEST_ID) or uuid.uuid4().hex.encode()
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID, given)]}
+            headers = [*message.get("headers", ())]
+            if message["type"] == "http.response.start" and REQUEST_ID not in dict(headers):
+                message = {**message, "headers": [*headers, (REQUEST_ID, given)]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -105,7 +105,7 @@ class ServerSettings:
     )  # fmt: skip
     disable_fastapi_docs: bool = setting(False, "leave /docs and /openapi.json away", SERVER)
     enable_request_id_headers: bool = setting(
-        False, "answers have an X-Request-Id, the request's where it has one", SERVER
+        False, "every answer has an X-Request-Id; texts always have one", SERVER
     )
 
     def __post_init__(self) -> None:
