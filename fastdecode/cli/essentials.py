@@ -47,7 +47,8 @@ ESSENTIAL = {
         "prefill_lens", "workers", "methods", "repeats", "output_json", "plot", *_MODEL, "r_workers",
     ),
     "calibrate": (
-        "output", "quick", *_MODEL, "kv_cache_dtype", "r_workers", "key_file", "tensor_parallel_size", "prefill_workers",
+        "output", "quick", *_MODEL, "kv_cache_dtype", "r_workers", "key_file", "tensor_parallel_size",
+        "prefill_workers",
     ),
     "plan": (
         "model", "gpu", "cpu", "link", "num_r_workers", "profile", "seq_len", "prompt_len", "mini_batch_size",
@@ -67,14 +68,16 @@ TEXTS = {
     "api_key": "key that requests must send",
     "chat": "write each prompt with the chat template",
     "dataset_path": "ShareGPT JSON, or JSONL with a prompt per line",
-    "dtype": "of the weights",
+    "dtype": "of weights: float32, float16 or bfloat16",
+    "emit": "print this in place of the plan",
+    "host": "address to listen at",
     "kv_cache_memory": "KV cache of each R-worker, such as 4GiB",
-    "kv_cache_dtype": "of KV caches",
+    "kv_cache_dtype": "float32, float16, bfloat16, int8 or int4",
     "model": "folder, GGUF file, or id on the Hugging Face hub",
     "r_workers": "where KV caches and attention are",
-    "reasoning_parser": "form of the model's thoughts, such as qwen3",
-    "schedule": "how steps are put together",
+    "reasoning_parser": "thoughts, such as qwen3",
+    "schedule": "sls, stall-free, fcfs, request-level, hybrid or prefill-first",
     "served_model_name": "what clients call the model",
-    "tool_call_parser": "form of the model's tool calls, such as hermes",
+    "tool_call_parser": "tool calls, such as hermes",
 }
 """Shorter texts than those of ``--help-all``."""

@@ -7,6 +7,7 @@ import difflib
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -113,7 +114,9 @@ def _list_of_commands(parser: Parser) -> str:
     lines = [f"usage: {parser.prog} COMMAND [flags]", "", str(parser.description)]
     for title, commands in parser.commands.items():
         lines += ["", f"{title}:", *(f"  {name:<18}{text}" for name, text in commands.items())]
-    return "\n".join([*lines, "", f"{parser.prog} COMMAND --help shows how a command is used, --version the version.", ""])
+    return "\n".join(
+        [*lines, "", f"{parser.prog} COMMAND --help shows how a command is used, --version the version.", ""]
+    )
 
 
 def _short_help(parser: Parser) -> str:
@@ -121,12 +124,17 @@ def _short_help(parser: Parser) -> str:
     width = min(SHORT_HELP_WIDTH, shutil.get_terminal_size((SHORT_HELP_WIDTH, 24)).columns)
     positionals = [each for each in parser._actions if not each.option_strings]
     usage = " ".join([parser.prog, *(_positional(each) for each in positionals), "[flags]"])
-    lines = [f"usage: {usage}", *(["", parser.description] if parser.description else [])]
+    told = textwrap.wrap(parser.description or "", width)
+    lines = [f"usage: {usage}", *(["", *told] if told else [])]
     for group in parser._action_groups:
         shown = [each for each in group._group_actions if each.dest in parser.essential or not each.option_strings]
         shown = [each for each in shown if each.help != argparse.SUPPRESS]
         if shown:
-            lines += ["", f"{str(group.title).removeprefix('positional ')}:", *(_line(parser, each, width) for each in shown)]
+            lines += [
+                "",
+                f"{str(group.title).removeprefix('positional ')}:",
+                *(_line(parser, each, width) for each in shown),
+            ]
     hidden = {*parser.visible()} - parser.essential - {each.dest for each in positionals} - {"help", argparse.SUPPRESS}
     return "\n".join([*lines, "", f"--help-all shows {len(hidden) or 'no'} more flags and longer texts.", ""])
 
@@ -134,7 +142,8 @@ def _short_help(parser: Parser) -> str:
 def _line(parser: Parser, action: argparse.Action, width: int) -> str:
     """Return a flag with its value, and its text as far as a line takes it; the default stays."""
     formatter = argparse.HelpFormatter(parser.prog)
-    names = ", ".join(action.option_strings) or _positional(action)
+    longs = [each for each in action.option_strings if each.startswith("--")]
+    names = ", ".join([each for each in action.option_strings if each not in longs[1:]]) or _positional(action)
     if action.option_strings and action.nargs != 0:
         names += f" {action.metavar or (action.choices and '…') or action.dest.upper()}"
     told, default = _split(formatter._expand_help(action) if action.help else "")

@@ -42,7 +42,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "run-batch",
         help="answer an OpenAI batch file",
-        description=f"Answers {COMPLETIONS}, chat and Responses requests. Started again with the same files, it answers the rest.",
+        description=f"Answers requests of {COMPLETIONS}, chats and Responses. Started again with the same files, it "
+        "answers the rest.",
     )
     parser.add_argument("-i", "--input-file", required=True, metavar="JSONL", help="a request per line")
     parser.add_argument("-o", "--output-file", required=True, metavar="JSONL", help="an answer per line, as they come")
@@ -74,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
             try:
                 _answer_all(engine, batch, output, model, names)
             except KeyboardInterrupt:
-                print(f"fastdecode: {_progress_line(args.output_file, total, output)}: start it again to go on", file=sys.stderr)
+                print(
+                    f"fastdecode: {_progress_line(args.output_file, total, output)}: start it again to go on",
+                    file=sys.stderr,
+                )
                 raise
             finally:
                 engine.close()

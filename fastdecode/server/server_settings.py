@@ -104,9 +104,7 @@ class ServerSettings:
         unset="--log-level's",
     )  # fmt: skip
     disable_fastapi_docs: bool = setting(False, "leave /docs and /openapi.json away", SERVER)
-    enable_request_id_headers: bool = setting(
-        False, "every answer has an X-Request-Id; texts always have one", SERVER
-    )
+    enable_request_id_headers: bool = setting(False, "every answer has an X-Request-Id; texts always have one", SERVER)
 
     def __post_init__(self) -> None:
         check_settings(self)
