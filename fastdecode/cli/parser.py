@@ -7,15 +7,17 @@ import difflib
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.from_vllm import FOREIGN
 from fastdecode.cli.config_file import with_file
+from fastdecode.cli.essentials import TEXTS
 from fastdecode.cli.words import plain_words
 
-SHORT_HELP_WIDTH = 100
+SHORT_HELP_WIDTH, NAMES_WIDTH, MOST_CHOICES = 100, 28, 40
 _INVERSES = {"--enable-": "--disable-", "--disable-": "--enable-"}
 
 
@@ -52,13 +54,17 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
-        self.essential: Mapping[str, str] = {}
+        self.essential: frozenset[str] = frozenset()
+        self.commands: Mapping[str, Mapping[str, str]] = {}
 
-    def show(self, essential: Iterable[str] | Mapping[str, str]) -> None:
-        """Let ``--help`` show these flags alone, by their dests, in one line each; a mapping has shorter texts for
-        them. ``--help-all`` shows the rest."""
-        self.essential = essential if isinstance(essential, Mapping) else dict.fromkeys(essential, "")
+    def show(self, essential: Iterable[str]) -> None:
+        """Let ``--help`` show these flags alone, by their dests, in one line each; ``--help-all`` shows the rest."""
+        self.essential = frozenset(essential)
         self.add_argument("--help-all", action=_HelpAll)
+
+    def visible(self) -> list[str]:
+        """Return the dests of all flags that are no secret."""
+        return list(dict.fromkeys(each.dest for each in self._actions if each.help != argparse.SUPPRESS))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; a command refuses what it does not know itself, where it can say what may be meant."""
@@ -80,7 +86,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help shows how it is used\n")
 
     def format_help(self) -> str:
-        """Return the flags that most users need, where the command names some; else all of them."""
+        """Return the flags that most users need, where the command names some, or commands in groups; else all."""
+        if self.commands:
+            return _list_of_commands(self)
         return _short_help(self) if self.essential else self.format_all_help()
 
     def format_all_help(self) -> str:
@@ -101,35 +109,51 @@ class Parser(argparse.ArgumentParser):
         return f"{text} ({flag} is for commands that load a model, such as fastdecode serve)" if elsewhere else text
 
 
+def _list_of_commands(parser: Parser) -> str:
+    """Return one line for each command, under the headings of their groups."""
+    lines = [f"usage: {parser.prog} COMMAND [flags]", "", str(parser.description)]
+    for title, commands in parser.commands.items():
+        lines += ["", f"{title}:", *(f"  {name:<18}{text}" for name, text in commands.items())]
+    return "\n".join(
+        [*lines, "", f"{parser.prog} COMMAND --help shows how a command is used, --version the version.", ""]
+    )
+
+
 def _short_help(parser: Parser) -> str:
     """Return usage, and one line for each essential flag, under the headings of their groups."""
     width = min(SHORT_HELP_WIDTH, shutil.get_terminal_size((SHORT_HELP_WIDTH, 24)).columns)
     positionals = [each for each in parser._actions if not each.option_strings]
     usage = " ".join([parser.prog, *(_positional(each) for each in positionals), "[flags]"])
-    lines = [f"usage: {usage}", *(["", parser.description] if parser.description else [])]
+    told = textwrap.wrap(parser.description or "", width)
+    lines = [f"usage: {usage}", *(["", *told] if told else [])]
     for group in parser._action_groups:
         shown = [each for each in group._group_actions if each.dest in parser.essential or not each.option_strings]
         shown = [each for each in shown if each.help != argparse.SUPPRESS]
         if shown:
-            lines += ["", f"{group.title}:", *(_line(parser, each, width) for each in shown)]
-    hidden = {each.dest for each in parser._actions if each.option_strings and each.help != argparse.SUPPRESS}
-    num_hidden = len(hidden - parser.essential.keys() - {"help", argparse.SUPPRESS})
-    return "\n".join([*lines, "", f"--help-all shows {num_hidden} more flags.", ""])
+            lines += [
+                "",
+                f"{str(group.title).removeprefix('positional ')}:",
+                *(_line(parser, each, width) for each in shown),
+            ]
+    hidden = {*parser.visible()} - parser.essential - {each.dest for each in positionals} - {"help", argparse.SUPPRESS}
+    return "\n".join([*lines, "", f"--help-all shows {len(hidden) or 'no'} more flags and longer texts.", ""])
 
 
 def _line(parser: Parser, action: argparse.Action, width: int) -> str:
     """Return a flag with its value, and its text as far as a line takes it; the default stays."""
     formatter = argparse.HelpFormatter(parser.prog)
-    names = ", ".join(action.option_strings) or formatter._metavar_formatter(action, action.dest)(1)[0]
+    longs = [each for each in action.option_strings if each.startswith("--")]
+    names = ", ".join([each for each in action.option_strings if each not in longs[1:]]) or _positional(action)
     if action.option_strings and action.nargs != 0:
-        names += f" {formatter._format_args(action, action.dest.upper())}"
-    whole = formatter._expand_help(action) if action.help else ""
-    told, default = _split(whole)
-    told = parser.essential.get(action.dest) or told
-    room = width - 32 - (len(default) + 1 if default else 0)
+        names += f" {action.metavar or (action.choices and '…') or action.dest.upper()}"
+    told, default = _split(formatter._expand_help(action) if action.help else "")
+    if action.choices and len(choices := ", ".join(map(str, action.choices))) <= MOST_CHOICES:
+        told = f"{choices}" if not told else f"{told}: {choices}"
+    told = TEXTS.get(action.dest, told)
+    room = width - 4 - max(NAMES_WIDTH, len(names)) - (len(default) + 1 if default else 0)
     if len(told) > room:
         told = told[: max(room - 1, 0)].rsplit(" ", 1)[0].rstrip(",;:") + "…"
-    return f"  {names:<28}  {told} {default}".rstrip()
+    return f"  {names:<{NAMES_WIDTH}}  {f'{told} {default}'.strip()}".rstrip()
 
 
 def _split(text: str) -> tuple[str, str]:
