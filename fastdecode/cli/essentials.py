@@ -71,7 +71,7 @@ TEXTS = {
     "dtype": "of weights: float32, float16 or bfloat16",
     "emit": "print this in place of the plan",
     "host": "address to listen at",
-    "kv_cache_memory": "KV cache of each R-worker, such as 4GiB",
+    "kv_cache_memory": "such as 4GiB, per R-worker",
     "kv_cache_dtype": "float32, float16, bfloat16, int8 or int4",
     "model": "folder, GGUF file, or id on the Hugging Face hub",
     "r_workers": "where KV caches and attention are",

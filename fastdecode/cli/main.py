@@ -104,9 +104,10 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
                 title="benchmarks", metavar="WHAT", required=True
             )
             module.add_command(bench)
+            _show_essential(name, bench.choices[name.split()[-1]])
         else:
             module.add_command(commands)
-        _show_essential(name, (bench if name.startswith("bench ") else commands).choices[name.split()[-1]])
+            _show_essential(name, commands.choices[name])
     texts = {each.dest: each.help or "" for each in commands._choices_actions}
     texts |= {f"bench {each.dest}": each.help or "" for each in (bench._choices_actions if bench else ())}
     found = {title: {name: texts[name] for name in names if name in texts} for title, names in GROUPS.items()}
