@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastdecode.api.from_vllm import OF_ENGINES, OF_SERVERS
+from fastdecode.api.from_vllm import OF_BATCHES, OF_BENCHES, OF_ENGINES, OF_SERVERS
 from fastdecode.api.vllm.environment import INSTEAD
 from fastdecode.api.vllm.environment import TAKEN as VARIABLES
 from fastdecode.api.vllm.foreign import Foreign
@@ -40,6 +40,10 @@ def _rows() -> Iterator[str]:
     yield from _block("`SamplingParams`: no effect", _texts(SAMPLING_IGNORED))
     yield from _block("`SamplingParams`: refused", _texts(SAMPLING_REFUSED))
     yield from _block("`generate`, `chat`: refused", _texts(CALL_ARGUMENTS))
+    for here, is_refused in (("`bench`: no effect", False), ("`bench`: refused", True)):
+        found = {each.name: each.text for each in OF_BENCHES.values() if each.refused is is_refused}
+        yield from _block(here, _by_text(found))
+    yield from _block("`run-batch`: no effect", _texts(OF_BATCHES))
     yield from _block("variable: taken", _by_text(VARIABLES))
     yield from _block("variable: no effect", _by_text(INSTEAD))
 

@@ -327,3 +327,44 @@ def test_a_chat_takes_the_model_s_template() -> None:
     assert sampling_params(read_request(completion), {}).max_tokens == 16
     with pytest.raises(ConfigError, match="top_p"):
         chat_params(top_p=2)
+
+
+def test_responses_and_names_of_the_model(tmp_path: Path) -> None:
+    """Rows of the Responses API, and names that requests may call the model; another one is refused in its row."""
+    chat = tmp_path / "template"
+    chat.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}{{ suffix }}")
+    asked = [
+        line("c", "/v1/chat/completions", messages=[{"role": "user", "content": "x = "}], max_tokens=4, temperature=0),
+        line("r", "/v1/responses", input="x = ", max_output_tokens=4, temperature=0, model="b"),
+        line("f", "/v1/responses", input="x", text={"format": {"type": "json_object"}}, max_output_tokens=3),
+        line("w", prompt="x = ", model="other"),
+        line("p", "/v1/responses", input="x", previous_response_id="resp_1"),
+    ]
+    out = tmp_path / "out.jsonl"
+    flags = ["--served-model-name", "a", "b", "--chat-template", str(chat)]
+    flags += ["--default-chat-template-kwargs", '{"suffix": "1"}', "--enable-metrics", "--port", "8001"]
+    assert main(["run-batch", "-i", write(tmp_path / "in.jsonl", asked), "-o", str(out), *FLAGS, *flags]) == 1
+    found = answers(out)
+    assert [found[name]["status_code"] for name in "crfwp"] == [200, 200, 200, 400, 400]
+    response = found["r"]["body"]
+    assert (response["object"], response["model"], response["status"]) == ("response", "a", "incomplete")
+    assert response["output"][0]["content"][0]["text"] == found["c"]["body"]["choices"][0]["message"]["content"] != ""
+    assert found["c"]["body"]["usage"]["prompt_tokens"] == response["usage"]["input_tokens"] == 5
+    assert found["f"]["body"]["text"]["format"]["type"] == "json_object"
+    assert "the model 'other' does not exist: a, b does" in found["w"]["body"]["error"]["message"]
+    assert "a batch stores no responses" in found["p"]["body"]["error"]["message"]
+
+
+def test_an_interrupted_run_says_how_far_it_is(tmp_path: Path, whole: dict[str, str]) -> None:
+    """Ctrl-C: the rows that are done, and how to go on."""
+    asked, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "out.jsonl"
+    process = subprocess.Popen(run_batch(asked, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for_answers(out, process)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE_SECONDS)
+    if process.returncode == 130:  # else it had ended by itself
+        done = len(answers(out))
+        told = f"fastdecode: {out}: {done} of 6 requests are answered: the same command goes on with the rest"
+        assert told in error.splitlines()
+        assert main(["run-batch", "-i", asked, "-o", str(out), *FLAGS]) == 0
+    assert texts(out) == whole

@@ -15,9 +15,11 @@ import pytest
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.from_vllm import FOREIGN, OF_ENGINES, OF_SERVERS
 from fastdecode.api.vllm.taken import TAKEN
+from fastdecode.cli.flags import engine_config
 from fastdecode.cli.main import build_parser, main
 from fastdecode.cli.parser import Parser
 from fastdecode.cli.serve import read_settings
+from fastdecode.cli.vllm_flags import check_bench_flags
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import ServerSettings
 
@@ -112,6 +114,35 @@ REFUSED = {
 """Command lines, and part of what they hear."""
 
 
+BENCHES = """
+bench serve --backend vllm --model m --endpoint /v1/completions --dataset-name random --random-input-len 512
+bench serve --backend openai-chat --base-url http://127.0.0.1:1 --endpoint /v1/chat/completions --max-concurrency 8
+bench serve --dataset-name sharegpt --dataset-path x.json --request-rate 2 --burstiness 0.8 --no-oversample
+bench serve --percentile-metrics ttft,tpot,itl --metric-percentiles 50,99 --goodput ttft:500 tpot:50 --trust-remote-code
+bench serve --save-result --result-dir /tmp --result-filename r.json --metadata a=b --save-detailed --label x
+bench serve --input-len 100 --output-len 20 --ignore-eos --temperature 0 --request-id-prefix b- --disable-shuffle
+bench serve --chat-template-kwargs '{"enable_thinking": false}' --extra-body '{"n": 1}' --num-warmups 1
+bench serve --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 5 --ready-check-timeout-sec 0
+bench throughput --backend vllm --model m --input-len 32 --output-len 8 --num-prompts 4 --gpu-memory-utilization 0.9
+bench throughput --model m --dataset-name random --random-input-len 32 --async-engine --enforce-eager --dtype half -tp 1
+bench throughput --model m --n 1 --prefix-len 0 --output-json /tmp/r.json --max-model-len 4k --disable-log-stats
+bench latency --model m --batch-size 4 --input-len 32 --output-len 8 --num-iters-warmup 1 --num-iters 2 -tp 1 -O3
+""".strip().splitlines()
+
+REFUSED |= {
+    "bench serve --profile": "profile: give --trace FILE to the command that has the engine",
+    "bench serve --dataset-name sonnet": "invalid choice: 'sonnet' (choose from 'random', 'sharegpt', 'custom')",
+    "bench serve --hf-split train": "hf_split: give --dataset-name random, sharegpt or custom",
+    "bench serve --lora-modules a b": "lora_modules: all requests ask for one model: give --served-model-name",
+    "bench serve --append-result --save-result": "append_result: give another --result-filename",
+    "bench serve --insecure": "SSL_CERT_FILE",
+    "bench throughput --model m --lora-path x": "lora_path: give --lora-modules NAME=FOLDER",
+    "bench throughput --model m --prefix-len 5": "prefix_len: give --random-prefix-len",
+    "bench throughput --model m -tp 1 -pp 2": "pipeline_parallel_size: the layers run on one S-worker",
+    "bench latency --model m --use-beam-search": "use_beam_search: there is no beam search",
+}
+
+
 def settings_of(line: str) -> tuple[EngineConfig, ServerSettings]:
     """The settings that a command line of ``serve`` gives."""
     words = shlex.split(line)
@@ -148,6 +179,19 @@ def test_lines_that_are_refused_say_what_to_do(line: str, capfd: pytest.CaptureF
     error = [each for each in capfd.readouterr().err.splitlines() if not each.startswith("WARNING")]
     assert REFUSED[line] in error[0]
     assert error[0].startswith("fastdecode") and len(error) <= 2, "an error, and one line on help"
+
+
+@pytest.mark.parametrize("line", BENCHES)
+def test_benchmarks_that_start(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Up to the model, or the server, of which there is none."""
+    words = shlex.split(line)
+    args = build_parser(words).parse_args(words)
+    check_bench_flags(args)
+    assert len(caplog.records) <= 1
+    if words[1] == "serve":
+        assert args.backend in ("openai", "openai-chat")
+    else:
+        assert engine_config(args).model == "m"
 
 
 def test_every_flag_of_vllm_serve_is_known(flags: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.vllm import engine, environment, serving
+from fastdecode.api.vllm import bench, engine, environment, serving
 from fastdecode.api.vllm.engine import ADAPTERS
 from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.api.vllm.python import CALL_ARGUMENTS, MEMBERS, NAMES
@@ -24,6 +24,8 @@ RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
 OF_ENGINES = engine.WITHOUT_EFFECT | engine.REFUSED
 OF_SERVERS = serving.WITHOUT_EFFECT | serving.REFUSED
+OF_BATCHES = serving.OF_BATCHES
+OF_BENCHES = bench.WITHOUT_EFFECT | bench.REFUSED
 FOREIGN: Mapping[str, Foreign] = OF_ENGINES | OF_SERVERS
 """Every setting and flag of vLLM that no field here has."""
 
@@ -71,17 +73,21 @@ def as_ours(settings: Mapping[str, Any], also_ignored: frozenset[str] = frozense
     return {name: value for name, value in found.items() if value is not None or not _has_a_default(name)}
 
 
-def check_foreign(settings: Mapping[str, Any], also_ignored: frozenset[str] = frozenset()) -> None:
+def check_foreign(
+    settings: Mapping[str, Any],
+    also_ignored: frozenset[str] = frozenset(),
+    foreign: Mapping[str, Foreign] = FOREIGN,
+) -> None:
     """Log vLLM's settings without effect on one line; ConfigError for one that cannot be, with what to do instead."""
-    asked = {name for name in FOREIGN.keys() & settings.keys() if not FOREIGN[name].asks_for_nothing(settings[name])}
-    ignored = sorted(asked & IGNORED) + sorted(
+    asked = {name for name in foreign.keys() & settings.keys() if not foreign[name].asks_for_nothing(settings[name])}
+    ignored = sorted(name for name in asked if not foreign[name].refused) + sorted(
         name for name in also_ignored & settings.keys() if not asks_for_nothing(settings[name])
     )
     if ignored:
-        advice = "".join(f"; {name}: {FOREIGN[name].text}" for name in _ADVICE if name in ignored)
+        advice = "".join(f"; {name}: {foreign[name].text}" for name in _ADVICE if name in ignored)
         logger.warning("settings of vLLM that mean nothing here are ignored: %s%s", ", ".join(ignored), advice)
-    for name in sorted(asked - IGNORED):
-        raise ConfigError(f"{name}: {FOREIGN[name].text}")
+    for name in sorted(asked - set(ignored)):
+        raise ConfigError(f"{name}: {foreign[name].text}")
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.api.from_vllm import OF_BATCHES, check_foreign
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.batch.files import BatchInput, BatchOutput
 from fastdecode.batch.lines import Asked, BatchLine, answer, chat_asked, read_request, refusal
-from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
+from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.cli.output import progress_bar
+from fastdecode.cli.vllm_flags import add_foreign_flags, add_server_flags
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.logprobs import LogprobForm, logprob_form
 from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import COMPLETIONS, sampling_params
+from fastdecode.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import LLMEngine
+
+OF_REQUESTS = ("served_model_name", "chat_template", "default_chat_template_kwargs")
+"""Settings of a server that say how requests are read."""
 
 QUEUED_PER_SEAT = 2
 """Requests in the engine for each that can run: the scheduler sees which come next, and the file stays on disk."""
@@ -47,25 +53,28 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("-i", "--input-file", required=True, metavar="JSONL", help="a request per line")
     parser.add_argument("-o", "--output-file", required=True, metavar="JSONL", help="an answer per line, as they come")
-    parser.add_argument(
-        "--served-model-name", nargs="+", action="extend", metavar="NAME",
-        help="what requests may call the model; answers give the first (--model; requests may give any)",
-    )  # fmt: skip
+    names = {"help": "what requests may call the model, which may else be anything; answers give the first"}
+    add_flags(parser.add_argument_group("requests"), ServerSettings, OF_REQUESTS, served_model_name=names)
     parser.add_argument("--retry-failed", action="store_true", help="ask again what was answered with an error (off)")
     add_engine_flags(parser)
+    add_server_flags(parser)
+    add_foreign_flags(parser, OF_BATCHES)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when all requests of the file are answered without an error, by this run or one before; else 1."""
+    check_foreign(vars(args), foreign=OF_BATCHES)
+    settings = ServerSettings(**{name: getattr(args, name) for name in OF_REQUESTS})
+    template = settings.template_arguments()
     config = engine_config(args)
     batch = BatchInput(args.input_file)
     for problem in batch.problems:
         print(f"fastdecode: {problem}; this line is left out", file=sys.stderr)
     total = len(batch.custom_ids)
-    names = tuple(args.served_model_name or ())
-    model = names[0] if names else config.model
+    names = settings.model_names("")
+    model = names[0] or config.model
     with BatchOutput(args.output_file, batch.custom_ids, model, args.retry_failed) as output:
         print(_progress_line(args.output_file, total, output), flush=True)
         if len(output.done) < total:
@@ -73,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
             engine = LLMEngine(config)
             try:
-                _answer_all(engine, batch, output, model, names)
+                _answer_all(engine, batch, output, model, names, template)
             except KeyboardInterrupt:
                 print(
                     f"fastdecode: {_progress_line(args.output_file, total, output)}: start it again to go on",
@@ -94,10 +103,15 @@ def _progress_line(path: str, total: int, output: BatchOutput) -> str:
 
 
 def _answer_all(
-    engine: LLMEngine, batch: BatchInput, output: BatchOutput, model: str, names: Sequence[str] = ()
+    engine: LLMEngine,
+    batch: BatchInput,
+    output: BatchOutput,
+    model: str,
+    names: Sequence[str],
+    template: Mapping[str, Any],
 ) -> None:
-    """Feed the engine, and write each answer, by ``model``, as it is finished. ``names``: what requests may call it;
-    none: anything."""
+    """Feed the engine, and write each answer, by ``model``, as it is finished. ``names``: what requests may call it, ""
+    alone: anything. ``template``: arguments of the chat template."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
     most = QUEUED_PER_SEAT * engine.config.max_num_seqs
@@ -105,7 +119,7 @@ def _answer_all(
         while True:
             while len(running) < most and (line := next(waiting, None)):
                 try:
-                    added = _add(engine, line, names)
+                    added = _add(engine, line, names, template)
                     running |= dict.fromkeys(added.outputs, added)
                 except (RequestError, ConfigError) as error:
                     output.write(refusal(line, error))
@@ -123,15 +137,15 @@ def _answer_all(
                         bar.update()
 
 
-def _add(engine: LLMEngine, line: BatchLine, names: Sequence[str]) -> Running:
+def _add(engine: LLMEngine, line: BatchLine, names: Sequence[str], template: Mapping[str, Any]) -> Running:
     """An engine request per prompt; where one is refused, all are."""
     asked = read_request(line)
-    if names and asked.model is not None and asked.model not in names:
+    if names[0] and asked.model is not None and asked.model not in names:
         raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(names)} does")
     request = chat_asked(asked)
     params = sampling_params(request, engine.s_model.generation_defaults)
     model = engine.s_model
-    reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, {})
+    reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, template)
     found = reader.read(request)
     reader.check_room(request, found)
     added = Running(line, asked, logprob_form(model.tokenizer, params), params)

@@ -172,6 +172,12 @@ class ServerSettings:
                 except OSError as error:
                     raise ConfigError(f"{name}: {value!r} is not usable ({error.strerror or error})") from None
 
+    def template_arguments(self) -> dict[str, Any]:
+        """Return what the chat template is told with every conversation, itself included; ConfigError as
+        ``read_chat_template``."""
+        template = self.read_chat_template()
+        return self.default_chat_template_kwargs | ({} if template is None else {"chat_template": template})
+
     def read_chat_template(self) -> str | None:
         """The template's text; ConfigError where it is neither a file nor a template."""
         given = self.chat_template

@@ -41,3 +41,11 @@ REFUSED = refused([
     ("reasoning_effort_map", "give default_chat_template_kwargs, or chat_template_kwargs with a request"),
     ("enable_ssl_refresh?", "start the server anew with the new certificate, or put a proxy before it"),
 ])  # fmt: skip
+
+OF_BATCHES = without_effect({
+    "answers are written as they come, into the file that is named": "output_tmp_dir",
+    "a batch has no metrics: `fastdecode serve` has /metrics": "enable_metrics? host url port",
+    "the chat template says how calls and thoughts are written": """
+        enable_auto_tool_choice? tool_call_parser reasoning_parser""",
+})  # fmt: skip
+"""Flags of ``vllm run-batch`` alone."""

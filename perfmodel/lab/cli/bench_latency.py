@@ -12,6 +12,7 @@ import numpy as np
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
+from fastdecode.cli.vllm_flags import add_bench_flags, check_bench_flags
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--output-json", metavar="FILE", help="write every figure")
     add_engine_flags(parser)
     add_common_flags(parser)
+    add_bench_flags(parser)
     parser.set_defaults(run=run, enable_prefix_caching=False)  # else all iterations but the first would skip the prompt
 
 
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         least = 0 if name == "num_iters_warmup" else 1
         if getattr(args, name) < least:
             raise ConfigError(f"{name} must be at least {least}, not {getattr(args, name)}")
+    check_bench_flags(args)
     config = engine_config(args)
     check_output_files(args.output_json)
     from fastdecode.llm import LLM

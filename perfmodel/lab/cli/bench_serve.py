@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.flags import add_common_flags, add_flags, json_object
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
+from fastdecode.cli.vllm_flags import add_bench_flags, check_bench_flags
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.lab.measure.dataset import (
     ARRIVALS,
@@ -48,7 +49,10 @@ UNBOUNDED_TOKENS = 1 << 60
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("serve", help="latency and throughput of a running OpenAI-compatible server")
     group = parser.add_argument_group("server")
-    group.add_argument("--backend", default="openai", choices=[*ENDPOINTS], help="completions or chats (openai)")
+    group.add_argument(
+        "--backend", default="openai", choices=[*ENDPOINTS], type=lambda name: "openai" if name == "vllm" else name,
+        help="completions or chats (openai)",
+    )  # fmt: skip
     group.add_argument("--base-url", metavar="URL", help="(http://HOST:PORT)")
     group.add_argument("--host", default="127.0.0.1", help="(127.0.0.1)")
     group.add_argument("--port", type=int, default=8000, help="(8000)")
@@ -63,6 +67,7 @@ def add_command(commands: Any) -> None:
     _add_workload_flags(parser)
     _add_output_flags(parser)
     add_common_flags(parser)
+    add_bench_flags(parser)
     parser.set_defaults(run=run, num_prompts=1000)
 
 
@@ -83,6 +88,7 @@ def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
     for name in SAMPLING:
         kind = int if name == "top_k" else float
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help="(the server's default)")
+    group.add_argument("--chat-template-kwargs", type=json_object, metavar="JSON", help="of openai-chat (none)")
     group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of each request")
 
 
@@ -104,6 +110,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the load and print vLLM's table; on Ctrl-C, that of the requests that had ended. 1 where all failed."""
+    check_bench_flags(args)
     if find_spec("aiohttp") is None:
         raise ConfigError("bench serve needs aiohttp: pip install 'fastdecode[serve]'")
     from fastdecode.perfmodel.lab.measure.serving import UNFINISHED
@@ -179,12 +186,13 @@ def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
     asked = {name: getattr(args, name) for name in (*SAMPLING, "logprobs") if getattr(args, name) is not None}
     if args.ignore_eos or args.dataset_name == "random":
         asked["ignore_eos"] = True
+    kwargs = {} if args.chat_template_kwargs is None else {"chat_template_kwargs": args.chat_template_kwargs}
     return Target(
         url=base_url + (args.endpoint or ENDPOINTS[args.backend]),
         model=args.served_model_name or model["id"],
         chat=args.backend == "openai-chat",
         headers=headers,
-        body=asked | args.extra_body,
+        body=asked | kwargs | args.extra_body,
     ), model
 
 

@@ -12,6 +12,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.cli.collect_env import machine_facts
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
+from fastdecode.cli.vllm_flags import add_bench_flags, check_bench_flags
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec, make_workload
 
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
     from fastdecode.core.metrics import Tracer
     from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun
 
+VLLMS_BACKENDS = {"vllm": "fastdecode", "hf": "transformers"}
+
 Outcome: TypeAlias = tuple[dict[str, Any], BaseException | None, Iterator[str]]
 """The report, what is to be raised after it, and its pictures, each drawn when its line is asked for."""
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("throughput", help="offline throughput of a workload")
-    parser.add_argument("--backend", default="fastdecode", choices=["fastdecode", "transformers"], help="(fastdecode)")
+    parser.add_argument(
+        "--backend", default="fastdecode", choices=["fastdecode", "transformers"], help="(fastdecode)",
+        type=lambda name: VLLMS_BACKENDS.get(name, name),
+    )  # fmt: skip
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
     group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT JSON, or JSONL with a text prompt per line")
@@ -37,6 +43,7 @@ def add_command(commands: Any) -> None:
     group.add_argument("--measure-overlap", action="store_true", help="also run steps without overlap, A B A B")
     add_engine_flags(parser)
     add_common_flags(parser)
+    add_bench_flags(parser)
     parser.set_defaults(run=run, enable_prefix_caching=None)
 
 
@@ -44,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the workload and print its figures; on Ctrl-C, those of the part that ran."""
     if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share nothing but what they are told to
         args.enable_prefix_caching = args.dataset_name != "random"
+    check_bench_flags(args)
     config = engine_config(args)
     check_output_files(args.output_json, plots=(args.plot_timeline, args.plot_steps))
     spec = WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
