@@ -84,10 +84,8 @@ def run(args: argparse.Namespace) -> int:
             try:
                 _answer_all(engine, batch, output, model, names, template)
             except KeyboardInterrupt:
-                print(
-                    f"fastdecode: {_progress_line(args.output_file, total, output)}: start it again to go on",
-                    file=sys.stderr,
-                )
+                told = _progress_line(args.output_file, total, output)
+                print(f"fastdecode: {told}: the same command goes on with the rest", file=sys.stderr)
                 raise
             finally:
                 engine.close()
