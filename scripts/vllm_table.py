@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastdecode.api.from_vllm import OF_BATCHES, OF_BENCHES, OF_ENGINES, OF_SERVERS
+from fastdecode.api.from_vllm import OF_BATCHES, OF_ENGINES, OF_SERVERS
 from fastdecode.api.vllm.environment import INSTEAD
 from fastdecode.api.vllm.environment import TAKEN as VARIABLES
 from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.api.vllm.python import CALL_ARGUMENTS, SAMPLING_IGNORED, SAMPLING_REFUSED
 from fastdecode.api.vllm.taken import TAKEN
+from fastdecode.perfmodel.lab.cli.vllm_bench import OF_BENCHES
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 BEGIN, END = "<!-- vllm_table -->\n", "<!-- end of vllm_table -->\n"

@@ -19,8 +19,8 @@ from fastdecode.cli.flags import engine_config
 from fastdecode.cli.main import build_parser, main
 from fastdecode.cli.parser import Parser
 from fastdecode.cli.serve import read_settings
-from fastdecode.cli.vllm_flags import check_bench_flags
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.cli.vllm_bench import check_bench_flags
 from fastdecode.server.server_settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent

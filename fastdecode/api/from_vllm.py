@@ -8,7 +8,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.vllm import bench, engine, environment, serving
+from fastdecode.api.vllm import engine, environment, serving
 from fastdecode.api.vllm.engine import ADAPTERS
 from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.api.vllm.python import CALL_ARGUMENTS, MEMBERS, NAMES
@@ -25,7 +25,6 @@ RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 OF_ENGINES = engine.WITHOUT_EFFECT | engine.REFUSED
 OF_SERVERS = serving.WITHOUT_EFFECT | serving.REFUSED
 OF_BATCHES = serving.OF_BATCHES
-OF_BENCHES = bench.WITHOUT_EFFECT | bench.REFUSED
 FOREIGN: Mapping[str, Foreign] = OF_ENGINES | OF_SERVERS
 """Every setting and flag of vLLM that no field here has."""
 

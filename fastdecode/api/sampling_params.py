@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from fastdecode.api.structured_outputs import StructuredOutputsParams
-from fastdecode.api.vllm.sampling import takes_vllms_fields
+from fastdecode.api.vllm.python import takes_vllms_fields
 from fastdecode.core.errors import ConfigError, RequestError
 
 GREEDY_BELOW = 1e-5

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from fastdecode.api.from_vllm import OF_BENCHES, OF_SERVERS, check_foreign
+from fastdecode.api.from_vllm import OF_SERVERS
 from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.cli.parser import add_switch
 
@@ -48,13 +48,3 @@ def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, For
             told: dict[str, Any] = {"nargs": _NARGS.get(each.values), "const": True if each.values == "maybe" else None}
             parser.add_argument(*flags, dest=each.name, help=argparse.SUPPRESS, **told)
     return added
-
-
-def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's flags of benchmarks that those here do not have; the command has its own by now."""
-    parser.set_defaults(foreign_flags=add_foreign_flags(parser, OF_BENCHES))
-
-
-def check_bench_flags(args: argparse.Namespace) -> None:
-    """Log vLLM's flags of benchmarks without effect; ConfigError for one that would measure something else."""
-    check_foreign(vars(args), foreign={name: OF_BENCHES[name] for name in args.foreign_flags})

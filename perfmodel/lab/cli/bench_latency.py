@@ -12,8 +12,8 @@ import numpy as np
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.cli.vllm_flags import add_bench_flags, check_bench_flags
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.cli.vllm_bench import add_bench_flags, check_bench_flags
 
 if TYPE_CHECKING:
     from fastdecode.llm import LLM

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.flags import add_common_flags, add_flags, json_object
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.cli.vllm_flags import add_bench_flags, check_bench_flags
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.cli.vllm_bench import add_bench_flags, check_bench_flags
 from fastdecode.perfmodel.lab.measure.dataset import (
     ARRIVALS,
     LENGTHS,

@@ -12,8 +12,8 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.cli.collect_env import machine_facts
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
-from fastdecode.cli.vllm_flags import add_bench_flags, check_bench_flags
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.cli.vllm_bench import add_bench_flags, check_bench_flags
 from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkItem, WorkloadSpec, make_workload
 
 if TYPE_CHECKING:

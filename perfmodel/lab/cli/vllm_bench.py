@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
+from fastdecode.api.from_vllm import check_foreign
 from fastdecode.api.vllm.foreign import refused, without_effect
+from fastdecode.cli.vllm_flags import add_foreign_flags
 
 _DATASETS = "give --dataset-name random, sharegpt or custom: a custom one is JSONL with prompt and output_tokens"
 _TRACE = "give --trace FILE to the command that has the engine"
@@ -46,3 +50,15 @@ REFUSED = refused([
      "timed_trace_label_timestamp timed_trace_label_input_length timed_trace_label_output_length "
      "timed_trace_label_hash_ids", _DATASETS),
 ])  # fmt: skip
+
+OF_BENCHES = WITHOUT_EFFECT | REFUSED
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's flags of benchmarks that those here do not have; the command has its own by now."""
+    parser.set_defaults(foreign_flags=add_foreign_flags(parser, OF_BENCHES))
+
+
+def check_bench_flags(args: argparse.Namespace) -> None:
+    """Log vLLM's flags of benchmarks without effect; ConfigError for one that would measure something else."""
+    check_foreign(vars(args), foreign={name: OF_BENCHES[name] for name in args.foreign_flags})
