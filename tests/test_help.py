@@ -26,7 +26,7 @@ def test_commands_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     for title, names in GROUPS.items():
         group = text.split(f"\n{title}:\n")[1].split("\n\n")[0].splitlines()
         assert [re.split(r"  +", line.strip())[0] for line in group] == list(names)
-        assert all(re.match(r"  \S.*?  +\S", line) for line in group), "each says what it does"
+        assert all(re.match(r"    \S.*?  +\S", line) for line in group), "each says what it does"
 
 
 @pytest.mark.parametrize("name", LEAVES)

@@ -110,7 +110,8 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
             _show_essential(name, commands.choices[name])
     texts = {each.dest: each.help or "" for each in commands._choices_actions}
     texts |= {f"bench {each.dest}": each.help or "" for each in (bench._choices_actions if bench else ())}
-    found = {title: {name: texts[name] for name in names if name in texts} for title, names in GROUPS.items()}
+    groups = GROUPS if here is COMMANDS else {"commands": here}
+    found = {title: {name: texts[name] for name in names if name in texts} for title, names in groups.items()}
     parser.commands = {title: names for title, names in found.items() if names}
     return parser
 

@@ -113,7 +113,7 @@ def _list_of_commands(parser: Parser) -> str:
     """Return one line for each command, under the headings of their groups."""
     lines = [f"usage: {parser.prog} COMMAND [flags]", "", str(parser.description)]
     for title, commands in parser.commands.items():
-        lines += ["", f"{title}:", *(f"  {name:<18}{text}" for name, text in commands.items())]
+        lines += ["", f"{title}:", *(f"    {name:<18}{text}" for name, text in commands.items())]
     return "\n".join(
         [*lines, "", f"{parser.prog} COMMAND --help shows how a command is used, --version the version.", ""]
     )
