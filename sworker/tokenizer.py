@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
 
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, GenerationConfig
@@ -14,7 +15,11 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
 from fastdecode.sworker import gguf
+from fastdecode.sworker.content_format import Format, formats_of, in_format
 from fastdecode.sworker.token_bytes import text_bound
+
+MOST_TEMPLATES = 32
+"""Chat templates whose format of contents is remembered."""
 
 
 class HFTokenizer:
@@ -35,6 +40,7 @@ class HFTokenizer:
                 "token ids as prompts"
             ) from error
         self.eos_token_id: int | None = self.hf.eos_token_id
+        self._formats: dict[str, dict[str, Format]] = {}  # of each chat template
 
     @functools.cached_property
     def text_bound(self) -> TextBound | None:
@@ -52,6 +58,7 @@ class HFTokenizer:
         /,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
+        content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
@@ -61,6 +68,7 @@ class HFTokenizer:
 
         ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
         go to it. Templates write special tokens themselves; ``add_special_tokens`` has the tokenizer add its own too.
+        ``content_format``: how contents go to the template, see ``content_formats``.
         With ``continue_final_message`` the answer goes on where the last message ends.
 
         RequestError without a chat template, for messages that it does not take, and, before they are rendered or at
@@ -70,8 +78,9 @@ class HFTokenizer:
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
         if tools is not None and not _all_mappings(tools):
             raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
+        formats = self.content_formats(content_format, chat_template, tools)
         prepared = chat_messages(messages)
-        render = functools.partial(
+        apply = functools.partial(
             self.hf.apply_chat_template,
             tools=tools,
             chat_template=chat_template,
@@ -81,14 +90,37 @@ class HFTokenizer:
             **template_kwargs,
         )
         if max_model_len is not None:
+            render = functools.partial(_applied, apply, formats)
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
-            text = render(prepared)
+            text = apply(chat_messages(messages, formats))
         except Exception as error:  # whatever the template raises
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
         return self.encode(text, add_special_tokens)
+
+    def content_formats(
+        self, wanted: str = "auto", chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
+    ) -> dict[str, Format]:
+        """Return the format of contents for each role: ``string`` or ``openai`` (lists of parts), or what the template
+        takes (``auto``)."""
+        if wanted not in ("auto", *get_args(Format)):
+            raise ConfigError(f"content_format must be one of auto, string, openai, not {wanted!r}")
+        if wanted != "auto":
+            return {"user": cast(Format, wanted)}
+        try:
+            template = self.hf.get_chat_template(chat_template, tools)
+        except ValueError as error:  # several templates, and none of them for all
+            raise RequestError(f"messages: {error}") from None
+        if template not in self._formats:
+            self._formats = dict(list(self._formats.items())[-MOST_TEMPLATES:])
+            self._formats[template] = formats_of(template, self.hf.special_tokens_map)
+        return self._formats[template]
+
+
+def _applied(apply: Callable[..., str], formats: dict[str, Format], messages: list[dict[str, Any]]) -> str:
+    return apply(chat_messages(messages, formats))
 
 
 def check_chat_template(template: str) -> None:
@@ -103,34 +135,36 @@ def check_chat_template(template: str) -> None:
         return
 
 
-def chat_messages(messages: Any) -> list[dict[str, Any]]:
+def chat_messages(messages: Any, formats: Mapping[str, Format] | None = None) -> list[dict[str, Any]]:
     """OpenAI's messages as chat templates expect them, as vLLM does it; RequestError for what is no conversation.
 
-    Content in parts becomes one text, its parts on lines of their own; none is "". Arguments of tool calls are read.
+    Content becomes what ``formats`` has for the role, by default one text with each part on lines of its own; none is
+    "". Arguments of tool calls are read.
     """
     if not messages or not _all_mappings(messages) or not all(isinstance(each.get("role"), str) for each in messages):
         raise RequestError('messages must be a list of {"role": …, "content": …}')
-    return [_prepared(dict(message)) for message in messages]
+    known = formats or {"user": "string"}
+    return [_prepared(dict(message), known.get(message["role"], known["user"])) for message in messages]
 
 
-def _prepared(message: dict[str, Any]) -> dict[str, Any]:
-    message["content"] = _text_of(message.get("content"))
+def _prepared(message: dict[str, Any], kind: Format) -> dict[str, Any]:
+    message["content"] = in_format(_parts_of(message.get("content")), kind)
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         message["tool_calls"] = [_with_arguments_read(call) for call in (calls if isinstance(calls, list) else [calls])]
     return message
 
 
-def _text_of(content: Any) -> str:
+def _parts_of(content: Any) -> list[dict[str, str]]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return [] if content is None else [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise RequestError(f"content of a message must be text or a list of parts, not {type(content).__name__}")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError('parts of a message must be {"type": "text", "text": …}: the model takes text only')
-    return "\n".join(part["text"] for part in parts)
+    return [{"type": "text", "text": part["text"]} for part in parts]
 
 
 def _with_arguments_read(call: Any) -> Any:

@@ -33,6 +33,10 @@ class ServerSettings:
     chat_template: str | None = setting(
         None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
     )
+    chat_template_content_format: str = setting(
+        "auto", "of messages for the chat template: text, a list of parts, or what it takes", SERVER,
+        choices=("auto", "string", "openai"),
+    )  # fmt: skip
     max_num_queued_reqs: int = setting(
         4096, "that wait beyond --max-num-seqs; more are answered with 503", SERVER, metavar="N", least=0
     )
