@@ -29,6 +29,7 @@ from fastdecode.sworker.refusals import ADAPTER, OWN_ATTENTION, STATE, check_con
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.staging import DTYPE_NAME, TORCH_DTYPE
 from fastdecode.sworker.states import use_states
+from fastdecode.sworker.weight_files import check_files, check_tensors
 
 WITH_PICTURES = ("kimi_k25", "mistral4")
 """Models of text that transformers lists among those of pictures and text."""
@@ -77,6 +78,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                     trust_remote_code=config.trust_remote_code,
                 )
         else:
+            check_files(Path(config.model))
             loads, name, named = _weights_source(config, hf_config, dtype)
             os.environ.setdefault(*ONE_BY_ONE)
             model, info = loads.from_pretrained(
@@ -89,7 +91,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 output_loading_info=True,
                 **named,
             )
-            _check_complete(config.model, info)
+            check_tensors(config.model, info, "num_hidden_layers" in config.hf_overrides)
     has_states = use_states(model) or use_own_recurrences(model)
     if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
@@ -208,17 +210,6 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
-
-
-def _check_complete(model: str, info: dict[str, Any]) -> None:
-    """transformers fills tensors that a checkpoint lacks with random numbers; an engine must not."""
-    for name, found, wanted in info["mismatched_keys"]:
-        raise ModelLoadError(
-            f"cannot load {model!r}: {name} has the shape {tuple(found)}, and config.json asks for {tuple(wanted)}"
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelLoadError(f"cannot load {model!r}: {len(missing)} tensors are missing, {missing[0]} first")
 
 
 @contextlib.contextmanager

@@ -187,7 +187,7 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     else:
         settings |= {"type": _READERS[str(field.type)], "choices": told["choices"], "metavar": told["metavar"]}
     if isinstance(default, list):
-        settings |= {"nargs": "+", "action": "extend"}
+        settings["action"] = "append"  # one value each: several would take the prompts behind them
     group.add_argument(*map(_flag, (field.name, *told["also"])), dest=field.name, **settings)
 
 
