@@ -10,8 +10,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fastdecode import LLM
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import ServerSettings
-from fastdecode.sworker.model.content_format import formats_of, told_by_syntax
-from fastdecode.sworker.tokenizer import chat_messages
+from fastdecode.sworker.files.content_format import formats_of, told_by_syntax
+from fastdecode.sworker.model.tokenizer import chat_messages
 
 TEXT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 PARTS = (

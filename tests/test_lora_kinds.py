@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import build_parser
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker.loader import load_hf_config, load_model
+from fastdecode.sworker.model.loader import load_hf_config, load_model
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

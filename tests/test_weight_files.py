@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker.loader import load_hf_config, load_model
+from fastdecode.sworker.model.loader import load_hf_config, load_model
 
 SECOND = "model-00002-of-00002.safetensors"
 Q = "model.layers.0.self_attn.q_proj"

@@ -24,10 +24,10 @@ from fastdecode.sworker.adapters.index import use_index
 from fastdecode.sworker.adapters.latents import use_latent_rows
 from fastdecode.sworker.adapters.own_recurrences import use_own_recurrences
 from fastdecode.sworker.adapters.states import use_states
+from fastdecode.sworker.files.weight_files import check_files, check_tensors
 from fastdecode.sworker.model import checkpoints, gguf, lora, sharding
 from fastdecode.sworker.model.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
 from fastdecode.sworker.model.sharding import Rank
-from fastdecode.sworker.model.weight_files import check_files, check_tensors
 from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.run.staging import DTYPE_NAME, TORCH_DTYPE
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker.model.weight_files import check_file
+from fastdecode.sworker.files.weight_files import check_file
 
 FILE = "adapter_config.json"
 """What tells an adapter's folder, in peft's form."""

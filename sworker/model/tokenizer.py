@@ -14,8 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
+from fastdecode.sworker.files.content_format import Format, formats_of, in_format
 from fastdecode.sworker.model import gguf
-from fastdecode.sworker.model.content_format import Format, formats_of, in_format
 from fastdecode.sworker.model.token_bytes import text_bound
 
 MOST_TEMPLATES = 32
