@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from fastdecode import LLM
+from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import ServerSettings
-from fastdecode.sworker.files.content_format import formats_of, told_by_syntax
-from fastdecode.sworker.model.tokenizer import chat_messages
+from fastdecode.sworker.files.content_format import told_by_syntax
+from fastdecode.sworker.model.tokenizer import HFTokenizer
 
 TEXT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 PARTS = (
@@ -57,10 +56,13 @@ CONVERSATION = [
     {"role": "user", "content": "three"},
 ]
 
+TOKENIZER = HFTokenizer(EngineConfig())
+
 
 def written(template: str, conversation: list[dict[str, Any]]) -> str:
-    prepared = chat_messages(conversation, formats_of(template, {}))
-    return str(render_jinja_template([prepared], chat_template=template)[0][0])
+    """Return what ``template`` makes of ``conversation``, by the demo model's tokenizer."""
+    told = {"chat_template": template, "add_generation_prompt": False}
+    return str(TOKENIZER.backend.decode(TOKENIZER.encode_chat(conversation, 256, **told)))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -92,15 +94,14 @@ def test_what_the_user_says_counts_more() -> None:
     assert ServerSettings(chat_template_content_format="openai").chat_template_content_format == "openai"
     with pytest.raises(ConfigError, match="chat_template_content_format must be one of auto, string, openai"):
         ServerSettings(chat_template_content_format="parts")
-    with LLM(max_model_len=256, kv_cache_memory="16MiB", s_threads=1) as llm:
-        tokenizer = llm.engine.s_model.tokenizer
-        assert tokenizer is not None
 
-        def prompt(kind: str) -> str:
-            told = {"chat_template": EITHER, "content_format": kind, "add_generation_prompt": False}
-            messages = [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}]
-            return str(tokenizer.backend.decode(tokenizer.encode_chat(messages, 256, **told)))
+    def prompt(kind: str) -> str:
+        told = {"chat_template": EITHER, "content_format": kind, "add_generation_prompt": False}
+        messages = [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}]
+        return str(TOKENIZER.backend.decode(TOKENIZER.encode_chat(messages, 256, **told)))
 
-        assert [prompt(kind) for kind in ("auto", "openai", "string")] == ["<user>ab", "<user>ab", "<user>a\nb"]
-        with pytest.raises(ConfigError, match="content_format must be one of"):
-            prompt("parts")
+    assert [prompt(kind) for kind in ("auto", "openai", "string")] == ["<user>ab", "<user>ab", "<user>a\nb"]
+    with pytest.raises(ConfigError, match="content_format must be one of"):
+        prompt("parts")
+    developer = [{"role": "developer", "content": "be brief"}, *CONVERSATION]
+    assert written(PARTS, developer) == "<system>be brief\n\nbe brief<user>one<assistant>two<user>three"

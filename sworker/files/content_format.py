@@ -50,6 +50,22 @@ def in_format(content: list[dict[str, str]], kind: Format) -> str | list[dict[st
     return content if kind == "openai" else "\n".join(part["text"] for part in content)
 
 
+def in_formats(
+    messages: list[dict[str, Any]], parts: list[list[dict[str, str]]], formats: Mapping[str, Format]
+) -> list[dict[str, Any]]:
+    """Return ``messages``, whose contents are texts, with contents as ``formats`` has them for each role.
+
+    ``parts``: of the messages as they came, of which the first may have become one. A text that is still theirs
+    has their parts, any other is one part.
+    """
+    given = parts[len(parts) - len(messages) :]
+    shaped = []
+    for message, own in zip(messages, given, strict=True):
+        kept = own if in_format(own, "string") == message["content"] else [{"type": "text", "text": message["content"]}]
+        shaped.append({**message, "content": in_format(kept, formats.get(message["role"], formats["user"]))})
+    return shaped
+
+
 def told_by_syntax(template: str) -> Format:
     """Return ``openai`` where a loop of ``template`` runs over a message's content, else ``string``."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])

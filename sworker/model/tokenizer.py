@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
 from typing import Any, cast, get_args
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -12,11 +11,12 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode.api.config import EngineConfig
+from fastdecode.api.conversations import check_nothing_is_left_out, with_known_roles, without_empty_fields
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
-from fastdecode.sworker.files.content_format import Format, formats_of, in_format
+from fastdecode.sworker.files.content_format import Format, formats_of, in_format, in_formats
 from fastdecode.sworker.model import gguf
-from fastdecode.sworker.model.token_bytes import text_bound
+from fastdecode.sworker.model.token_bytes import Spellings, text_bound
 
 MOST_TEMPLATES = 32
 """Chat templates whose format of contents is remembered."""
@@ -46,6 +46,19 @@ class HFTokenizer:
     def text_bound(self) -> TextBound | None:
         """The most text per token; None where there is no bound. Read from the vocabulary once."""
         return text_bound(self.backend)
+
+    @functools.cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self.backend)
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that a text without special tokens leaves out."""
+        return self._spellings.special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; of some tokens they are a part of a character."""
+        return self._spellings.of(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
@@ -79,7 +92,8 @@ class HFTokenizer:
         if tools is not None and not _all_mappings(tools):
             raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
         formats = self.content_formats(content_format, chat_template, tools)
-        prepared = chat_messages(messages)
+        prepared = with_known_roles(chat_messages(messages), str(chat_template or self.hf.chat_template))
+        parts = [_parts_of(without_empty_fields(message).get("content")) for message in messages]
         apply = functools.partial(
             self.hf.apply_chat_template,
             tools=tools,
@@ -89,13 +103,17 @@ class HFTokenizer:
             tokenize=False,
             **template_kwargs,
         )
+
+        def render(conversation: list[dict[str, Any]]) -> str:
+            return str(apply(in_formats(conversation, parts, formats)))
+
         if max_model_len is not None:
-            render = functools.partial(_applied, apply, formats)
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
-            text = apply(chat_messages(messages, formats))
+            text = render(prepared)
         except Exception as error:  # whatever the template raises
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
+        check_nothing_is_left_out(prepared, text, render)
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
         return self.encode(text, add_special_tokens)
@@ -119,10 +137,6 @@ class HFTokenizer:
         return self._formats[template]
 
 
-def _applied(apply: Callable[..., str], formats: dict[str, Format], messages: list[dict[str, Any]]) -> str:
-    return apply(chat_messages(messages, formats))
-
-
 def check_chat_template(template: str) -> None:
     """ConfigError, with the line, for what is no Jinja template; what it says of messages is not looked at."""
     from jinja2 import TemplateSyntaxError
@@ -135,20 +149,18 @@ def check_chat_template(template: str) -> None:
         return
 
 
-def chat_messages(messages: Any, formats: Mapping[str, Format] | None = None) -> list[dict[str, Any]]:
+def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """OpenAI's messages as chat templates expect them, as vLLM does it; RequestError for what is no conversation.
 
-    Content becomes what ``formats`` has for the role, by default one text with each part on lines of its own; none is
-    "". Arguments of tool calls are read.
+    Content in parts becomes one text, its parts on lines of their own; none is "". Arguments of tool calls are read.
     """
     if not messages or not _all_mappings(messages) or not all(isinstance(each.get("role"), str) for each in messages):
         raise RequestError('messages must be a list of {"role": …, "content": …}')
-    known = formats or {"user": "string"}
-    return [_prepared(dict(message), known.get(message["role"], known["user"])) for message in messages]
+    return [_prepared(without_empty_fields(message)) for message in messages]
 
 
-def _prepared(message: dict[str, Any], kind: Format) -> dict[str, Any]:
-    message["content"] = in_format(_parts_of(message.get("content")), kind)
+def _prepared(message: dict[str, Any]) -> dict[str, Any]:
+    message["content"] = in_format(_parts_of(message.get("content")), "string")
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         message["tool_calls"] = [_with_arguments_read(call) for call in (calls if isinstance(calls, list) else [calls])]
@@ -160,11 +172,17 @@ def _parts_of(content: Any) -> list[dict[str, str]]:
         return [] if content is None else [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise RequestError(f"content of a message must be text or a list of parts, not {type(content).__name__}")
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else _said(part) for part in content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError('parts of a message must be {"type": "text", "text": …}: the model takes text only')
     return [{"type": "text", "text": part["text"]} for part in parts]
+
+
+def _said(part: Any) -> Any:
+    """A part of a message; a refusal that a client sends back is text."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _with_arguments_read(call: Any) -> Any:
