@@ -113,7 +113,7 @@ def _make_outputs_take_all() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
         elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
