@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -113,6 +114,12 @@ class HFTokenizer:
         def render(conversation: list[dict[str, Any]]) -> str:
             return str(apply(in_formats(conversation, parts, formats)))
 
+        return self.encode(self._written(prepared, render, max_model_len), add_special_tokens)
+
+    def _written(
+        self, prepared: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str], max_model_len: int | None
+    ) -> str:
+        """Return the text of a conversation; RequestError where a word is left out, or ``max_model_len`` too short."""
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
@@ -122,7 +129,7 @@ class HFTokenizer:
         check_nothing_is_left_out(prepared, text, render)
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
-        return self.encode(text, add_special_tokens)
+        return text
 
     def content_formats(
         self, wanted: str = "auto", chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
