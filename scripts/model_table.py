@@ -226,7 +226,7 @@ def in_a_fork(model_type: str, run: Callable[[str], Row] = tried) -> Row:
 
 
 def _limit() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + LIMIT_BYTES,) * 2)
     quiet = os.open(os.environ.get("MODEL_TABLE_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(quiet, 1)

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from fastdecode import __version__
@@ -63,6 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
+    _make_outputs_take_all()
     words = sys.argv[1:] if argv is None else argv
     args = build_parser(words).parse_args(words)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -104,6 +106,16 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         else:
             module.add_command(commands)
     return parser
+
+
+def _make_outputs_take_all() -> None:
+    """Have outputs write "?" for what their encoding lacks, and take what is written where they were closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
+        elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

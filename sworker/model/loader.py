@@ -51,6 +51,7 @@ def load_hf_config(config: EngineConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(
             name, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
         )
+        gguf.completed(hf_config, config.model)
     _apply_overrides(hf_config, config.hf_overrides)
     check_config(hf_config)
     return hf_config
@@ -92,6 +93,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 **named,
             )
             check_tensors(config.model, info, "num_hidden_layers" in config.hf_overrides)
+            gguf.check_all_taken(model, config.model)
     has_states = use_states(model) or use_own_recurrences(model)
     if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)

@@ -18,6 +18,7 @@ from fastdecode.core.machine import available_memory_bytes
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
+from fastdecode.sworker.files.generation import generation_defaults
 from fastdecode.sworker.model.first_layers import first_layers
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.loader import (
@@ -32,7 +33,7 @@ from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import probe_layers, probe_layout, repeats_rows
-from fastdecode.sworker.model.tokenizer import HFTokenizer, generation_defaults
+from fastdecode.sworker.model.tokenizer import HFTokenizer
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)

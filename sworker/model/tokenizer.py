@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.conversations import check_nothing_is_left_out, with_known_roles, without_empty_fields
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
+from fastdecode.sworker.files import gguf_tokenizer
 from fastdecode.sworker.files.content_format import Format, formats_of, in_format, in_formats
 from fastdecode.sworker.model import gguf
 from fastdecode.sworker.model.token_bytes import Spellings, text_bound
@@ -29,9 +32,13 @@ class HFTokenizer:
         name = config.tokenizer or config.model
         try:
             folder, named = gguf.source(name)
+            file = Path(name) if named else None
+            told = gguf_tokenizer.arguments(file) if file else {}
             self.hf = AutoTokenizer.from_pretrained(
-                folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
+                folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **named, **told
             )
+            if file:
+                gguf_tokenizer.complete(self.hf, file)
             self.backend: BackendTokenizer = self.hf.backend_tokenizer
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -107,6 +114,12 @@ class HFTokenizer:
         def render(conversation: list[dict[str, Any]]) -> str:
             return str(apply(in_formats(conversation, parts, formats)))
 
+        return self.encode(self._written(prepared, render, max_model_len), add_special_tokens)
+
+    def _written(
+        self, prepared: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str], max_model_len: int | None
+    ) -> str:
+        """Return the text of a conversation; RequestError where a word is left out, or ``max_model_len`` too short."""
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
@@ -116,7 +129,7 @@ class HFTokenizer:
         check_nothing_is_left_out(prepared, text, render)
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
-        return self.encode(text, add_special_tokens)
+        return text
 
     def content_formats(
         self, wanted: str = "auto", chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
@@ -197,20 +210,3 @@ def _with_arguments_read(call: Any) -> Any:
 
 def _all_mappings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
-
-
-def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
-    """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
-
-    As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count.
-    """
-    try:
-        loaded = GenerationConfig.from_pretrained(gguf.source(config.model)[0], revision=config.revision).to_diff_dict()
-    except OSError:
-        loaded = {}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults = {name: loaded[name] for name in names if loaded.get(name) is not None}
-    if "max_new_tokens" in loaded:
-        defaults["max_tokens"] = loaded["max_new_tokens"]
-    eos = loaded.get("eos_token_id", getattr(hf_config.get_text_config(), "eos_token_id", None))
-    return defaults, [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
