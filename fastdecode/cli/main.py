@@ -37,6 +37,7 @@ COMMANDS = (
     "prefill-worker",
     "launch",
     "cache",
+    "get-model",
     "doctor",
     "collect-env",
 )
@@ -45,7 +46,7 @@ COMMANDS = (
 LAB = ("bench", "calibrate", "plan", "validate", "simulate")
 """First words of the commands whose modules are in the lab, which nothing that serves imports."""
 
-WITHOUT_S_PART = ("plan", "r-worker", "doctor", "collect-env")
+WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
 """What the distribution ``fastdecode-r-worker`` has: no S-part, and so neither torch nor transformers."""
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
@@ -115,7 +116,8 @@ def _make_outputs_take_all() -> None:
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
         elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
-            stream.reconfigure(errors="replace")
+            with contextlib.suppress(OSError):  # a pipe in place of the file that Python found there
+                stream.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import GgufConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, GgufHeader
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.utils import logging as transformers_logging
 
 from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker.files import gguf_config, gguf_rope
@@ -85,3 +87,20 @@ def unpacked(model: Any) -> Any:
         model.quantization_method = None
         del model.config.quantization_config
     return model
+
+
+def save_as_safetensors(file: Path, folder: Path) -> None:
+    """Save in ``folder`` what a GGUF file holds, as transformers keeps models, in bfloat16."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        name, named = source(str(file))
+        AutoTokenizer.from_pretrained(name, **named).save_pretrained(folder)
+        name, named = weights_source(str(file))
+        hf_config = completed(AutoConfig.from_pretrained(name, gguf_file=file.name), str(file))
+        loaded = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=torch.float32, **named)
+        unpacked(loaded).to(torch.bfloat16).save_pretrained(folder)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()

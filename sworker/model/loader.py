@@ -24,6 +24,7 @@ from fastdecode.sworker.adapters.index import use_index
 from fastdecode.sworker.adapters.latents import use_latent_rows
 from fastdecode.sworker.adapters.own_recurrences import use_own_recurrences
 from fastdecode.sworker.adapters.states import use_states
+from fastdecode.sworker.files import rope
 from fastdecode.sworker.files.weight_files import check_files, check_tensors
 from fastdecode.sworker.model import checkpoints, gguf, lora, sharding
 from fastdecode.sworker.model.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
@@ -38,6 +39,9 @@ ONE_BY_ONE = ("HF_DEACTIVATE_ASYNC_LOAD", "1")
 """Has transformers read a checkpoint's tensors one by one, where the user has not said otherwise. By default threads
 read ahead as far as they get, so the experts of all layers lie in memory before the first are put together: 1.8 times
 the weights, measured with FP8."""
+
+ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
+"""Keys of rotary embeddings, which transformers has in one attribute."""
 
 DIGEST_NUMBERS = 64
 """Numbers of each parameter that the digest of a model is made of."""
@@ -182,6 +186,11 @@ def max_position_embeddings(hf_config: Any) -> int:
     return 2048
 
 
+def most_positions(hf_config: Any) -> int:
+    """Return the longest sequence that a user may ask for, in tokens: a scaling of rotary frequencies may add to it."""
+    return rope.reach(hf_config.get_text_config(), max_position_embeddings(hf_config))
+
+
 def num_layers(config: EngineConfig) -> int:
     """Layers of the whole model, before ``hf_overrides``."""
     return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
@@ -201,6 +210,9 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys; per-layer lists are cut, or repeated, to a smaller or larger
     ``num_hidden_layers``."""
     for name, value in overrides.items():
+        if name in ROPE_NAMES:
+            rope.override(hf_config.get_text_config(), name, value)
+            continue
         if not hasattr(hf_config, name):
             raise ModelLoadError(f"hf_overrides: {hf_config.model_type} has no configuration key {name!r}")
         try:
