@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fastdecode import __version__
+from fastdecode import __version__, not_installed
 from fastdecode.core.errors import ConfigError, FastDecodeError
 
 COMMANDS = (
@@ -154,7 +154,9 @@ def _report(error: Exception) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError):
         message = f"out of memory ({message}): give less --kv-cache-memory, --prefill-scratch or --max-num-seqs"
-    if not isinstance(error, FastDecodeError | OSError | MemoryError):
+    if isinstance(error, ImportError) and (why := not_installed()):
+        message = why
+    elif not isinstance(error, FastDecodeError | OSError | MemoryError):
         message = f"unexpected {type(error).__name__}: {message} (run with --debug for the traceback)"
     print(f"fastdecode: error: {message}", file=sys.stderr)
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
