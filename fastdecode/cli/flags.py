@@ -195,9 +195,7 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
         add_switch(group, flag_of(field.name), dest=field.name, **settings)
         return
     settings |= {"type": _reader(field), "choices": told["choices"], "metavar": told["metavar"]}
-    if field.name == "lora_modules":
-        settings["action"] = "append"  # one value each: several would take the prompts behind them
-    elif str(field.type).startswith("list"):
+    if str(field.type).startswith("list"):
         settings |= {"nargs": "+", "action": "extend"}
     group.add_argument(*map(flag_of, (field.name, *told["also"])), dest=field.name, **settings)
     for short in SHORTS.get(field.name, ()):

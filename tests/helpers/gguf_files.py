@@ -95,6 +95,8 @@ def model_tensors(model: Any, arch: str) -> dict[str, np.ndarray[Any, Any]]:
             weights = _interleaved(weights, heads)
         if arch in ("gemma2", "gemma3") and "norm" in stem:
             weights = weights + 1
+        if stem.endswith("shared_expert_gate"):
+            weights = weights[0]
         found[f"{names.get_name(stem)}.{leaf}"] = weights.numpy()
     return found
 
