@@ -47,12 +47,12 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_HOMES[name]), name)
     except ImportError as error:
-        if why := _not_installed():
+        if why := not_installed():
             raise ImportError(f"fastdecode.{name}: {why}") from error
         raise
 
 
-def _not_installed() -> str:
+def not_installed() -> str:
     """Return what to do where Python reads the source folder and its C++ part is not there; "" where it is."""
     from importlib.util import find_spec
     from pathlib import Path

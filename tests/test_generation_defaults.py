@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.core.errors import ModelLoadError
+from fastdecode.core.errors import ConfigError, ModelLoadError
 from fastdecode.sworker.files.generation import generation_defaults
 
 CONFIG = LlamaConfig(vocab_size=64, eos_token_id=2)
@@ -92,6 +92,17 @@ def test_what_writes_other_texts_in_transformers_alone_is_named(
 def test_a_broken_file_is_an_error(text: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=f"generation_config.json {reason}"):
         read(tmp_path, text)
+
+
+def test_what_the_user_overrides_must_be_right(tmp_path: Path) -> None:
+    def overridden(**settings: Any) -> dict[str, Any]:
+        return generation_defaults(EngineConfig(model=str(tmp_path), **settings), CONFIG)[0]
+
+    read(tmp_path, {"temperature": 0.6, "top_p": 0.0})
+    assert overridden(override_generation_config={"top_p": 0.5}) == {"temperature": 0.6, "top_p": 0.5}
+    assert overridden(generation_config="vllm") == {}
+    with pytest.raises(ConfigError, match="top_p must be a number above 0"):
+        overridden(override_generation_config={"top_p": 0.0})
 
 
 def test_without_the_file_the_configuration_counts(tmp_path: Path) -> None:

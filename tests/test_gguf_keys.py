@@ -16,7 +16,9 @@ from transformers import (
     LlamaConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -141,6 +143,14 @@ SCALINGS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]]
                            "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 20000.0,
          "attention.sliding_window": 64, "attention.sliding_window_pattern": 2}, {},
+    ),
+    "experts": (
+        Qwen3MoeConfig, {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                         "norm_topk_prob": True}, {"expert_gating_func": 1}, {},
+    ),
+    "experts beside a shared one": (
+        Qwen2MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                         "shared_expert_intermediate_size": 48}, {}, {},
     ),
     "biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}, {}, {}),
 }  # fmt: skip

@@ -41,20 +41,33 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
 
     Raises:
         ModelLoadError: the file is no JSON object.
+        ConfigError: a folder without it was given, or ``override_generation_config`` has a value that cannot be meant.
     """
     file = Path(config.model) if config.model.endswith(".gguf") else None
-    loaded = _read(str(file.parent) if file else config.model, config.revision)
-    told = {name: loaded[name] for name in NAMES if loaded.get(name) is not None}
-    wanted = (gguf_tokenizer.sampling(file) if file else {}) | {NAMES[name]: value for name, value in told.items()}
-    left = sorted(name for name, usual in NOT_TAKEN.items() if loaded.get(name) not in (None, usual, [], {}))
+    loaded = _loaded(config, file)
+    asked = {} if config.generation_config == "vllm" else loaded
+    asked = asked | config.override_generation_config
+    own = gguf_tokenizer.sampling(file) if file and config.generation_config != "vllm" else {}
+    wanted = own | {NAMES[name]: asked[name] for name in NAMES if asked.get(name) is not None}
+    left = sorted(name for name, usual in NOT_TAKEN.items() if asked.get(name) not in (None, usual, [], {}))
     if left:
         logger.warning("%s: not taken from %s: %s", config.model, GENERATION_CONFIG_NAME, ", ".join(left))
     text_config = hf_config.get_text_config()
     named = loaded.get("eos_token_id")
     ends = _listed(getattr(text_config, "eos_token_id", None) if named is None else named)
     every = dict.fromkeys([*ends, *(gguf_tokenizer.ends(file) if file else ())])
+    SamplingParams(**{NAMES[name]: each for name, each in config.override_generation_config.items() if name in NAMES})
     defaults = {name: value for name, value in wanted.items() if _can_be_meant(config.model, name, value)}
     return defaults, [each for each in every if _is_token(config.model, each, int(text_config.vocab_size))]
+
+
+def _loaded(config: EngineConfig, file: Path | None) -> dict[str, Any]:
+    """Return what the generation_config.json of the model, or of the folder that is given, says."""
+    if config.generation_config in ("auto", "vllm"):
+        return _read(str(file.parent) if file else config.model, config.revision)
+    if not (Path(config.generation_config) / GENERATION_CONFIG_NAME).is_file():
+        raise ConfigError(f"generation_config: {config.generation_config!r} has no {GENERATION_CONFIG_NAME}")
+    return _read(config.generation_config, None)
 
 
 def _read(model: str, revision: str | None) -> dict[str, Any]:

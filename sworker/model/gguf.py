@@ -71,6 +71,7 @@ def check_all_taken(model: Any, name: str) -> None:
         *gguf_rope.TENSORS,
         *TAKEN_ASIDE.get(header.architecture, ()),
     }
+    taken |= {f"{each}.weight" for each in taken}  # parameters of experts, which transformers names without their end
     left = [each for each in header.ggml_types if each not in taken and not each.endswith(COMPUTED)]
     if left:
         raise ModelLoadError(

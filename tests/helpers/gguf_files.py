@@ -57,6 +57,10 @@ def shape_keys(config: Any) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
         "rope.freq_base": float(rope["rope_theta"]),
         "vocab_size": config.vocab_size,
+        "expert_count": getattr(config, "num_experts", None),
+        "expert_used_count": getattr(config, "num_experts_per_tok", None),
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+        "expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
     }
 
 
@@ -83,13 +87,26 @@ def model_tensors(model: Any, arch: str) -> dict[str, np.ndarray[Any, Any]]:
             continue
         stem, _, leaf = name.rpartition(".")
         weights = each.detach().float()
+        if stem.endswith(".experts"):
+            found |= _experts(f"blk.{stem.split('.')[2]}", leaf, weights)
+            continue
         if arch == "llama" and ".self_attn." in name and stem.endswith(("q_proj", "k_proj")):
             heads = model.config.num_attention_heads if "q_proj" in stem else model.config.num_key_value_heads
             weights = _interleaved(weights, heads)
         if arch in ("gemma2", "gemma3") and "norm" in stem:
             weights = weights + 1
+        if stem.endswith("shared_expert_gate"):
+            weights = weights[0]
         found[f"{names.get_name(stem)}.{leaf}"] = weights.numpy()
     return found
+
+
+def _experts(block: str, leaf: str, weights: torch.Tensor) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the weights of all experts of a layer: gate and up are two tensors."""
+    if leaf == "down_proj":
+        return {f"{block}.ffn_down_exps.weight": weights.numpy()}
+    gate, up = weights.chunk(2, dim=1)
+    return {f"{block}.ffn_gate_exps.weight": gate.numpy(), f"{block}.ffn_up_exps.weight": up.numpy()}
 
 
 def _interleaved(weights: torch.Tensor, heads: int) -> torch.Tensor:
