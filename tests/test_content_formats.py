@@ -72,7 +72,7 @@ def test_every_word_reaches_the_prompt_once(name: str) -> None:
 
 def test_syntax_decides_as_in_vllm_where_both_are_taken() -> None:
     found = {name: told_by_syntax(template) for name, template in TEMPLATES.items()}
-    by_parts = {"parts", "either", "by name", "system as text", "pictures", "generation"}
+    by_parts = {"parts", "either", "by name", "by macro", "system as text", "pictures", "generation"}
     assert {name for name, kind in found.items() if kind == "openai"} == by_parts
     several = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert written(EITHER, several) == "<user>ab" and written(TEXT, several) == "<user>a\nb"

@@ -124,6 +124,23 @@ def _loops_over_content(tree: nodes.Template) -> Iterator[bool]:
     for loop in tree.find_all(nodes.For):
         yield any(_reads(loop.iter, name, "content") for name in items)
         yield any(_reads(loop.iter, name, None) for name in contents - items)
+    for macro in tree.find_all(nodes.Macro):
+        names = _given_content(tree, macro, items, contents - items)
+        yield any(_reads(loop.iter, name, None) for loop in macro.find_all(nodes.For) for name in names)
+
+
+def _given_content(tree: nodes.Template, macro: nodes.Macro, items: set[str], contents: set[str]) -> set[str]:
+    """Return the parameters of ``macro`` that some call gives the content of a message."""
+    calls = [
+        call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name) and call.node.name == macro.name
+    ]
+    given = [(macro.args[i].name, arg) for call in calls for i, arg in enumerate(call.args[: len(macro.args)])]
+    given += [(keyword.key, keyword.value) for call in calls for keyword in call.kwargs]
+    return {
+        name
+        for name, value in given
+        if any(_reads(value, item, "content") for item in items) or any(_reads(value, each, None) for each in contents)
+    }
 
 
 def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str]:
