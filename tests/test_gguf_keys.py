@@ -99,6 +99,7 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
 }
+UNSCALED = GEMMA3_ROPE | {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
 
 SCALINGS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama3": (
@@ -131,11 +132,19 @@ SCALINGS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]]
     "a part of each head": (Phi3Config, {"partial_rotary_factor": 0.5}, {}, {}),
     "heads of another size": (Qwen3Config, {"head_dim": 32}, {}, {}),
     "a window": (Phi3Config, {"sliding_window": 64}, {"attention.sliding_window": 64}, {}),
+    "no window": (Phi3Config, {"sliding_window": None}, {"attention.sliding_window": 0}, {}),
     "soft caps": (
         Gemma2Config, {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, "head_dim": 16,
                        "tie_word_embeddings": True,
                        "query_pre_attn_scalar": 16, "sliding_window": 64},
         {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, "attention.sliding_window": 64}, {},
+    ),
+    "Gemma 3 of another converter": (
+        Gemma3TextConfig, {"rope_parameters": UNSCALED,
+                           "head_dim": 16, "tie_word_embeddings": True, "query_pre_attn_scalar": 16,
+                           "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+        {"rope.freq_base": None, "rope.global.freq_base": 1e6, "rope.local.freq_base": 20000.0,
+         "attention.sliding_window": 64, "attention.sliding_window_pattern": 2}, {},
     ),
     "Gemma 3": (
         Gemma3TextConfig, {"rope_parameters": GEMMA3_ROPE, "head_dim": 16,

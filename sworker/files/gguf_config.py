@@ -44,6 +44,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 }
 """Keys and the attributes that they are in configurations, the first that a model has."""
 
+NONE_BY_ZERO = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of which llama.cpp takes 0 for none."""
+
 HEAD_LENGTHS = ("attention.key_length", "attention.value_length")
 """Keys of the size of a head, which models without a setting for it have of the hidden size."""
 
@@ -72,7 +75,8 @@ def complete(hf_config: Any, file: Path) -> None:
     """
     metadata, tensors = read_gguf_metadata(str(file))
     arch = metadata["general.architecture"]
-    keys = {name.removeprefix(f"{arch}."): each for name, each in metadata.items() if name.startswith(f"{arch}.")}
+    own = {name.removeprefix(f"{arch}."): each for name, each in metadata.items() if name.startswith(f"{arch}.")}
+    keys = {gguf_rope.OTHER_NAMES.get(name, name): each for name, each in own.items()}
     _check_kind(metadata, file)
     if "tokenizer.ggml.eos_token_id" not in metadata:
         hf_config.eos_token_id = USUAL_END.get(metadata.get("tokenizer.ggml.model", ""))
@@ -107,6 +111,8 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
     known = ATTRIBUTES | (GEMMA4 if arch == "gemma4" else {})
     for key, value in keys.items():
         name = next((each for each in known.get(key, ()) if hasattr(hf_config, each)), None)
+        if not value and key in NONE_BY_ZERO:
+            value = None
         if name is not None:
             if not _is_close(getattr(hf_config, name), value):
                 setattr(hf_config, name, value)

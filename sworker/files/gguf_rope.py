@@ -26,6 +26,9 @@ KEYS = {
 }  # fmt: skip
 """Keys that are understood here."""
 
+OTHER_NAMES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"}
+"""Names of keys in files of other converters than llama.cpp's."""
+
 USUAL_BASE = 10000.0
 """Base of the frequencies where a file names none."""
 
