@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.from_vllm import FOREIGN, OF_ENGINES, OF_SERVERS
@@ -109,6 +110,9 @@ REFUSED = {
     "serve m --decode-context-parallel-size 2": "give more of them, or kv_shard_tokens",
     "serve m --middleware a.b --grpc": "grpc: clients speak HTTP to it",
     "serve m --max-model-len 4096 --max-modle-len 3": "is --max-model-len meant?",
+    "serve --api-key k some/model": "give the model first, as in `serve MODEL --api-key …`, or as --model",
+    "serve --served-model-name n some/model": "give the model first, as in `serve MODEL --served-model-name …`",
+    "serve --cudagraph-capture-sizes 1 2 some/model": "give the model first",
     "bench serve --tensor-parallel-size 2": "--tensor-parallel-size is for commands that load a model",
 }
 """Command lines, and part of what they hear."""
@@ -333,6 +337,7 @@ def test_settings_in_python_have_vllm_s_values() -> None:
     )  # fmt: skip
     assert (config.dtype, config.max_model_len, config.seed, config.max_num_seqs) == ("float16", None, 0, 256)
     assert config.kv_cache_memory == 1 << 30
+    assert EngineArgs(dtype=torch.bfloat16).dtype == "bfloat16"
 
 
 def test_the_table_of_the_page_is_today_s() -> None:

@@ -6,13 +6,14 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.api.vllm import environment
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
-from fastdecode.cli.vllm_flags import add_server_flags
+from fastdecode.cli.vllm_flags import add_server_flags, flag_of
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings
 
@@ -47,6 +48,8 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServerSetting
         if args.model not in (str(DEMO_MODEL), args.model_tag) and "model" not in args.from_file:
             raise ConfigError(f"serve: {args.model_tag!r} and --model {args.model!r} are two models: give one")
         args.model = args.model_tag
+    elif args.model == str(DEMO_MODEL):
+        _check_no_flag_has_the_model(args)
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(ServerSettings)}
     told = os.environ.get("FASTDECODE_API_KEY", os.environ.get(environment.API_KEY))
     if given["api_key"] is None and told is not None:
@@ -57,3 +60,18 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServerSetting
             raise ConfigError(f"serve: --session {args.session!r} and --standby {settings.standby!r}: give one")
         args.session = settings.standby
     return dataclasses.replace(engine_config(args), stands_by=settings.standby is not None), settings
+
+
+def _check_no_flag_has_the_model(args: argparse.Namespace) -> None:
+    """ConfigError where a model behind a flag of several values was taken for one of them, and so the demo model would
+    be served."""
+    for name, values in vars(args).items():
+        if isinstance(values, list) and len(values) > 1 and _may_be_a_model(name, str(values[-1])):
+            raise ConfigError(
+                f"serve: {flag_of(name)} takes several values, and {values[-1]!r} became one of them: give the model "
+                f"first, as in `serve MODEL {flag_of(name)} …`, or as --model"
+            )
+
+
+def _may_be_a_model(name: str, value: str) -> bool:
+    return name == "api_key" or ("/" in value and "://" not in value) or Path(value).exists()
