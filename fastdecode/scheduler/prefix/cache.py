@@ -85,7 +85,8 @@ class PrefixCache:
             self.close(sequence)
         if sequence.output_token_ids == []:
             self.num_queries += self.enabled
-            self.num_hit_tokens += hit.num_tokens if hit else 0
+            sequence.num_hit_tokens = hit.num_tokens if hit else 0
+            self.num_hit_tokens += sequence.num_hit_tokens
         self.leaders.begin(sequence, hit.num_blocks if hit else 0)
 
     def name(self, sequence: Sequence, segments: PySequence[Segment], hit: Hit | None) -> None:
