@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
     def text_bound(self) -> TextBound | None:
         """The most text per token; None where there is no bound."""
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The special tokens' ids, by text."""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
 
@@ -47,11 +51,14 @@ class TextStream:
         skip_special: bool = True,
         include_stop: bool = False,
         prompt_token_ids: Sequence[int] = (),
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """The end of the prompt goes before the text: some tokenizers drop the space that begins a text."""
+        """The end of the prompt goes before the text: some tokenizers drop the space that begins a text. ``hidden``:
+        tokens that are left out."""
         self.text = ""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._hidden = hidden
         self._stream = DecodeStream(ids=list(prompt_token_ids[-PROMPT_CONTEXT:]), skip_special_tokens=skip_special)
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -59,7 +66,7 @@ class TextStream:
 
     def push(self, token_id: int, may_stop: bool = True) -> str | None:
         """Add a token; the stop string it completed, if any. Without ``may_stop`` none is looked for."""
-        piece = self._decode(token_id)
+        piece = None if token_id in self._hidden else self._decode(token_id)
         if not piece:
             return None
         num_before = len(self.text)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.answers import answer_form, error_body, new_id, whole_answer
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
 
@@ -52,13 +53,17 @@ def read_request(line: BatchLine) -> CompletionRequest | ChatRequest:
 
 
 def answer(
-    line: BatchLine, request: CompletionRequest | ChatRequest, model: str, outputs: Sequence[RequestOutput]
+    line: BatchLine,
+    request: CompletionRequest | ChatRequest,
+    model: str,
+    outputs: Sequence[RequestOutput],
+    reading: AnswerReading | None = None,
 ) -> dict[str, Any]:
-    """The output line of a finished request; ``outputs``: of its prompts, in order."""
+    """The output line of a finished request; ``outputs``: of its prompts, in order. ``reading``: of its answers."""
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
-    form = answer_form(request, model, new_id(), echoes)
+    form = answer_form(request, model, new_id(), echoes, reading=reading)
     body = whole_answer(form, outputs)
     failed = any(choice["finish_reason"] == "error" for choice in body["choices"])
     return _output_line(line, 500 if failed else 200, body)

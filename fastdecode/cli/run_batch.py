@@ -16,8 +16,10 @@ from fastdecode.batch.lines import BatchLine, answer, read_request, refusal
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.prompt_reader import PromptReader
-from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
+from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest
+from fastdecode.server.readings import Readings
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import LLMEngine
@@ -32,6 +34,7 @@ class Running:
 
     line: BatchLine
     request: CompletionRequest | ChatRequest
+    reading: AnswerReading
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
@@ -81,12 +84,13 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> No
     """Feed the engine, and write each answer as it is finished."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
+    readings = Readings(engine.s_model.tokenizer)
     most = QUEUED_PER_SEAT * engine.config.max_num_seqs
     with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:
         while True:
             while len(running) < most and (line := next(waiting, None)):
                 try:
-                    added = _add(engine, line)
+                    added = _add(engine, readings, line)
                     running |= dict.fromkeys(added.outputs, added)
                 except (RequestError, ConfigError) as error:
                     output.write(refusal(line, error))
@@ -99,19 +103,19 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> No
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        output.write(answer(owner.line, owner.request, engine.config.model, outputs))
+                        output.write(answer(owner.line, owner.request, engine.config.model, outputs, owner.reading))
                         bar.update()
 
 
-def _add(engine: LLMEngine, line: BatchLine) -> Running:
+def _add(engine: LLMEngine, readings: Readings, line: BatchLine) -> Running:
     """An engine request per prompt; where one is refused, all are."""
     request = read_request(line)
-    params = sampling_params(request, engine.s_model.generation_defaults)
+    params = readings.sampling_params(request, engine.s_model.generation_defaults)
     model = engine.s_model
     reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, {})
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, request)
+    added = Running(line, request, readings.of(request, found))
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.answers import AnswerForm, answer_form
 from fastdecode.server.exchanges import Exchange
 from fastdecode.server.kept_files import KeptRequest
@@ -63,11 +64,10 @@ class ApiRequest:
 
 def form_of(
     asked: Asked, chat: ChatRequest | CompletionRequest, params: SamplingParams, model: str, answer_id: str,
-    echoes: Sequence[str] = (), created: int | None = None,
+    echoes: Sequence[str] = (), created: int | None = None, reading: AnswerReading | None = None,
 ) -> AnswerForm | ResponseForm:  # fmt: skip
     """How the answer of ``asked``, which means ``chat``, looks."""
     created = int(time.time()) if created is None else created
-    form = answer_form(chat, model, answer_id, tuple(echoes), created)
-    if not isinstance(asked, ResponsesRequest):
-        return form
-    return ResponseForm(asked, params, model, answer_id, form.forced, form.offered, created)
+    if isinstance(asked, ResponsesRequest):
+        return ResponseForm(asked, params, model, answer_id, reading or AnswerReading(), created)
+    return answer_form(chat, model, answer_id, tuple(echoes), created, reading)

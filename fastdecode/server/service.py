@@ -28,7 +28,7 @@ from fastdecode.server.keeper import Keeper
 from fastdecode.server.kept_files import KeptRequest, outputs_of
 from fastdecode.server.kept_records import request_store
 from fastdecode.server.prompt_reader import PromptTokens
-from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts, sampling_params
+from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import ResponsesRequest, chat_of
 from fastdecode.server.served_model import ServedModel
@@ -213,7 +213,7 @@ class Service:
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
         """How tokens are chosen, and how many sequences that makes."""
-        params = sampling_params(request, self.model.generation_defaults)
+        params = self.model.readings.sampling_params(request, self.model.generation_defaults)
         return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
 
     def _enter(self, request: ApiRequest, context: Any) -> None:
@@ -227,14 +227,17 @@ class Service:
         echoes = (
             self.model.reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
         )
-        return form_of(asked, chat, exchange.params, self.model.names[0], exchange.exchange_id, echoes, created)
+        reading = self.model.readings.of(chat, exchange.prompts)
+        name, answer_id = self.model.names[0], exchange.exchange_id
+        return form_of(asked, chat, exchange.params, name, answer_id, echoes, created, reading)
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
         """The request that was kept, with its outputs where it has ended; not in the engine."""
         asked: Asked = msgspec.convert(kept.body, KINDS[kept.route])
         chat = chat_of(asked, kept.messages) if isinstance(asked, ResponsesRequest) else asked
         found = [PromptTokens(*each) for each in kept.prompts]
-        exchange = Exchange(kept.answer_id, found, sampling_params(chat, self.model.generation_defaults))
+        params = self.model.readings.sampling_params(chat, self.model.generation_defaults)
+        exchange = Exchange(kept.answer_id, found, params)
         if kept.outputs is not None:
             exchange.outputs = list(outputs_of(kept))
         elif kept.failure:

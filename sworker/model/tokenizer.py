@@ -41,6 +41,33 @@ class HFTokenizer:
         """The most text per token; None where there is no bound. Read from the vocabulary once."""
         return text_bound(self.backend)
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens' ids, by text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """What says how answers are parsed, where the model brings it (transformers 5.19 and later)."""
+        return getattr(self.hf, "response_template", None)
+
+    def chat_template_text(self, chat_template: str | None = None) -> str:
+        """Return ``chat_template``, or the text of the model's own: of all of them, where it has several."""
+        own = getattr(self.hf, "chat_template", None)
+        found = "\n".join(own.values()) if isinstance(own, dict) else own
+        return chat_template or found or ""
+
+    def answer_header(self, chat_template: str | None = None) -> str:
+        """Return what the chat template writes where an answer begins; "" where that cannot be told."""
+        said = [{"role": "user", "content": "hi"}]
+        render = functools.partial(self.hf.apply_chat_template, said, chat_template=chat_template, tokenize=False)
+        try:
+            before, after = render(add_generation_prompt=False), render(add_generation_prompt=True)
+        except Exception:  # whatever the template raises, or there is none
+            return ""
+        return str(after[len(before) :]) if after.startswith(before) else ""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
         return list(self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
