@@ -98,12 +98,12 @@ def test_some_function_must_be_called(chat_server: RunningServer) -> None:
         several = ask(
             api, "required", n=8, temperature=2, seed=2, max_tokens=120, extra_body={"parallel_tool_calls": True}
         )
-        found = [
-            (each.message.tool_calls or [])[: -1 if each.finish_reason == "length" else None]
-            for each in several.choices
-        ]
-        for each in (each for calls in found for each in calls):
-            check_arguments(each.function.name, each.function.arguments)
+        found = [each.message.tool_calls for each in several.choices if each.message.tool_calls]
+        ends = [each.finish_reason for each in several.choices if each.message.tool_calls]
+        assert "length" in ends
+        for calls, end in zip(found, ends, strict=True):
+            for each in calls[: -1 if end == "length" else None]:
+                check_arguments(each.function.name, each.function.arguments)
         assert {each.function.name for calls in found for each in calls} == {"count", "look"}
         assert len({each.id for calls in found for each in calls}) == sum(map(len, found))
         for stream in (False, True):

@@ -11,7 +11,8 @@ from typing import Any
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answer_reader import AnswerReading
-from fastdecode.server.answers import answer_form, error_body, new_id, whole_answer
+from fastdecode.server.answers import answer_form, error_body, is_refusal, new_id, whole_answer
+from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
 
 _KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
@@ -58,15 +59,16 @@ def answer(
     model: str,
     outputs: Sequence[RequestOutput],
     reading: AnswerReading | None = None,
+    logprobs: LogprobForm | None = None,
 ) -> dict[str, Any]:
     """The output line of a finished request; ``outputs``: of its prompts, in order. ``reading``: of its answers."""
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
-    form = answer_form(request, model, new_id(), echoes, reading=reading)
+    form = answer_form(request, model, new_id(), echoes, reading=reading, logprobs=logprobs)
     body = whole_answer(form, outputs)
-    failed = any(choice["finish_reason"] == "error" for choice in body["choices"])
-    return _output_line(line, 500 if failed else 200, body)
+    failed = [str(choice["stop_reason"]) for choice in body["choices"] if choice["finish_reason"] == "error"]
+    return _output_line(line, (400 if all(map(is_refusal, failed)) else 500) if failed else 200, body)
 
 
 def refusal(line: BatchLine, error: Exception) -> dict[str, Any]:

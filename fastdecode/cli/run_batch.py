@@ -17,6 +17,7 @@ from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_conf
 from fastdecode.cli.output import progress_bar
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answer_reader import AnswerReading
+from fastdecode.server.logprobs import LogprobForm, logprob_form
 from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest
 from fastdecode.server.readings import Readings
@@ -35,6 +36,7 @@ class Running:
     line: BatchLine
     request: CompletionRequest | ChatRequest
     reading: AnswerReading
+    logprobs: LogprobForm
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
@@ -103,7 +105,10 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> No
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        output.write(answer(owner.line, owner.request, engine.config.model, outputs, owner.reading))
+                        told = answer(
+                            owner.line, owner.request, engine.config.model, outputs, owner.reading, owner.logprobs
+                        )
+                        output.write(told)
                         bar.update()
 
 
@@ -115,7 +120,7 @@ def _add(engine: LLMEngine, readings: Readings, line: BatchLine) -> Running:
     reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, {})
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, request, readings.of(request, found))
+    added = Running(line, request, readings.of(request, found), logprob_form(model.tokenizer, params))
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

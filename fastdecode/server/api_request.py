@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import Tokenizer
 from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.answers import AnswerForm, answer_form
 from fastdecode.server.exchanges import Exchange
 from fastdecode.server.kept_files import KeptRequest
+from fastdecode.server.logprobs import logprob_form
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest
@@ -64,10 +66,12 @@ class ApiRequest:
 
 def form_of(
     asked: Asked, chat: ChatRequest | CompletionRequest, params: SamplingParams, model: str, answer_id: str,
-    echoes: Sequence[str] = (), created: int | None = None, reading: AnswerReading | None = None,
+    echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
+    reading: AnswerReading | None = None,
 ) -> AnswerForm | ResponseForm:  # fmt: skip
     """How the answer of ``asked``, which means ``chat``, looks."""
     created = int(time.time()) if created is None else created
+    logprobs = logprob_form(tokenizer, params)
     if isinstance(asked, ResponsesRequest):
-        return ResponseForm(asked, params, model, answer_id, reading or AnswerReading(), created)
-    return answer_form(chat, model, answer_id, tuple(echoes), created, reading)
+        return ResponseForm(asked, params, model, answer_id, reading or AnswerReading(), logprobs, created)
+    return answer_form(chat, model, answer_id, tuple(echoes), created, reading, logprobs)

@@ -20,7 +20,7 @@ _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 @dataclass(frozen=True)
 class CallPart:
     """What is new of call number ``index``. ``first``: nothing of it was handed out before. ``complete``: nothing
-    more will come. ``is_cut``: the text ended before the call did."""
+    more will come."""
 
     index: int
     call_id: str
@@ -28,7 +28,6 @@ class CallPart:
     arguments: str
     first: bool
     complete: bool
-    is_cut: bool = False
 
 
 def call_id(answer: str, number: int, length: int = 0) -> str:
@@ -66,3 +65,12 @@ def num_mended(text: str) -> int:
     """Return how much of the growing JSON ``text`` can be mended whatever follows."""
     found = _BEGUN_ESCAPE.search(text, max(0, len(text) - 12))
     return found.start() if found else len(text)
+
+
+def is_json(text: str) -> bool:
+    """Return whether ``text`` is whole: arguments of a call that was cut are not."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

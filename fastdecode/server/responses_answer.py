@@ -10,8 +10,9 @@ from typing import Any
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.server.answer_reader import AnswerReading, Thought, num_thought_tokens
-from fastdecode.server.answers import chat_logprobs, usage_of
-from fastdecode.server.call_parts import CallPart, call_id
+from fastdecode.server.answers import usage_of
+from fastdecode.server.call_parts import CallPart, call_id, is_json
+from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.responses_request import ResponsesRequest
 
 Event = dict[str, Any]
@@ -27,6 +28,7 @@ class ResponseForm:
     model: str
     answer_id: str
     reading: AnswerReading = field(default_factory=AnswerReading)
+    logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -176,7 +178,8 @@ class GrowingResponse:
 
     def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
         """Logprobs are those of all tokens since the last ones, whatever of their text is shown."""
-        logprobs = [] if completion.all_logprobs is None else chat_logprobs(completion, self._num_tokens)
+        asked = completion.all_logprobs is not None
+        logprobs = self._form.logprobs.of_chat(completion, self._num_tokens) if asked else []
         self._num_tokens = len(completion.tokens)
         if not text and not logprobs:
             return
@@ -221,8 +224,7 @@ class GrowingResponse:
         if part.arguments:
             yield self._event("response.function_call_arguments.delta", **where, delta=part.arguments)
         if part.complete:
-            forced = self._form.reading.forced
-            item["status"] = _status(completion) if part.is_cut or (forced and forced.name) else "completed"
+            item["status"] = "completed" if is_json(item["arguments"]) else _status(completion)
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **where, **done)
             yield self._item_event("response.output_item.done")

@@ -80,8 +80,8 @@ def _check_mapping(value: Any, name: str) -> None:
 
 
 def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Without blanks between tokens, which some models would write for ever."""
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    """Without blanks between tokens, which some models would write for ever, and without keys that are not listed."""
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
 def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> StructuredOutputsParams:
@@ -125,18 +125,16 @@ class CallReader:
         return [part] if part.arguments or part.first or finished else []
 
     def _read_list(self, text: str, finished: bool) -> list[CallPart]:
+        """Return complete calls, and of a finished text the one that was cut."""
         found = []
-        while call := _next_call(text, self._num_read + 1):  # after the bracket, or the comma
+        while call := _next_call(text, self._num_read + 1) or (  # after the bracket, or the comma
+            _cut_call(text, self._num_read + 1) if finished else None
+        ):
             name, arguments, self._num_read = call
-            found.append(self._part(name, arguments))
-        if finished and (begun := _begun_call(text, self._num_read + 1)):
-            self._num_read = len(text)
-            found.append(self._part(*begun, is_cut=True))
+            number, self._num_calls = self._num_calls, self._num_calls + 1
+            told = mended_escapes(arguments)
+            found.append(CallPart(number, call_id(self._answer, number), name, told, first=True, complete=True))
         return found
-
-    def _part(self, name: str, arguments: str, is_cut: bool = False) -> CallPart:
-        number, self._num_calls = self._num_calls, self._num_calls + 1
-        return CallPart(number, call_id(self._answer, number), name, mended_escapes(arguments), True, True, is_cut)
 
 
 def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
@@ -152,10 +150,12 @@ def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
     return (name, text[first:last], last + 1) if text[last : last + 1] == "}" else None
 
 
-def _begun_call(text: str, start: int) -> tuple[str, str] | None:
-    """Return name and what there is of the arguments of the call at ``start``; None before its name is complete."""
+def _cut_call(text: str, start: int) -> tuple[str, str, int] | None:
+    """Return name, the part of the arguments that is there, and end of the call at ``start``; None without a name."""
+    if not text.startswith('{"name":', start):
+        return None
     try:
         name, end = _DECODER.raw_decode(text, start + len('{"name":'))
     except (ValueError, RecursionError):
         return None
-    return name, text[end + len(',"parameters":') :]
+    return name, text[end + len(',"parameters":') :], len(text)
