@@ -18,7 +18,7 @@ from fastdecode.server.call_parts import CallPart
 from fastdecode.server.chat_messages import ChatWriter
 from fastdecode.server.parser_table import parser_names
 from fastdecode.server.response_templates import AnswerSyntax, answer_syntax
-from fastdecode.sworker.model.smodel.answer_parser import AnswerCutter
+from fastdecode.sworker.sampling.answer_parser import AnswerCutter
 
 NUM_SPLITS = 500
 

@@ -12,8 +12,8 @@ from fastdecode.server.call_texts import calls_in
 from fastdecode.server.response_templates import AnswerSyntax
 from fastdecode.server.schema_refs import argument_types
 from fastdecode.server.tool_calls import CallReader, ForcedCalls
-from fastdecode.sworker.model.smodel.answer_parser import CONTENT, THOUGHTS, WRAPPER, AnswerCutter
-from fastdecode.sworker.model.smodel.answer_parser import Piece as Region
+from fastdecode.sworker.sampling.answer_parser import CONTENT, THOUGHTS, WRAPPER, AnswerCutter
+from fastdecode.sworker.sampling.answer_parser import Piece as Region
 
 
 @dataclass(frozen=True)

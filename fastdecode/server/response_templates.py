@@ -9,7 +9,7 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.parser_table import OF_TOKENIZER, check_parser_names, entry_of
-from fastdecode.sworker.model.smodel.answer_parser import AnswerTemplate, has_parser
+from fastdecode.sworker.sampling.answer_parser import AnswerTemplate, has_parser
 
 NO_ANCHOR = "\0"
 """Stands for the beginning of an answer where a chat template writes none."""
