@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastdecode.server.errors import ApiError
 from fastdecode.server.live import PAGE
+from fastdecode.server.messages_errors import is_messages, message_error_response
 from fastdecode.server.streams import error_response
 
 HEALTH = "/health"
@@ -23,13 +25,24 @@ class KeyGuard:
         self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._expected is not None and scope["path"] not in (HEALTH, PAGE):
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").strip().partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._expected):
-                refusal = ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        wanted = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+        refusal = ApiError(401, f"the API key is missing or wrong: {wanted}")
+        respond = message_error_response if is_messages(scope["path"]) else error_response
+        await respond(refusal)(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        if self._expected is None or scope["path"] in (HEALTH, PAGE):
+            return True
+        return hmac.compare_digest(_key_in(dict(scope["headers"])), self._expected)
+
+
+def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the key that a request brings, as OpenAI's clients or as Anthropic's; b"" without one."""
+    scheme, _, given = headers.get(b"authorization", b"").strip().partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 class HeadAsGet:
