@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,35 +15,55 @@ from fastdecode.server.messages_errors import is_messages, message_error_respons
 from fastdecode.server.streams import error_response
 
 HEALTH = "/health"
+REQUEST_ID = b"x-request-id"
 
 
 class KeyGuard:
     """Answers 401 to what does not bring the API key, but for the health check and the live page, which is empty until
     its stream, which needs the key, fills it."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._expected = None if api_key is None else api_key.encode()
+        self._expected = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        wanted = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
-        refusal = ApiError(401, f"the API key is missing or wrong: {wanted}")
-        respond = message_error_response if is_messages(scope["path"]) else error_response
-        await respond(refusal)(scope, receive, send)
+        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and self._expected and path not in (HEALTH, PAGE):
+            if not self._is_key(_key_in(dict(scope["headers"]))):
+                wanted = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+                refusal = ApiError(401, f"the API key is missing or wrong: {wanted}")
+                respond = message_error_response if is_messages(scope) else error_response
+                await respond(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in (HEALTH, PAGE):
-            return True
-        return hmac.compare_digest(_key_in(dict(scope["headers"])), self._expected)
+    def _is_key(self, given: bytes) -> bool:
+        """Return whether it is one of the keys, in a time that says nothing of which."""
+        return sum(hmac.compare_digest(given, each) for each in self._expected) > 0
 
 
 def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
     """Return the key that a request brings, as OpenAI's clients or as Anthropic's; b"" without one."""
     scheme, _, given = headers.get(b"authorization", b"").strip().partition(b" ")
     return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+
+
+class RequestIds:
+    """Gives every answer the X-Request-Id of its request, or one of its own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(REQUEST_ID) or uuid.uuid4().hex.encode()
+
+        async def send_with_id(message: Message) -> None:
+            headers = [*message.get("headers", ())]
+            if message["type"] == "http.response.start" and REQUEST_ID not in dict(headers):
+                message = {**message, "headers": [*headers, (REQUEST_ID, given)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 class HeadAsGet:

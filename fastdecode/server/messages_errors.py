@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from fastdecode.server.errors import api_error
 from fastdecode.server.messages_request import MESSAGES
@@ -22,8 +23,9 @@ _KINDS = {
 }
 
 
-def is_messages(path: str) -> bool:
-    """Return whether the clients of ``path`` are Anthropic's."""
+def is_messages(scope: Scope) -> bool:
+    """Return whether a request's client is Anthropic's, by its path."""
+    path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
