@@ -6,18 +6,28 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.chat_families import FAMILIES, Family
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.conversations import with_known_thoughts
+from fastdecode.api.text import TextStream
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.answer_reader import AnswerReading, Thought
 from fastdecode.server.call_parts import CallPart
 from fastdecode.server.chat_messages import ChatWriter
 from fastdecode.server.parser_table import parser_names
+from fastdecode.server.prompt_reader import PromptTokens
+from fastdecode.server.protocol import ChatRequest
+from fastdecode.server.readings import Readings
 from fastdecode.server.response_templates import AnswerSyntax, answer_syntax
+from fastdecode.sworker.model.tokenizer import HFTokenizer
 from fastdecode.sworker.sampling.answer_parser import AnswerCutter
 
 NUM_SPLITS = 500
@@ -282,3 +292,41 @@ def test_names_of_parsers_are_vllm_s() -> None:
 def test_a_prompt_without_the_beginning_of_an_answer_opens_nothing() -> None:
     syntax = syntax_of(FAMILIES["qwen3"])
     assert not AnswerCutter(syntax.with_calls, "<think> of it").is_open
+
+
+def test_thoughts_that_clients_send_back_have_the_name_that_a_template_reads() -> None:
+    said: list[Any] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "reasoning": "so"}]
+    for template, name in (
+        ("{{ m.reasoning_content }}", "reasoning_content"),
+        ("{% if 'thinking' in m %}{{ m.thinking }}{% endif %}", "thinking"),
+        ("{{ m['reasoning'] }}", "reasoning"),
+        ("{% if thinking %}{% endif %}", "reasoning"),
+    ):
+        assert with_known_thoughts(said, template) == [said[0], {"role": "assistant", "content": "a", name: "so"}]
+
+
+def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> None:
+    """The others are left out of it, as without calls; a request that offers no tools hides all."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({piece: number for number, piece in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=special)
+    fast.chat_template = FAMILIES["lfm2"].template
+    fast.save_pretrained(tmp_path)
+    tokenizer = HFTokenizer(EngineConfig(tokenizer=str(tmp_path)))
+    readings = Readings(tokenizer)
+    ids = tokenizer.encode("<|im_start|>ok<|tool_call_start|>[stop()]<|tool_call_end|><|im_end|>")
+    user = [{"role": "user", "content": "hi"}]
+    prompt = PromptTokens(tokenizer.encode_chat(user))
+    for tools, wanted in ((TOOLS, "ok<|tool_call_start|>[stop()]<|tool_call_end|>"), (None, "ok[stop()]")):
+        request = ChatRequest(messages=user, tools=tools)
+        shown = readings.sampling_params(request, {}).shown_special_token_ids
+        assert shown == ((258, 259) if tools else ())
+        text = TextStream(tokenizer.backend, (), not shown, hidden=tokenizer.special_token_ids.difference(shown or ()))
+        for token in ids:
+            text.push(token)
+        assert text.text == wanted
+        found = read(readings.of(request, [prompt]), text.text)
+        assert [each["function"]["name"] for each in found["tool_calls"]] == (["stop"] if tools else [])

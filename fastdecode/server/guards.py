@@ -28,14 +28,13 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and self._expected and path not in (HEALTH, PAGE):
-            if not self._is_key(_key_in(dict(scope["headers"]))):
-                wanted = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
-                refusal = ApiError(401, f"the API key is missing or wrong: {wanted}")
-                respond = message_error_response if is_messages(scope) else error_response
-                await respond(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        is_open = scope["type"] != "http" or not self._expected or path in (HEALTH, PAGE)
+        if is_open or self._is_key(_key_in(dict(scope["headers"]))):
+            await self._app(scope, receive, send)
+            return
+        wanted = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+        refusal = ApiError(401, f"the API key is missing or wrong: {wanted}")
+        await (message_error_response if is_messages(scope) else error_response)(refusal)(scope, receive, send)
 
     def _is_key(self, given: bytes) -> bool:
         """Return whether it is one of the keys, in a time that says nothing of which."""

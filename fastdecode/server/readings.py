@@ -48,7 +48,7 @@ class Readings:
         if forced or syntax is None:
             return AnswerReading(forced)
         template = syntax.with_calls
-        prompt = "" if NO_ANCHOR in template.markers else self._end(prompts[0].token_ids, template.has_begun)
+        prompt = "" if template.has_begun(NO_ANCHOR) else self._end(prompts[0].token_ids, template.has_begun)
         form = request.response_format
         return AnswerReading(
             syntax=syntax,

@@ -11,7 +11,12 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.conversations import check_nothing_is_left_out, with_known_roles, without_empty_fields
+from fastdecode.api.conversations import (
+    check_nothing_is_left_out,
+    with_known_roles,
+    with_known_thoughts,
+    without_empty_fields,
+)
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
 from fastdecode.sworker.model import gguf
@@ -111,7 +116,8 @@ class HFTokenizer:
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
         if tools is not None and not _all_mappings(tools):
             raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
-        prepared = with_known_roles(chat_messages(messages), str(chat_template or self.hf.chat_template))
+        written = str(chat_template or self.hf.chat_template)
+        prepared = with_known_thoughts(with_known_roles(chat_messages(messages), written), written)
         render = functools.partial(
             self.hf.apply_chat_template,
             tools=tools,

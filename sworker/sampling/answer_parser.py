@@ -71,8 +71,8 @@ class AnswerTemplate:
 
     @property
     def markers(self) -> str:
-        """All of its delimiters in one text, for the search of special tokens that it needs."""
-        return str(self.spec).replace("\\", "")
+        """All delimiters of its fields in one text, for the search of special tokens that it needs."""
+        return str(self.spec["fields"]).replace("\\", "")
 
     @property
     def is_plain(self) -> bool:
