@@ -20,7 +20,7 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 300,
+    "modules that serving imports": 313,
     "lines that serving imports": 50_000,
     "lines of the product": 66_000,
     "files over 300 lines": 16,

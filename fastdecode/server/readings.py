@@ -37,8 +37,7 @@ class Readings:
         text, header = tokenizer.chat_template_text(chat_template), tokenizer.answer_header(chat_template)
         own = tokenizer.response_template if chat_template is None else None
         self._syntax = answer_syntax(text, header, own, tool_call_parser, reasoning_parser)
-        markers = self._syntax.markers if self._syntax else ""
-        self._shown = tuple(token_id for text, token_id in tokenizer.special_tokens.items() if text in markers)
+        self._special_tokens: Mapping[str, int] = tokenizer.special_tokens
 
     def of(self, request: ChatRequest | CompletionRequest, prompts: Sequence[PromptTokens]) -> AnswerReading:
         """Return how answers of ``request`` are read; RequestError where it forces calls that it cannot."""
@@ -60,8 +59,11 @@ class Readings:
 
     def sampling_params(self, request: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the request's parameters over ``defaults``: the special tokens that its reading needs are shown."""
-        if isinstance(request, ChatRequest) and self._syntax_for(request) and self._shown:
-            defaults = {**defaults, "shown_special_token_ids": self._shown}
+        syntax = self._syntax_for(request) if isinstance(request, ChatRequest) else None
+        if syntax and isinstance(request, ChatRequest):
+            markers = (syntax.with_calls if _may_call(request) else syntax.without).markers
+            shown = tuple(token_id for text, token_id in self._special_tokens.items() if text in markers)
+            defaults = {**defaults, "shown_special_token_ids": shown} if shown else defaults
         return sampling_params(request, defaults)
 
     def _syntax_for(self, request: ChatRequest) -> AnswerSyntax | None:

@@ -30,11 +30,6 @@ class AnswerSyntax:
     starts_with: str = ""
     id_length: int = 0
 
-    @property
-    def markers(self) -> str:
-        """All delimiters in one text."""
-        return self.with_calls.markers
-
     def for_request(self, offers_tools: bool) -> AnswerSyntax | None:
         """Return itself; None where a text of such a request can be nothing but content."""
         return None if self.without.is_plain and not offers_tools else self
