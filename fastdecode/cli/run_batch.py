@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +18,42 @@ from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, 
 from fastdecode.cli.output import progress_bar
 from fastdecode.cli.vllm_flags import add_foreign_flags, add_server_flags
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.logprobs import LogprobForm, logprob_form
 from fastdecode.server.prompt_reader import PromptReader
-from fastdecode.server.protocol import COMPLETIONS, sampling_params
+from fastdecode.server.protocol import COMPLETIONS
+from fastdecode.server.readings import Readings
 from fastdecode.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import LLMEngine
 
-OF_REQUESTS = ("served_model_name", "chat_template", "default_chat_template_kwargs")
+OF_REQUESTS = (
+    "served_model_name", "chat_template", "default_chat_template_kwargs", "enable_auto_tool_choice", "tool_call_parser",
+    "reasoning_parser",
+)  # fmt: skip
 """Settings of a server that say how requests are read."""
 
 QUEUED_PER_SEAT = 2
 """Requests in the engine for each that can run: the scheduler sees which come next, and the file stays on disk."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How requests are read: what they may call the model (anything where ``names`` is empty), arguments of the chat
+    template, and how the model writes its answers."""
+
+    names: tuple[str, ...]
+    template: Mapping[str, Any]
+    readings: Readings
+
+    @staticmethod
+    def of(settings: ServerSettings, tokenizer: Any) -> Rules:
+        """Return the rules that flags give; ConfigError."""
+        template = settings.template_arguments()
+        parsers = settings.tool_call_parser, settings.reasoning_parser
+        readings = Readings(tokenizer, template.get("chat_template"), *parsers)
+        return Rules(settings.model_names("") if settings.served_model_name else (), template, readings)
 
 
 @dataclass
@@ -39,6 +62,7 @@ class Running:
 
     line: BatchLine
     request: Asked
+    reading: AnswerReading
     logprobs: LogprobForm
     params: SamplingParams
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
@@ -67,14 +91,13 @@ def run(args: argparse.Namespace) -> int:
     """0 when all requests of the file are answered without an error, by this run or one before; else 1."""
     check_foreign(vars(args), foreign=OF_BATCHES)
     settings = ServerSettings(**{name: getattr(args, name) for name in OF_REQUESTS})
-    template = settings.template_arguments()
+    settings.read_chat_template()  # refused before a model is loaded
     config = engine_config(args)
     batch = BatchInput(args.input_file)
     for problem in batch.problems:
         print(f"fastdecode: {problem}; this line is left out", file=sys.stderr)
     total = len(batch.custom_ids)
-    names = settings.model_names("")
-    model = names[0] or config.model
+    model = settings.model_names(config.model)[0]
     with BatchOutput(args.output_file, batch.custom_ids, model, args.retry_failed) as output:
         print(_progress_line(args.output_file, total, output), flush=True)
         if len(output.done) < total:
@@ -82,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
             engine = LLMEngine(config)
             try:
-                _answer_all(engine, batch, output, model, names, template)
+                _answer_all(engine, batch, output, model, settings)
             except KeyboardInterrupt:
                 told = _progress_line(args.output_file, total, output)
                 print(f"fastdecode: {told}: the same command goes on with the rest", file=sys.stderr)
@@ -101,23 +124,18 @@ def _progress_line(path: str, total: int, output: BatchOutput) -> str:
 
 
 def _answer_all(
-    engine: LLMEngine,
-    batch: BatchInput,
-    output: BatchOutput,
-    model: str,
-    names: Sequence[str],
-    template: Mapping[str, Any],
+    engine: LLMEngine, batch: BatchInput, output: BatchOutput, model: str, settings: ServerSettings
 ) -> None:
-    """Feed the engine, and write each answer, by ``model``, as it is finished. ``names``: what requests may call it, ""
-    alone: anything. ``template``: arguments of the chat template."""
+    """Feed the engine, and write each answer, by ``model``, as it is finished."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
+    rules = Rules.of(settings, engine.s_model.tokenizer)
     most = QUEUED_PER_SEAT * engine.config.max_num_seqs
     with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:
         while True:
             while len(running) < most and (line := next(waiting, None)):
                 try:
-                    added = _add(engine, line, names, template)
+                    added = _add(engine, line, rules)
                     running |= dict.fromkeys(added.outputs, added)
                 except (RequestError, ConfigError) as error:
                     output.write(refusal(line, error))
@@ -130,23 +148,23 @@ def _answer_all(
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        found = owner.line, owner.request, model, outputs, owner.logprobs, owner.params
-                        output.write(answer(*found))
+                        known = owner.reading, owner.logprobs, owner.params
+                        output.write(answer(owner.line, owner.request, model, outputs, *known))
                         bar.update()
 
 
-def _add(engine: LLMEngine, line: BatchLine, names: Sequence[str], template: Mapping[str, Any]) -> Running:
+def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
     """An engine request per prompt; where one is refused, all are."""
     asked = read_request(line)
-    if names[0] and asked.model is not None and asked.model not in names:
-        raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(names)} does")
+    if rules.names and asked.model is not None and asked.model not in rules.names:
+        raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(rules.names)} does")
     request = chat_asked(asked)
-    params = sampling_params(request, engine.s_model.generation_defaults)
+    params = rules.readings.sampling_params(request, engine.s_model.generation_defaults)
     model = engine.s_model
-    reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, template)
+    reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, rules.template)
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, asked, logprob_form(model.tokenizer, params), params)
+    added = Running(line, asked, rules.readings.of(request, found), logprob_form(model.tokenizer, params), params)
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

@@ -45,7 +45,5 @@ REFUSED = refused([
 OF_BATCHES = without_effect({
     "answers are written as they come, into the file that is named": "output_tmp_dir",
     "a batch has no metrics: `fastdecode serve` has /metrics": "enable_metrics? host url port",
-    "the chat template says how calls and thoughts are written": """
-        enable_auto_tool_choice? tool_call_parser reasoning_parser""",
 })  # fmt: skip
 """Flags of ``vllm run-batch`` alone."""
