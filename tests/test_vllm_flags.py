@@ -97,7 +97,7 @@ REFUSED = {
     "serve m --hf-token abc": "hf_token: set the environment variable HF_TOKEN",
     "serve m --uds /tmp/s.sock": "uds: give host and port",
     "serve m --enable-sleep-mode": "the model stays loaded",
-    "serve m --tool-parser-plugin p.py --tool-call-parser own": "no code is loaded by name",
+    "serve m --tool-parser-plugin p.py --tool-call-parser hermes": "no code is loaded by name",
     "serve m --max-model-len 1.5M": "a power of two: give 1.5m",
     "serve m --max-model-len many": "must be a whole number such as 4096, 4k",
     "serve m --load-format tensorizer": "invalid choice: 'tensorizer' (choose from 'auto', 'dummy')",

@@ -66,12 +66,12 @@ def _check_no_flag_has_the_model(args: argparse.Namespace) -> None:
     """ConfigError where a model behind a flag of several values was taken for one of them, and so the demo model would
     be served."""
     for name, values in vars(args).items():
-        if isinstance(values, list) and len(values) > 1 and _may_be_a_model(name, str(values[-1])):
+        if isinstance(values, list) and len(values) > 1 and _may_be_a_model(str(values[-1])):
             raise ConfigError(
                 f"serve: {flag_of(name)} takes several values, and {values[-1]!r} became one of them: give the model "
                 f"first, as in `serve MODEL {flag_of(name)} …`, or as --model"
             )
 
 
-def _may_be_a_model(name: str, value: str) -> bool:
-    return name == "api_key" or ("/" in value and "://" not in value) or Path(value).exists()
+def _may_be_a_model(value: str) -> bool:
+    return ("/" in value and "://" not in value) or Path(value).exists()
