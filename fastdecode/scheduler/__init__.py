@@ -1,6 +1,6 @@
 """Decides what runs in each step: admission, placement, chunking, preemption. Knows no torch, no sockets, no clock."""
 
-from fastdecode.scheduler.policy.drafts import DraftCounts
+from fastdecode.scheduler.drafts import DraftCounts
 from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
 from fastdecode.scheduler.schedules import SCHEDULES, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence

@@ -11,17 +11,17 @@ import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
+from fastdecode.scheduler.drafts import DraftCounts, Drafts
+from fastdecode.scheduler.members import Members
 from fastdecode.scheduler.places.speeds import Observed, Observer
 from fastdecode.scheduler.policy.admission import Admission, ChunkCutter
 from fastdecode.scheduler.policy.decodes import Decodes
-from fastdecode.scheduler.policy.drafts import DraftCounts, Drafts
-from fastdecode.scheduler.policy.members import Members
-from fastdecode.scheduler.policy.prefills import RemotePrompts
-from fastdecode.scheduler.policy.transfers import Transfers
+from fastdecode.scheduler.remote_prompts import RemotePrompts
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.snapshot import Snapshot, take_snapshot
 from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.transfers import Transfers
 from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
@@ -80,7 +80,7 @@ class Scheduler:
         self.drafts = Drafts(self.store, limits, draft_policy)
         self.transfers = Transfers(self.store, self.admission, limits, self.lifecycle)
         self.members = Members(self.store, self.queue, self.admission, self.transfers, self.lifecycle)
-        self._decodes = Decodes(self.store, self.admission, limits, self.transfers, self.lifecycle)
+        self._decodes = Decodes(self.store, self.admission, limits, self.transfers.copies)
         self._prefills = self.remote_prompts if prefill_policy else None
         self._drafts = self.drafts if limits.num_speculative_tokens else None
         self._observers: list[Observer] = [self.store.workers, self.load_limit, *self.transfers.observers]
@@ -135,14 +135,15 @@ class Scheduler:
 
         ``now_seconds``: of any clock, for the policy of prefill workers.
         """
+        carry_out = self.lifecycle.carry_out
         if self._prefills is not None:
             self._prefills.begin_step(now_seconds, len(self.queue))
         if self._schedule.prefill is Prefill.FIRST:
             self._table.refresh()
             chunks, num_starts = self._prompt_chunks(0)
-            self._rows = np.zeros(0, np.int64) if chunks else self._decodes.rows()
+            self._rows = np.zeros(0, np.int64) if chunks else carry_out(self._decodes.choose())
         else:
-            self._rows = self._decodes.rows()
+            self._rows = carry_out(self._decodes.choose())
             chunks, num_starts = self._prompt_chunks(len(self._rows))
         drafts = self._drafts.place(self._rows, chunks, self.load_limit.strict) if self._drafts else {}
         mini_batches = deal(self._table.mini_batch(self._rows), chunks, self.limits.num_mini_batches)
@@ -250,7 +251,7 @@ class Scheduler:
             here = cutter.rows_for(num_tokens) > 0
             return here or (prefills is not None and prefills.takes(num_tokens, context_len))
 
-        while started := self.admission.start_next(would_begin):
+        while started := self.lifecycle.carry_out(self.admission.start_next(would_begin)):
             if prefills is None or not prefills.start(started):
                 cutter.cut(started)
         return cutter.chunks, self.admission.num_starts

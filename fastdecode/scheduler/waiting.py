@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from fastdecode.scheduler.prefix.cache import PrefixCache
 from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.store.operations import Begin, Decision, Operation, Preempt, SetFollowersAside
 from fastdecode.scheduler.store.store import Store
+
+T = TypeVar("T")
 
 
 class WaitingQueue:
@@ -40,14 +44,16 @@ class WaitingQueue:
         self._prefix_cache.arrive(sequence)
         self._insert(sequence)
 
+    @property
     def head(self) -> Sequence | None:
-        """The oldest that need not wait for another's prefix."""
-        while self._waiting:
-            leader = self._prefix_cache.leaders.leader_of(self._waiting[0])
-            if leader is None:
-                return self._waiting[0]
+        """The oldest that waits for no other's prefix, once followers are aside."""
+        return self._waiting[0] if self._waiting else None
+
+    def set_followers_aside(self) -> None:
+        """Have the oldest follow whoever computes their prefix, up to one that need not wait."""
+        leader_of = self._prefix_cache.leaders.leader_of
+        while self._waiting and (leader := leader_of(self._waiting[0])):
             self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
-        return None
 
     def pop(self) -> Sequence:
         """Take the head out."""
@@ -89,7 +95,8 @@ class WaitingQueue:
 
 
 class Lifecycle:
-    """Moves sequences between the queue and the store, so that those which follow another's prefix hear of it.
+    """Carries out what policies decide, and moves sequences between the queue and the store, so that those which follow
+    another's prefix hear of it.
 
     ``num_preemptions`` counts sequences that gave up their cache for others, or for want of a place.
     """
@@ -97,6 +104,29 @@ class Lifecycle:
     def __init__(self, store: Store, queue: WaitingQueue) -> None:
         self.num_preemptions = 0
         self._store, self._queue = store, queue
+
+    def carry_out(self, decision: Decision[T]) -> T:
+        """Carry out the operations of ``decision``, each before the next is decided; return what it returns."""
+        answer: Any = None
+        while True:
+            try:
+                operation = decision.send(answer)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            answer = self._do(operation)
+
+    def _do(self, operation: Operation) -> Any:
+        match operation:
+            case SetFollowersAside():
+                return self._queue.set_followers_aside()
+            case Begin():
+                self._queue.pop()
+                return self._store.begin(operation.sequence, operation.segments, operation.hit, operation.second)
+            case Preempt():
+                return self.preempt(operation.sequence)
+            case _:
+                return self._store.carry_out(operation)
 
     def finish_prompt(self, sequence: Sequence) -> None:
         """``sequence``, whose prompt is cached, decodes from here on, and its followers may start."""
@@ -115,15 +145,6 @@ class Lifecycle:
         sequence.was_preempted = True
         self.begin_again(sequence)
         self.num_preemptions += 1
-
-    def victim(self, worker: int) -> Sequence:
-        """The youngest on ``worker``, but none that has got no token since it was preempted, and not the oldest."""
-        here = self._store.residents.on(worker)
-        for sequence in reversed(here[1:]):
-            stuck = sequence.was_preempted and len(sequence.output_token_ids) == sequence.outputs_at_start
-            if not stuck:
-                return sequence
-        return here[-1]
 
     def end(self, sequence: Sequence, keep: bool) -> None:
         """``sequence``, which holds a cache, has ended; its full blocks are retained if ``keep``."""

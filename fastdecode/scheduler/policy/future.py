@@ -54,8 +54,7 @@ class Future:
         return self._forecast
 
     def forecast_anew(self) -> LoadForecast:
-        """Return the load of the coming steps as it is now, between two steps."""
-        self._table.refresh()
+        """Return the load of the coming steps as it is now, between two steps, by the refreshed rows of the table."""
         self._forecast = None
         return self.forecast()
 

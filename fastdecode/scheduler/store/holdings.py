@@ -66,7 +66,7 @@ class Holdings:
         what is right are kept, and False is returned.
         """
         num_full = num_tokens // self._workers.block_size
-        has_room = self.has_room_to_cut(segment, num_tokens, num_blocks)
+        has_room = self.make_room_to_cut(segment, num_tokens, num_blocks)
         if not has_room:
             num_tokens, num_blocks = num_full * self._workers.block_size, num_full
         for copy in segment.copies:
@@ -79,15 +79,18 @@ class Holdings:
         segment.num_tokens, segment.num_blocks = num_tokens, num_blocks
         return has_room
 
-    def has_room_to_cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """Whether :meth:`cut` would leave ``num_tokens`` tokens; what was kept of those beyond is forgotten."""
+    def make_room_to_cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
+        """Forget what was kept beyond ``num_tokens`` tokens, and evict for own blocks in place of shared ones; False
+        where :meth:`cut` would not leave these tokens."""
         num_full = num_tokens // self._workers.block_size
         for copy in segment.copies:
             self._prefixes.forget_beyond(copy, num_tokens)
-        return all(self._replaces(copy, num_full, num_blocks - segment.num_blocks) for copy in segment.copies)
+        return all(
+            self._make_room_to_replace(copy, num_full, num_blocks - segment.num_blocks) for copy in segment.copies
+        )
 
-    def _replaces(self, copy: Copy, num_full: int, more: int) -> bool:
-        """Whether the R-worker of ``copy`` can replace all but ``num_full`` shared blocks, and give ``more``."""
+    def _make_room_to_replace(self, copy: Copy, num_full: int, more: int) -> bool:
+        """Evict until the R-worker of ``copy`` can replace all but ``num_full`` shared blocks, and give ``more``."""
         wrong = copy.shared[num_full:]
         freed = sum(block.num_sequences == 1 and block.num_prefixes == 0 for block in wrong)
         return self._prefixes.make_room(copy.worker, len(wrong) - freed + more)

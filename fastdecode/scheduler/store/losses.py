@@ -45,7 +45,7 @@ class Losses:
             store.give_up(sequence, sequence.tail, worker)
             if sequence.sequence_id not in attended:
                 continue
-            if not store.goes_back(sequence.tail, attended[sequence.sequence_id]):
+            if not store.make_room_to_rewind(sequence.tail, attended[sequence.sequence_id]):
                 stuck.append(sequence)
             elif not self._repeat(sequence, attended[sequence.sequence_id]):
                 starved.append(sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,24 @@ from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.holdings import Holdings
+from fastdecode.scheduler.store.operations import (
+    Attend,
+    Close,
+    CopyNext,
+    CopySegment,
+    DropTransfer,
+    Extend,
+    GiveUpCopy,
+    Grow,
+    GrowTransfer,
+    MakeRoom,
+    Move,
+    Operation,
+    Refresh,
+)
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.table import SequenceTable
-from fastdecode.scheduler.store.transfers import TransfersUnderWay
+from fastdecode.scheduler.store.transfers import Transfer, TransfersUnderWay
 
 
 class Store:
@@ -49,6 +65,26 @@ class Store:
         self._kept_rows = 1 + limits.num_speculative_tokens
         self.last_rows: tuple[MiniBatch, ...] = ()
         self.num_sound: dict[int, int] = {}
+
+    def carry_out(self, operation: Operation) -> Any:
+        """Do what a policy decided; the answer is that of the operation."""
+        match operation:
+            case Refresh():
+                return self.table.refresh()
+            case Attend():
+                return self._attend(operation)
+            case MakeRoom():
+                return self.make_room(operation.worker, operation.num_blocks)
+            case Grow():
+                return self.grow(operation.rows, operation.num_blocks)
+            case Extend():
+                return self.extend(operation.sequence, operation.worker)
+            case Close():
+                return self.prefixes.close(operation.sequence)
+            case GiveUpCopy():
+                return self.give_up(operation.sequence, operation.segment, operation.worker)
+            case _:
+                return _carry_out_on(self.transfers, operation)
 
     @property
     def pool(self) -> Pool:
@@ -192,10 +228,13 @@ class Store:
         self._holdings.remove(sequence, segment, worker)
         self.transfers.redirect(segment, worker)
 
-    def change_home(self, sequence: Sequence, segment: Segment) -> None:
-        """The home of ``segment``, a closed one of ``sequence``, is from now on the R-worker of its second copy."""
-        segment.copies.reverse()
-        self.table.put(sequence)
+    def _attend(self, chosen: Attend) -> None:
+        """Have tails and closed segments attend where they were ``chosen`` to."""
+        self.table.on_second[chosen.rows] = chosen.on_second
+        for sequence, segment in chosen.swapped:
+            segment.copies.reverse()
+            self.table.put(sequence)
+        self.table.sort()
 
     def place_again(self, sequence: Sequence, places: Iterable[tuple[Segment, int]]) -> None:
         """Segments of ``sequence`` are to be computed again, each on the R-worker beside it."""
@@ -213,12 +252,12 @@ class Store:
         self.transfers.cut(segment, segment.num_tokens)
         return has_room
 
-    def goes_back(self, segment: Segment, num_tokens: int) -> bool:
-        """Whether ``segment`` can be cut to ``num_tokens`` tokens: where it has a state it goes back behind the few
-        rows that are kept beside that, and only to the very token."""
+    def make_room_to_rewind(self, segment: Segment, num_tokens: int) -> bool:
+        """Evict what cutting ``segment`` to ``num_tokens`` tokens needs; False where it cannot be cut to them: a state
+        goes back behind the few rows that are kept beside it, and only to the very token."""
         if not self.workers.state_blocks:
             return True
-        has_room = self._holdings.has_room_to_cut(segment, num_tokens, segment.num_blocks)
+        has_room = self._holdings.make_room_to_cut(segment, num_tokens, segment.num_blocks)
         return has_room and segment.num_tokens - num_tokens <= self._kept_rows
 
     def lose(self, sequence: Sequence, worker: int) -> None:
@@ -251,3 +290,23 @@ class Store:
         """Sequences that append on each R-worker: ``count`` more or less."""
         for worker in sequence.tail.workers:
             self.workers[worker].num_sequences += count
+
+
+def _carry_out_on(transfers: TransfersUnderWay, operation: Operation) -> Transfer | None:
+    """Do what a policy decided about copies under way."""
+    match operation:
+        case Move(sequence, segment, target, num_blocks):
+            transfer = transfers.begin_move(sequence, segment, target, num_blocks)
+            transfer.num_tokens = segment.num_tokens
+            return transfer
+        case CopySegment(sequence, segment, target, drops):
+            return transfers.begin_copy(sequence, segment, target, drops)
+        case GrowTransfer(transfer, num_blocks):
+            transfers.grow(transfer, num_blocks)
+        case CopyNext(transfer, num_tokens):
+            transfer.num_tokens = num_tokens
+        case DropTransfer(transfer):
+            transfers.drop(transfer)
+        case _:
+            raise TypeError(f"the store carries out no {type(operation).__name__}")
+    return None

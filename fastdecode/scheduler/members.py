@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as PySequence
 
 from fastdecode.scheduler.policy.admission import Admission
-from fastdecode.scheduler.policy.transfers import Transfers
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.losses import Losses
 from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.transfers import Transfers
 from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
@@ -77,6 +77,7 @@ class Members:
     def _mend(self, sequence: Sequence) -> None:
         """Compute the lost ranges of ``sequence`` again, or all of it where there is no room for them now."""
         self._queue.release_followers(sequence)
+        self._store.table.refresh()
         places = self._admission.segments.again(sequence) if self._room.fits_somewhere(sequence) else None
         if places is None:
             self._lifecycle.preempt(sequence)

@@ -30,15 +30,20 @@ class RemotePrompts:
         self._now_seconds = 0.0
 
     def __len__(self) -> int:
-        """Prompts that are being computed."""
-        return len(self._under_way)
+        """Return how many sequences wait for prompts that are being computed."""
+        return sum(job_id in self for job_id in self._under_way)
 
     def __contains__(self, job_id: int) -> bool:
-        """True while the job's sequence waits for it; jobs of sequences that have left are given up here."""
+        """Return whether the job's sequence waits for it: it was not aborted, preempted, or lost with its R-worker."""
         sequence = self._under_way.get(job_id)
-        if sequence is not None and sequence.job_id != job_id:  # aborted, preempted, or its R-worker was lost
+        return sequence is not None and sequence.job_id == job_id
+
+    def end_if_left(self, job_id: int) -> bool:
+        """End the job ``job_id`` where its sequence waits for it no more; True where that is so."""
+        has_left = job_id not in self
+        if has_left and job_id in self._under_way:
             self._end(job_id, self._now_seconds)
-        return job_id in self._under_way
+        return has_left
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0) -> None:
         """The time of what is decided next, and how many sequences have not begun."""
@@ -120,7 +125,7 @@ class RemotePrompts:
 
     def take(self) -> tuple[tuple[RemotePrefill, ...], tuple[int, ...]]:
         """The prompts to hand out and those that have arrived since the last step, less what has left meanwhile."""
-        started = tuple(each for each in self._started if each.job_id in self)
+        started = tuple(each for each in self._started if not self.end_if_left(each.job_id))
         arrived = tuple(each.sequence_id for job_id, each in self._arrived if each.job_id == job_id)
         self._started.clear()
         self._arrived.clear()
