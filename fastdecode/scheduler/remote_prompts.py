@@ -30,8 +30,8 @@ class RemotePrompts:
         self._now_seconds = 0.0
 
     def __len__(self) -> int:
-        """Return how many sequences wait for prompts that are being computed."""
-        return sum(job_id in self for job_id in self._under_way)
+        """Return how many prompts are being computed, as far as their jobs were not ended."""
+        return len(self._under_way)
 
     def __contains__(self, job_id: int) -> bool:
         """Return whether the job's sequence waits for it: it was not aborted, preempted, or lost with its R-worker."""
