@@ -1,4 +1,7 @@
-"""Decides what runs in each step: admission, placement, chunking, preemption. Knows no torch, no sockets, no clock."""
+"""Decides what runs in each step: admission, placement, chunking, preemption. Knows no torch, no sockets, no clock.
+
+Policies decide, the store carries out, and four parts react to events: members, drafts, remote prompts and transfers.
+"""
 
 from fastdecode.scheduler.drafts import DraftCounts
 from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics

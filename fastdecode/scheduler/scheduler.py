@@ -177,22 +177,21 @@ class Scheduler:
         ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
         """
         self.store.note_rows(step.mini_batches, step.arrived)
-        self._table.advance(self._rows)
+        self.store.tails.advance(self._rows)
         self._rows = self._rows[:0]
         if self._drafts:
             self._drafts.settle(step.drafts, accepted)
         for mini_batch in step.mini_batches:
             for chunk in mini_batch.prompts:
                 sequence = self._residents.prompts[int(chunk["sequence_id"])]
-                self._table.num_cached[sequence.row] += chunk["num_rows"]
-                self.store.go_on(sequence)
+                self.store.tails.advance_prompt(sequence, int(chunk["num_rows"]))
                 if sequence.in_prompt:
                     self.store.prefixes.kept.keep(sequence)
                 else:
                     self.lifecycle.finish_prompt(sequence)
         for sequence_id in step.arrived:
             sequence = self._residents.prompts[sequence_id]
-            self.store.fill_prompt(sequence)
+            self.store.tails.fill_prompt(sequence)
             self.lifecycle.finish_prompt(sequence)
 
     def prefilled(self, job_id: int, now_seconds: float = 0.0, missed: Collection[int] = ()) -> bool:

@@ -53,7 +53,7 @@ class Admission:
         self.needs = Needs(schedule, limits)
         self.room = Room(self.needs, limits, store, self.load_limit)
         self.homes = HomePlacement(limits, store, self.room, self.future, self.load_limit)
-        self.seconds = SecondPlacement(limits, store, self.needs, self.room, self.future)
+        self.second_places = SecondPlacement(limits, store, self.needs, self.room, self.future)
         self.segments = SegmentPlacement(limits, store, self.needs, self.room, self.future, self.load_limit)
         self.num_starts = 0
         self._schedule, self._limits, self._store, self._queue = schedule, limits, store, queue
@@ -114,7 +114,7 @@ class Admission:
         it."""
         if not self.room.to_begin(sequence, index, hit):
             return None
-        if (second := self.seconds.beside(sequence, index, hit, costs)) is None:
+        if (second := self.second_places.beside(sequence, index, hit, costs)) is None:
             return None
         there = replace(self.future.newcomer(sequence, index, hit.num_tokens if hit else -1), copy=second)
         begins = would_begin(there.num_left, there.num_prefill - there.num_left)

@@ -108,7 +108,7 @@ class Attendance:
         """Return on which of its holders each tail and closed segment of what decodes attends, so that all R-workers
         take as long; None where nothing has two."""
         table = self._table
-        rows, closed = table.rows[table.seconds[table.rows] >= 0], self._closed()
+        rows, closed = table.rows[table.second_workers[table.rows] >= 0], self._closed()
         if not len(rows) and not closed:
             return None
         speeds = self._workers.speeds.latest(self._workers.present)
@@ -118,7 +118,7 @@ class Attendance:
         holders = np.array([segment.workers for _, segment in closed], np.int64).reshape(-1, 2)
         choice = _Choice(
             np.append(table.homes[rows], holders[:, 0]),
-            np.append(table.seconds[rows], holders[:, 1]),
+            np.append(table.second_workers[rows], holders[:, 1]),
             np.append(table.tail_lens(rows) + 1.0, np.full(len(closed), float(table.segment_tokens))),
             np.append(table.on_second[rows], np.zeros(len(closed), bool)),
         )
@@ -136,12 +136,12 @@ class Attendance:
 class _Choice:
     """Chooses the R-worker that attends each of n things, tails or closed segments, which two R-workers hold.
 
-    ``homes`` and ``seconds``, int64 [n], hold them; ``tokens``, float64 [n], are what each attends; ``on_second``, bool
+    ``homes`` and ``others``, int64 [n], hold them; ``tokens``, float64 [n], are what each attends; ``on_second``, bool
     [n], says which of the two attends.
     """
 
-    def __init__(self, homes: np.ndarray, seconds: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
-        self._holders = np.column_stack([homes, seconds])
+    def __init__(self, homes: np.ndarray, others: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
+        self._holders = np.column_stack([homes, others])
         self._tokens = tokens
         self.on_second = on_second
 

@@ -47,7 +47,7 @@ class Future:
                 self._limits.max_num_batched_tokens,
                 table.segment_tokens,
                 self._closed(left),
-                table.seconds[rows] if self._limits.placing.twice else None,
+                table.second_workers[rows] if self._limits.placing.twice else None,
             )
             for sequence in self._residents.prompts.values():
                 self._forecast.add(self._in_prompt(sequence))
@@ -117,7 +117,7 @@ class Future:
         newcomer = self._newcomer(sequence, sequence.worker, sequence.attends_in_prompt)
         if sequence.has_several:
             return self.in_segments(newcomer, sequence.segments)
-        return replace(newcomer, copy=int(self._table.seconds[sequence.row]))
+        return replace(newcomer, copy=int(self._table.second_workers[sequence.row]))
 
     def _newcomer(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Newcomer:
         outputs, expected = len(sequence.output_token_ids), sequence.max_tokens

@@ -144,8 +144,8 @@ class SecondPlacement:
     def _shared_with(self, home: int) -> np.ndarray:
         """Sequences that each R-worker holds together with ``home``: int64 [num_workers]."""
         rows = self._table.rows
-        homes, seconds = self._table.homes[rows], self._table.seconds[rows]
-        partners = np.concatenate([seconds[(homes == home) & (seconds >= 0)], homes[seconds == home]])
+        homes, others = self._table.homes[rows], self._table.second_workers[rows]
+        partners = np.concatenate([others[(homes == home) & (others >= 0)], homes[others == home]])
         return np.bincount(partners, minlength=len(self._workers))
 
 

@@ -142,14 +142,14 @@ class SecondCopies:
         """A segment with a single copy of the oldest sequence that decodes, of those for which there is room, and where
         the second goes."""
         rows = self._table.rows
-        ids = self._table.chunks["sequence_id"][rows[self._table.seconds[rows] < 0]].tolist()
+        ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
         for sequence_id in sorted(set(ids))[:MOST_TRIED]:
             sequence = self._residents.decoding[sequence_id]
             for segment in sequence.segments:
                 target = -1
                 if segment.num_tokens and not segment.twice:
-                    target = self._admission.seconds.later(sequence, segment)
+                    target = self._admission.second_places.later(sequence, segment)
                 if target >= 0:
                     return sequence, segment, target
         return None

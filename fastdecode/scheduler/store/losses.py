@@ -106,7 +106,7 @@ class Losses:
             elif segment.home < 0:
                 segment.num_blocks = most
         whole = [each.num_tokens == self._store.table.segment_tokens for each in sequence.segments]
-        self._store.set_tail(sequence, [*whole[:-1], False].index(False))
+        self._store.tails.set_tail(sequence, [*whole[:-1], False].index(False))
         return has_room
 
 

@@ -42,7 +42,7 @@ class Residents:
     @property
     def num_twice(self) -> int:
         """Sequences that hold their cache twice; of several segments those all of which have two copies."""
-        tails = int(np.count_nonzero(self.table.seconds >= 0))
+        tails = int(np.count_nonzero(self.table.second_workers >= 0))
         return tails - sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
 
     def on(self, worker: int) -> list[Sequence]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from fastdecode.core.metrics import Pool
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.remote_prefill import StoredAt
@@ -36,14 +34,16 @@ from fastdecode.scheduler.store.operations import (
 )
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.table import SequenceTable
+from fastdecode.scheduler.store.tails import Tails
 from fastdecode.scheduler.store.transfers import Transfer, TransfersUnderWay
 
 
 class Store:
-    """The only writer of blocks, counters and controls. It decides nothing: policies read it, and say what to do.
+    """Writes blocks, counters and controls, with its parts. It decides nothing: policies read it, and say what to do.
 
-    ``transfers``: copies under way, each to an R-worker that has blocks for it. ``adopted`` and ``parked``: sources of
-    the prefix cache with doors of their own.
+    ``tails``: what sequences append to. ``transfers``: copies under way, each to an R-worker that has blocks for it.
+    ``adopted`` and ``parked``: sources of the prefix cache with doors of their own.
+
     ``last_rows``: those committed last, which say what the loss of an R-worker that attended them spoils;
     ``num_sound``: tokens that sequences of several segments, and those whose prompts had just arrived, had cached
     before.
@@ -61,6 +61,7 @@ class Store:
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
         self._holdings = Holdings(self.workers, self.prefixes, self.table)
+        self.tails = Tails(self.workers, self.table, self._holdings, self.prefixes.ids, self.names)
         self.transfers = TransfersUnderWay(self.workers, self.table, self._holdings)
         self._kept_rows = 1 + limits.num_speculative_tokens
         self.last_rows: tuple[MiniBatch, ...] = ()
@@ -76,9 +77,9 @@ class Store:
             case MakeRoom():
                 return self.make_room(operation.worker, operation.num_blocks)
             case Grow():
-                return self.grow(operation.rows, operation.num_blocks)
+                return self.tails.grow(operation.rows, operation.num_blocks)
             case Extend():
-                return self.extend(operation.sequence, operation.worker)
+                return self.tails.extend(operation.sequence, operation.worker)
             case Close():
                 return self.prefixes.close(operation.sequence)
             case GiveUpCopy():
@@ -122,47 +123,13 @@ class Store:
                 self._holdings.take(segment, copy)
         sequence.segments, sequence.num_closed = segments, 0
         self.table.open(sequence)
-        self._count_tail(sequence, 1)
+        self.tails.count(sequence, 1)
         if second >= 0:
             self._begin_second(sequence, second, hit)
         self.prefixes.close(sequence)
-        self.go_on(sequence)
+        self.tails.go_on(sequence)
         self.names.segments(sequence, segments)
         self.residents.enter(sequence, may_use_scratch=hit is None)
-
-    def go_on(self, sequence: Sequence) -> None:
-        """Make the segment ahead the tail of ``sequence`` where its tail is whole."""
-        while sequence.ahead and sequence.tail.num_tokens == self.table.segment_tokens:
-            self.set_tail(sequence, sequence.num_closed + 1)
-
-    def set_tail(self, sequence: Sequence, num_closed: int) -> None:
-        """``sequence`` appends to the segment after its first ``num_closed`` from now on."""
-        self._count_tail(sequence, -1)
-        sequence.num_closed = num_closed
-        self.table.put(sequence)
-        self._count_tail(sequence, 1)
-
-    def extend(self, sequence: Sequence, worker: int) -> None:
-        """``sequence``, whose tail is whole, gets a new one on R-worker ``worker``, of no blocks yet."""
-        segment = Segment(self.prefixes.ids.new(), sequence.num_cached, workers=[worker])
-        self._holdings.take(segment, segment.copies[0])
-        sequence.segments.append(segment)
-        self.names.segments(sequence, [segment])
-        self.go_on(sequence)
-
-    def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
-        """Each of these rows of the table takes ``num_blocks`` more; fewer than none give some back."""
-        self.table.num_blocks[rows] += num_blocks
-        for worker, count in enumerate(self.table.count_held(rows, num_blocks, len(self.workers)).tolist()):
-            self.workers[worker].grow(count)
-
-    def truncate(self, sequence: Sequence) -> None:
-        """R-workers hold more tokens of ``sequence``, which decodes, than are cached: they are to drop the others."""
-        tail = sequence.tail
-        for worker in tail.workers:
-            self.workers[worker].truncate(tail.cache_id, tail.num_tokens)
-        surplus = tail.num_blocks - self.workers.blocks_for(tail.num_tokens)
-        self.grow(np.array([sequence.row]), -surplus)
 
     def send_away(self, sequence: Sequence, job_id: int, places: Iterable[StoredAt]) -> None:
         """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, and store it at
@@ -176,13 +143,6 @@ class Store:
         """Prefill workers have stored all keys and values of a prompt at ``places``, which a sequence still holds."""
         for each in places:
             self.workers[each.r_worker].commit(each.cache_id, each.ticket, each.end - each.start)
-
-    def fill_prompt(self, sequence: Sequence) -> None:
-        """All of ``sequence``'s prompt is cached at once, since prefill workers stored it."""
-        while sequence.in_prompt:
-            end = sequence.tail.start + self.table.segment_tokens
-            self.table.num_cached[sequence.row] = min(end, sequence.num_prefill)
-            self.go_on(sequence)
 
     def finish_prompt(self, sequence: Sequence) -> None:
         """All of ``sequence``'s prompt is cached: it decodes from here on."""
@@ -203,7 +163,7 @@ class Store:
             self.names.segments(sibling, sibling.segments)
             sibling.num_closed = parent.num_closed
             self.table.open(sibling)
-            self._count_tail(sibling, 1)
+            self.tails.count(sibling, 1)
         own_blocks = self.workers.state_blocks + (parent.tail.num_tokens % self.workers.block_size > 0)
         parent.tail.num_blocks -= own_blocks * len(parent.siblings)
         self.residents.fork(parent)
@@ -214,7 +174,7 @@ class Store:
         if self.residents.leave(sequence):
             self.prefixes.leaders.stop(sequence)
         stays = keep and self.prefixes.leave(sequence)
-        self._count_tail(sequence, -1)
+        self.tails.count(sequence, -1)
         for segment in sequence.segments:
             for copy in segment.copies:
                 self._holdings.give_up(segment, copy, is_known=sequence.job_id > 0, stays=stays)
@@ -243,7 +203,7 @@ class Store:
             self._holdings.take(segment, segment.copies[0])
             self.workers[worker].num_sequences += segment is sequence.tail
         self.table.put(sequence)
-        self.go_on(sequence)
+        self.tails.go_on(sequence)
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
         """What ``segment`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept, or
@@ -262,7 +222,7 @@ class Store:
 
     def lose(self, sequence: Sequence, worker: int) -> None:
         """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""
-        self._count_tail(sequence, -1)
+        self.tails.count(sequence, -1)
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
@@ -271,7 +231,7 @@ class Store:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
                 self.names.segments(sequence, [segment])
         self.table.put(sequence)
-        self._count_tail(sequence, 1)
+        self.tails.count(sequence, 1)
 
     def _begin_second(self, sequence: Sequence, worker: int, hit: Hit | None) -> None:
         """The only segment of ``sequence``, which just begins, is on ``worker`` too, from the twin of ``hit``."""
@@ -285,11 +245,6 @@ class Store:
         segment.copies.append(copy)
         self.workers[worker].num_sequences += 1
         self.table.put(sequence)
-
-    def _count_tail(self, sequence: Sequence, count: int) -> None:
-        """Sequences that append on each R-worker: ``count`` more or less."""
-        for worker in sequence.tail.workers:
-            self.workers[worker].num_sequences += count
 
 
 def _carry_out_on(transfers: TransfersUnderWay, operation: Operation) -> Transfer | None:
