@@ -6,9 +6,12 @@ Policies decide, the store carries out, and four parts react to events: members,
 from fastdecode.scheduler.drafts import DraftCounts
 from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
 from fastdecode.scheduler.schedules import SCHEDULES, Limits, Prefill, Schedule
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.snapshot import Snapshot
 from fastdecode.scheduler.store.transfers import Transfer
+
+Sequence = TokenSequence
+"""The name under which programs make one; it is no ``collections.abc.Sequence``."""
 
 __all__ = [
     "SCHEDULES",
@@ -20,5 +23,6 @@ __all__ = [
     "SchedulerStatistics",
     "Sequence",
     "Snapshot",
+    "TokenSequence",
     "Transfer",
 ]

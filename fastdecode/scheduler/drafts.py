@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from fastdecode.core.step import Chunk
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.speeds import Observed
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 
 
@@ -79,8 +78,8 @@ class Drafts:
         self._store, self._residents, self._table = store, store.residents, store.table
         self._workers = store.workers
         self._most, self._budget = limits.num_speculative_tokens, limits.max_num_batched_tokens
-        self._proposed: dict[int, Sequence] = {}
-        self._granted: list[tuple[Sequence, Segment, list[int], int]] = []
+        self._proposed: dict[int, TokenSequence] = {}
+        self._granted: list[tuple[TokenSequence, Segment, list[int], int]] = []
 
     def observe(self, observed: Observed) -> None:
         """The policy learns from steps of decodes alone."""
@@ -108,7 +107,7 @@ class Drafts:
         ids = table.chunks["sequence_id"][rows[some]]
         return dict(zip(ids.tolist(), counts[some].tolist(), strict=True))
 
-    def propose(self, drafts: Mapping[int, PySequence[int]]) -> None:
+    def propose(self, drafts: Mapping[int, Sequence[int]]) -> None:
         """Draft tokens of sequences that decode, for the next step only; those that do not decode any more are passed
         over."""
         for sequence_id, tokens in drafts.items():
@@ -130,7 +129,7 @@ class Drafts:
         self._proposed.clear()
         self._granted.clear()
 
-    def place(self, rows: np.ndarray, prompts: PySequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
+    def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
         """Cut the drafts of ``rows``, which decode in this step beside ``prompts``, to what is left, and return them by
         sequence. ``kv_limits``: KV tokens that each R-worker may attend, float64 [num_workers], where they are strict.
         """
@@ -148,7 +147,7 @@ class Drafts:
         ids, drafts = table.chunks["sequence_id"][some].tolist(), table.drafts.tokens[some].tolist()
         return {each: tokens[:count] for each, tokens, count in zip(ids, drafts, counts[counts > 0], strict=True)}
 
-    def settle(self, drafts: Mapping[int, PySequence[int]], accepted: Mapping[int, int]) -> None:
+    def settle(self, drafts: Mapping[int, Sequence[int]], accepted: Mapping[int, int]) -> None:
         """The step with ``drafts`` has ended: so many of each sequence's were ``accepted``, the others are dropped."""
         table = self._table
         for sequence_id, tokens in drafts.items():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fastdecode.core.protocols import PrefillPolicy
 from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill, StoredAt
 from fastdecode.core.step import ScheduledStep
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 
 
@@ -23,10 +23,10 @@ class RemotePrompts:
         self.policy = policy
         self._store, self._residents = store, store.residents
         self._job_ids = itertools.count(1)
-        self._under_way: dict[int, Sequence] = {}
+        self._under_way: dict[int, TokenSequence] = {}
         self._places: dict[int, tuple[StoredAt, ...]] = {}
         self._started: list[RemotePrefill] = []
-        self._arrived: list[tuple[int, Sequence]] = []
+        self._arrived: list[tuple[int, TokenSequence]] = []
         self._now_seconds = 0.0
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class RemotePrompts:
         """None after a prefix that has a state: that is on its R-worker alone."""
         return () if context_len and self._store.workers.state_blocks else policy.assign(num_tokens, context_len)
 
-    def start(self, sequence: Sequence) -> bool:
+    def start(self, sequence: TokenSequence) -> bool:
         """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
 
         Of one that goes on from a kept prefix, which they read from its R-workers, they compute the rest. What they
@@ -82,7 +82,7 @@ class RemotePrompts:
         self._started.append(RemotePrefill(job_id, sequence.sequence_id, stores, tokens, parts, prefix))
         return True
 
-    def _places_of(self, sequence: Sequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
+    def _places_of(self, sequence: TokenSequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
         """Who stores the prompt of ``sequence``, or has its first ``context_len`` tokens; the home of a segment before
         its other copy. The first one's ticket is the job's number."""
         tickets = itertools.chain([job_id], self._job_ids)
@@ -119,7 +119,7 @@ class RemotePrompts:
         self._arrived.append((job_id, sequence))
         return True
 
-    def failed(self, job_id: int, now_seconds: float) -> Sequence | None:
+    def failed(self, job_id: int, now_seconds: float) -> TokenSequence | None:
         """The sequence of a job that failed; None where it does not wait for it any more."""
         return self._end(job_id, now_seconds)
 
@@ -141,7 +141,7 @@ class RemotePrompts:
         sequences = [self._residents.prompts[each] for each in step.arrived]
         self._arrived[:0] = [(sequence.job_id, sequence) for sequence in sequences]
 
-    def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> Sequence | None:
+    def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> TokenSequence | None:
         """Forget a job; its sequence if that still waits for it."""
         sequence = self._under_way.pop(job_id, None)
         self._places.pop(job_id, None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -18,7 +17,7 @@ from fastdecode.scheduler.policy.admission import Admission, ChunkCutter
 from fastdecode.scheduler.policy.decodes import Decodes
 from fastdecode.scheduler.remote_prompts import RemotePrompts
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.snapshot import Snapshot, take_snapshot
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.transfers import Transfers
@@ -115,7 +114,7 @@ class Scheduler:
             woken.num_failed,
         )
 
-    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
+    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: Sequence[float]) -> None:
         """Learn from how long ``step`` took: each R-worker's part of the load, moves and, where none is given, the
         limit.
 
@@ -125,7 +124,7 @@ class Scheduler:
         for observer in self._observers:
             observer.observe(observed)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence (and the siblings it brings) by its age; RequestError when it could never run."""
         self.admission.room.check(sequence)
         self.queue.push(sequence)
@@ -212,7 +211,7 @@ class Scheduler:
             self.store.leave(sequence, keep=False)
             self.lifecycle.begin_again(sequence)
 
-    def finish(self, sequence: Sequence, reason: str = "abort") -> None:
+    def finish(self, sequence: TokenSequence, reason: str = "abort") -> None:
         """Forget a sequence, waiting or running; its blocks are retained or released with the next step.
 
         ``reason``: "stop", "length", "abort" or "error". Siblings that are not forked yet go with the sequence that

@@ -20,7 +20,7 @@ from fastdecode.scheduler.policy.placement import HomePlacement, SecondPlacement
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.operations import Begin, Close, Decision, SetFollowersAside
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
@@ -71,7 +71,7 @@ class Admission:
         self.future.learn_lengths()
         self._begin_load_control()
 
-    def start_next(self, would_begin: WouldBegin) -> Decision[Sequence | None]:
+    def start_next(self, would_begin: WouldBegin) -> Decision[TokenSequence | None]:
         """Start the head of the queue and return it; None when it has to wait."""
         yield SetFollowersAside()
         sequence = self._queue.head
@@ -97,7 +97,7 @@ class Admission:
         return sequence
 
     def _whole(
-        self, sequence: Sequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
+        self, sequence: TokenSequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
     ) -> _Start | None:
         """Return how ``sequence``, that is ``alone``, starts in one segment."""
         costs = self.homes.costs(sequence, alone, hits)
@@ -108,7 +108,7 @@ class Admission:
         return None
 
     def _on(
-        self, index: int, hit: Hit | None, sequence: Sequence, costs: np.ndarray, would_begin: WouldBegin
+        self, index: int, hit: Hit | None, sequence: TokenSequence, costs: np.ndarray, would_begin: WouldBegin
     ) -> _Start | None:
         """Return how ``sequence``, of one segment, starts on R-worker ``index`` from ``hit``; None where budgets forbid
         it."""
@@ -122,7 +122,7 @@ class Admission:
             return None
         return _Start(there, [Segment(UNNAMED, 0, self.needs.at_start(sequence), [index])], hit)
 
-    def _in_segments(self, sequence: Sequence, hits: dict[int, Hit], would_begin: WouldBegin) -> _Start | None:
+    def _in_segments(self, sequence: TokenSequence, hits: dict[int, Hit], would_begin: WouldBegin) -> _Start | None:
         """Return how ``sequence`` starts in several segments, after the longest prefix, or else after none."""
         longest = max(hits.values(), key=lambda hit: hit.num_blocks, default=None)
         for hit in dict.fromkeys((longest, None)):
@@ -152,7 +152,7 @@ class Admission:
             (lambda: self.future.outlook(self.load_limit.tokens or 0)) if knows_lengths else None,
         )
 
-    def _has_seats(self, sequence: Sequence) -> bool:
+    def _has_seats(self, sequence: TokenSequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
 
 
@@ -171,7 +171,7 @@ class ChunkCutter:
             return 0
         return max(0, min(num_left, self._budget))
 
-    def cut(self, sequence: Sequence) -> None:
+    def cut(self, sequence: TokenSequence) -> None:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
         if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
             chunk = self._store.residents.next_rows(sequence, self._store.prefixes.kept.rows_to_stop(sequence, count))

@@ -8,7 +8,7 @@ from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.second_copies import SecondCopies
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.operations import Attend, Decision, Extend, Grow, MakeRoom, Preempt, Refresh
 from fastdecode.scheduler.store.store import Store
 
@@ -65,7 +65,7 @@ class Decodes:
         if self._copies is None or not (yield from self._copies.give_up(worker)):
             yield Preempt(self._victim(worker))
 
-    def _victim(self, worker: int) -> Sequence:
+    def _victim(self, worker: int) -> TokenSequence:
         """Return the youngest on ``worker``, but none that has got no token since it was preempted, and not the
         oldest."""
         here = self._store.residents.on(worker)
@@ -126,7 +126,7 @@ class Attendance:
         swapped = [closed[place] for place in np.flatnonzero(choice.on_second[len(rows) :]).tolist()]
         return Attend(rows, choice.on_second[: len(rows)], swapped)
 
-    def _closed(self) -> list[tuple[Sequence, Segment]]:
+    def _closed(self) -> list[tuple[TokenSequence, Segment]]:
         """Closed segments with two copies of sequences that decode."""
         decoding = self._store.residents.decoding
         several = [each for each in self._table.several() if each.sequence_id in decoding]

@@ -10,7 +10,7 @@ from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.load_forecast import LoadForecast
 from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, TransferPrice, attended_in
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.operations import Decision, Move, Refresh
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.store.transfers import Transfer
@@ -72,7 +72,7 @@ class Moves:
         if transfer is self._correction:
             self.prices.corrected(seconds)
 
-    def homeless(self) -> list[Sequence]:
+    def homeless(self) -> list[TokenSequence]:
         """Return those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
         found = {
             sequence.sequence_id: sequence
@@ -81,7 +81,7 @@ class Moves:
         }
         return list(found.values())
 
-    def _leaving(self) -> Iterator[tuple[Sequence, Segment]]:
+    def _leaving(self) -> Iterator[tuple[TokenSequence, Segment]]:
         """Yield what is to leave the R-workers that drain, and whose it is."""
         for worker in self._workers.draining:
             decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
@@ -92,7 +92,7 @@ class Moves:
                 if held.workers == [worker] and held.num_tokens
             )
 
-    def _able(self, sequence: Sequence, held: Segment) -> list[int]:
+    def _able(self, sequence: TokenSequence, held: Segment) -> list[int]:
         return [each for each in self._workers.accepting if self._room.to_move(sequence, held, each)]
 
     def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Move | None:
@@ -152,5 +152,5 @@ class Moves:
         places = places[np.array(rested, bool)]
         return places[:: max(1, -(-len(places) // COMPARED))]
 
-    def _move(self, sequence: Sequence, held: Segment, target: int) -> Move:
+    def _move(self, sequence: TokenSequence, held: Segment, target: int) -> Move:
         return Move(sequence, held, target, self._admission.needs.elsewhere(sequence, held))

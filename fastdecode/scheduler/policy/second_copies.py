@@ -8,7 +8,7 @@ from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.speeds import Observed
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.move_prices import TransferPrice
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.operations import (
     CopyNext,
     CopySegment,
@@ -138,7 +138,7 @@ class SecondCopies:
         num_blocks = seconds / max(self._price.per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
-    def _lacking(self) -> tuple[Sequence, Segment, int] | None:
+    def _lacking(self) -> tuple[TokenSequence, Segment, int] | None:
         """A segment with a single copy of the oldest sequence that decodes, of those for which there is room, and where
         the second goes."""
         rows = self._table.rows
@@ -154,7 +154,7 @@ class SecondCopies:
                     return sequence, segment, target
         return None
 
-    def _evening(self) -> tuple[Sequence, Segment, int, int] | None:
+    def _evening(self) -> tuple[TokenSequence, Segment, int, int] | None:
         """As :meth:`_lacking`, and who gives its copy up, for an R-worker that joined, until it holds as much as the
         others."""
         while self._joined:
@@ -163,7 +163,7 @@ class SecondCopies:
             self._joined.pop(0)
         return None
 
-    def _for_newcomer(self, target: int) -> tuple[Sequence, Segment, int, int] | None:
+    def _for_newcomer(self, target: int) -> tuple[TokenSequence, Segment, int, int] | None:
         """A sequence with two copies, one of them on the R-worker that holds most: that one ``target`` is to have."""
         table, accepting = self._table, self._workers.accepting
         if target not in accepting:

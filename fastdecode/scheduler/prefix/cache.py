@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Mapping, Sequence
 
 from fastdecode.core.held import KnownTokens
 from fastdecode.scheduler.names import CacheIds, Names
@@ -17,7 +16,7 @@ from fastdecode.scheduler.prefix.retained import Retained
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
 from fastdecode.scheduler.prefix.states import StateIndex, States
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 class PrefixCache:
@@ -37,7 +36,7 @@ class PrefixCache:
         self.adopted = Adopted(workers, self._index, self.ids, self._segment_tokens, self.enabled)
         self.parked = Parked(workers, self._index, self.ids, self.kept)
         self.leaders = Leaders(workers, self._index, self.kept)
-        self.sources: PySequence[Source] = (self.adopted, self.kept, self.parked)
+        self.sources: Sequence[Source] = (self.adopted, self.kept, self.parked)
 
     def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
         """Return who keeps what is computed: blocks alone, or states where the layers have some."""
@@ -57,14 +56,14 @@ class PrefixCache:
         """True while a sequence computes blocks that others may wait for."""
         return len(self.leaders) > 0
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: TokenSequence) -> None:
         """Hash what ``sequence`` is about to compute."""
         if self.enabled:
             tokens = sequence.tokens(0, sequence.num_prefill)
             extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
         self.kept.arrive(sequence)
 
-    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return for each R-worker with a beginning worth taking the longest, by its index."""
         return next((found for source in self.sources if (found := source.hits(sequence))), {})
 
@@ -79,7 +78,7 @@ class PrefixCache:
         """
         return (hit, None) if hit and self.kept.copies_all else (hit,)
 
-    def begin(self, sequence: Sequence, hit: Hit | None) -> None:
+    def begin(self, sequence: TokenSequence, hit: Hit | None) -> None:
         """Count that ``sequence`` begins, from ``hit`` if it has one, and computes the rest."""
         if hit is None:
             self.close(sequence)
@@ -88,7 +87,7 @@ class PrefixCache:
             self.num_hit_tokens += hit.num_tokens if hit else 0
         self.leaders.begin(sequence, hit.num_blocks if hit else 0)
 
-    def name(self, sequence: Sequence, segments: PySequence[Segment], hit: Hit | None) -> None:
+    def name(self, sequence: TokenSequence, segments: Sequence[Segment], hit: Hit | None) -> None:
         """Name ``segments``, with which ``sequence`` begins from ``hit``; those that go on in place keep their name."""
         ids = [self.kept.name(sequence, hit)] if len(segments) == 1 else []
         if not ids and hit and hit.is_own:
@@ -98,12 +97,12 @@ class PrefixCache:
         for segment, cache_id in zip(segments, ids, strict=True):
             segment.cache_id = cache_id
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: TokenSequence) -> None:
         """Give up what is kept for ``sequence`` alone, which has begun."""
         for source in self.sources:
             source.close(sequence)
 
-    def leave(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: TokenSequence) -> bool:
         """Keep what ``sequence``, which gives up its cache, leaves; True where that is its cache as it is."""
         return any(source.leave(sequence) for source in self.sources)
 

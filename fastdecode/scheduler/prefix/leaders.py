@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.index import PrefixIndex, usable_hashes
 from fastdecode.scheduler.prefix.source import Keeper
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Leaders:
@@ -13,24 +13,24 @@ class Leaders:
 
     def __init__(self, workers: Workers, index: PrefixIndex, kept: Keeper) -> None:
         self._workers, self._index, self._kept = workers, index, kept
-        self._computing: dict[bytes, Sequence] = {}
+        self._computing: dict[bytes, TokenSequence] = {}
 
     def __len__(self) -> int:
         """Return how many blocks are being computed that others may wait for."""
         return len(self._computing)
 
-    def begin(self, sequence: Sequence, num_blocks: int) -> None:
+    def begin(self, sequence: TokenSequence, num_blocks: int) -> None:
         """``sequence`` computes its prompt after the first ``num_blocks`` blocks, unless others compute it already."""
         for block_hash in sequence.block_hashes[num_blocks:]:
             self._computing.setdefault(block_hash, sequence)
 
-    def stop(self, sequence: Sequence) -> None:
+    def stop(self, sequence: TokenSequence) -> None:
         """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
         for block_hash in sequence.block_hashes:
             if self._computing.get(block_hash) is sequence:
                 del self._computing[block_hash]
 
-    def leader_of(self, sequence: Sequence) -> Sequence | None:
+    def leader_of(self, sequence: TokenSequence) -> TokenSequence | None:
         """Return a sequence that computes a longer beginning of ``sequence`` than any that is cached."""
         usable = usable_hashes(sequence, self._workers.block_size)
         for depth in range(len(usable), 0, -1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as PySequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class DraftColumns:
         """Begin ``row`` for another sequence."""
         self.counts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
 
-    def propose(self, row: int, token_ids: PySequence[int]) -> None:
+    def propose(self, row: int, token_ids: Sequence[int]) -> None:
         """Have the next step verify ``token_ids`` of ``row``."""
         self.tokens[row, : len(token_ids)] = token_ids
         self.counts[row] = len(token_ids)

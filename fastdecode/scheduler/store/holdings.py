@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.cache import PrefixCache
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.table import SequenceTable
 
 
@@ -33,7 +33,7 @@ class Holdings:
         if (segment.num_tokens > 0 or is_known) and not stays:
             worker.release(segment.cache_id)
 
-    def remove(self, sequence: Sequence, segment: Segment, worker: int) -> None:
+    def remove(self, sequence: TokenSequence, segment: Segment, worker: int) -> None:
         """R-worker ``worker`` gives up its copy of ``segment``, of ``sequence``."""
         copy = segment.on(worker)
         if copy is None:

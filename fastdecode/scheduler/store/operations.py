@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.prefix.source import Hit
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.transfers import Transfer
 
 
@@ -28,7 +28,7 @@ class SetFollowersAside:
 class Close:
     """Give up what is kept for ``sequence`` alone: it goes on nowhere."""
 
-    sequence: Sequence
+    sequence: TokenSequence
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,7 +36,7 @@ class Begin:
     """Take the head of the queue out and start it in ``segments``, from ``hit``; a second copy on R-worker ``second``,
     -1 for none."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     segments: list[Segment]
     hit: Hit | None
     second: int = -1
@@ -49,7 +49,7 @@ class Attend:
 
     rows: np.ndarray
     on_second: np.ndarray
-    swapped: list[tuple[Sequence, Segment]]
+    swapped: list[tuple[TokenSequence, Segment]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,7 +72,7 @@ class Grow:
 class Extend:
     """Give ``sequence``, whose tail is whole, a new tail on R-worker ``worker``."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     worker: int
 
 
@@ -80,14 +80,14 @@ class Extend:
 class Preempt:
     """Take the cache of ``sequence``, and queue it by its age."""
 
-    sequence: Sequence
+    sequence: TokenSequence
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GiveUpCopy:
     """Have R-worker ``worker`` give up its copy of ``segment``, of ``sequence``."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     segment: Segment
     worker: int
 
@@ -97,7 +97,7 @@ class Move:
     """Begin to move ``segment`` to R-worker ``target``, all at once, with ``num_blocks`` blocks. The answer is the
     transfer."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     segment: Segment
     target: int
     num_blocks: int
@@ -108,7 +108,7 @@ class CopySegment:
     """Begin to copy ``segment`` to R-worker ``target``; in the end R-worker ``drops`` gives its own copy up, or none
     does. The answer is the transfer."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     segment: Segment
     target: int
     drops: int = -1

@@ -15,7 +15,7 @@ from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.cache import PrefixCache
 from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.holdings import Holdings
 from fastdecode.scheduler.store.operations import (
     Attend,
@@ -110,7 +110,7 @@ class Store:
         """Have ``num_blocks`` blocks free on R-worker ``worker``; False where not even evicted prefixes leave them."""
         return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
 
-    def begin(self, sequence: Sequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
+    def begin(self, sequence: TokenSequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
         """``sequence`` begins its prompt in ``segments``, which have copies and blocks, ``hit``'s among them; with a
         second copy of its only segment on R-worker ``second``, or none."""
         sequence.outputs_at_start = len(sequence.output_token_ids)
@@ -131,7 +131,7 @@ class Store:
         self.names.segments(sequence, segments)
         self.residents.enter(sequence, may_use_scratch=hit is None)
 
-    def send_away(self, sequence: Sequence, job_id: int, places: Iterable[StoredAt]) -> None:
+    def send_away(self, sequence: TokenSequence, job_id: int, places: Iterable[StoredAt]) -> None:
         """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, and store it at
         ``places``, or read there what was cached."""
         self.residents.leave_scratch(sequence)
@@ -144,14 +144,14 @@ class Store:
         for each in places:
             self.workers[each.r_worker].commit(each.cache_id, each.ticket, each.end - each.start)
 
-    def finish_prompt(self, sequence: Sequence) -> None:
+    def finish_prompt(self, sequence: TokenSequence) -> None:
         """All of ``sequence``'s prompt is cached: it decodes from here on."""
         sequence.job_id = 0
         self.prefixes.leaders.stop(sequence)
         self.prefixes.kept.keep(sequence)
         self.residents.decode(sequence)
 
-    def fork_siblings(self, parent: Sequence) -> None:
+    def fork_siblings(self, parent: TokenSequence) -> None:
         """The siblings of ``parent``, whose prompt has just been cached, start from a shared copy and decode."""
         if not parent.siblings:
             return
@@ -169,7 +169,7 @@ class Store:
         self.residents.fork(parent)
         parent.siblings = ()
 
-    def leave(self, sequence: Sequence, keep: bool) -> None:
+    def leave(self, sequence: TokenSequence, keep: bool) -> None:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
         if self.residents.leave(sequence):
             self.prefixes.leaders.stop(sequence)
@@ -183,7 +183,7 @@ class Store:
         self.names.progress([sequence])
         sequence.job_id = 0
 
-    def give_up(self, sequence: Sequence, segment: Segment, worker: int) -> None:
+    def give_up(self, sequence: TokenSequence, segment: Segment, worker: int) -> None:
         """R-worker ``worker`` gives up its copy of ``segment``, of ``sequence``."""
         self._holdings.remove(sequence, segment, worker)
         self.transfers.redirect(segment, worker)
@@ -196,7 +196,7 @@ class Store:
             self.table.put(sequence)
         self.table.sort()
 
-    def place_again(self, sequence: Sequence, places: Iterable[tuple[Segment, int]]) -> None:
+    def place_again(self, sequence: TokenSequence, places: Iterable[tuple[Segment, int]]) -> None:
         """Segments of ``sequence`` are to be computed again, each on the R-worker beside it."""
         for segment, worker in places:
             segment.copies = [Copy(worker)]
@@ -220,7 +220,7 @@ class Store:
         has_room = self._holdings.make_room_to_cut(segment, num_tokens, segment.num_blocks)
         return has_room and segment.num_tokens - num_tokens <= self._kept_rows
 
-    def lose(self, sequence: Sequence, worker: int) -> None:
+    def lose(self, sequence: TokenSequence, worker: int) -> None:
         """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""
         self.tails.count(sequence, -1)
         for segment in sequence.segments:
@@ -233,7 +233,7 @@ class Store:
         self.table.put(sequence)
         self.tails.count(sequence, 1)
 
-    def _begin_second(self, sequence: Sequence, worker: int, hit: Hit | None) -> None:
+    def _begin_second(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> None:
         """The only segment of ``sequence``, which just begins, is on ``worker`` too, from the twin of ``hit``."""
         segment, copy = sequence.tail, Copy(worker)
         if hit:

@@ -6,7 +6,7 @@ import numpy as np
 
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.step import CHUNK, NO_READS, READ, MiniBatch
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.draft_columns import DraftColumns
 
 
@@ -33,7 +33,7 @@ class SequenceTable:
             self.chunks[name] = 1
         self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
         self.drafts = DraftColumns(most_rows, most_drafts)
-        self.sequences: list[Sequence | None] = [None] * most_rows
+        self.sequences: list[TokenSequence | None] = [None] * most_rows
         self.rows = np.zeros(0, np.int64)
         self._free = list(range(most_rows))
         self._added: dict[int, None] = {}
@@ -41,7 +41,7 @@ class SequenceTable:
         self._several: dict[int, None] = {}
         self._reads: dict[int, np.ndarray] = {}
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: TokenSequence) -> None:
         """``sequence``, which has segments, has a row from now on."""
         row = self._free.pop()
         self.chunks["sequence_id"][row], self.on_second[row] = sequence.sequence_id, False
@@ -51,7 +51,7 @@ class SequenceTable:
         self.sequences[row], sequence.table, sequence.row = sequence, self, row
         self.put(sequence)
 
-    def put(self, sequence: Sequence) -> None:
+    def put(self, sequence: TokenSequence) -> None:
         """The tail of ``sequence`` is another one, or segments have other copies, from now on."""
         row, tail = sequence.row, sequence.tail
         num_cached = tail.start + tail.num_tokens
@@ -68,16 +68,16 @@ class SequenceTable:
         if closed := sequence.closed:
             self._reads[row] = np.array([(0, each.home, each.cache_id, each.start) for each in closed], READ)
 
-    def decode(self, sequence: Sequence) -> None:
+    def decode(self, sequence: TokenSequence) -> None:
         """``sequence`` decodes from the next refresh on."""
         self._added[sequence.row] = None
 
-    def stop(self, sequence: Sequence) -> None:
+    def stop(self, sequence: TokenSequence) -> None:
         """``sequence`` decodes no more from the next refresh on."""
         if self._added.pop(sequence.row, self) is self:
             self._stopped[sequence.row] = True
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: TokenSequence) -> None:
         """``sequence`` holds nothing any more."""
         row = sequence.row
         self.stop(sequence)
@@ -102,18 +102,18 @@ class SequenceTable:
         if (key[1:] < key[:-1]).any():
             self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted: linear
 
-    def sequence(self, row: int) -> Sequence:
+    def sequence(self, row: int) -> TokenSequence:
         """The sequence of one row in use."""
         found = self.sequences[row]
         if found is None:
             raise KeyError(f"row {row} is not in use")
         return found
 
-    def several(self) -> list[Sequence]:
+    def several(self) -> list[TokenSequence]:
         """Sequences of several segments."""
         return [self.sequence(row) for row in self._several]
 
-    def on(self, worker: int) -> list[Sequence]:
+    def on(self, worker: int) -> list[TokenSequence]:
         """Sequences of which R-worker ``worker`` has something, in no order."""
         rows = np.flatnonzero((self.homes == worker) | (self.second_workers == worker)).tolist()
         more = [row for row in self._several if self.sequence(row).is_on(worker)]

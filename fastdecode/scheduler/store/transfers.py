@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Workers
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.holdings import Holdings
 from fastdecode.scheduler.store.table import SequenceTable
 
@@ -21,7 +21,7 @@ class Transfer:
     none does.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     segment: Segment
     source: int
     target: int
@@ -56,13 +56,13 @@ class TransfersUnderWay:
         """All of them, oldest first; some may be dropped meanwhile."""
         return iter(list(self._all))
 
-    def begin_move(self, sequence: Sequence, segment: Segment, target: int, num_blocks: int) -> Transfer:
+    def begin_move(self, sequence: TokenSequence, segment: Segment, target: int, num_blocks: int) -> Transfer:
         """The home of ``segment`` is to be R-worker ``target``, with ``num_blocks`` blocks, more than the segment has
         where it is to grow there; where another R-worker has a copy, all copies keep as many as they have."""
         num_blocks = num_blocks if len(segment.copies) == 1 else segment.num_blocks
         return self._begin(Transfer(sequence, segment, segment.home, target, num_blocks, segment.home))
 
-    def begin_copy(self, sequence: Sequence, segment: Segment, target: int, drops: int = -1) -> Transfer:
+    def begin_copy(self, sequence: TokenSequence, segment: Segment, target: int, drops: int = -1) -> Transfer:
         """R-worker ``target`` is to have a copy of ``segment``; in the end R-worker ``drops``, one of two that have it,
         gives its own up, or none does."""
         if segment.home == drops:
@@ -110,7 +110,7 @@ class TransfersUnderWay:
             worker.release(transfer.cache_id)
         self._all.remove(transfer)
 
-    def drop_of(self, sequence: Sequence) -> None:
+    def drop_of(self, sequence: TokenSequence) -> None:
         """``sequence`` gives up its cache."""
         for transfer in self:
             if transfer.sequence is sequence:
