@@ -51,9 +51,7 @@ class Store:
 
     def __init__(self, limits: Limits, retains: bool) -> None:
         """``retains``: what sequences leave is kept for others that begin alike, where ``limits`` say so."""
-        self.workers = Workers(
-            limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts, limits.state_blocks
-        )
+        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.sizes, limits.hosts)
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
         self.prefixes = PrefixCache(self.workers, limits, retains and limits.prefix_caching, self.names)
@@ -164,7 +162,7 @@ class Store:
             sibling.num_closed = parent.num_closed
             self.table.open(sibling)
             self.tails.count(sibling, 1)
-        own_blocks = self.workers.state_blocks + (parent.tail.num_tokens % self.workers.block_size > 0)
+        own_blocks = self.workers.sizes.blocks_of_copy(parent.tail.num_tokens)
         parent.tail.num_blocks -= own_blocks * len(parent.siblings)
         self.residents.fork(parent)
         parent.siblings = ()
@@ -215,7 +213,7 @@ class Store:
     def make_room_to_rewind(self, segment: Segment, num_tokens: int) -> bool:
         """Evict what cutting ``segment`` to ``num_tokens`` tokens needs; False where it cannot be cut to them: a state
         goes back behind the few rows that are kept beside it, and only to the very token."""
-        if not self.workers.state_blocks:
+        if self.workers.sizes.rewinds:
             return True
         has_room = self._holdings.make_room_to_cut(segment, num_tokens, segment.num_blocks)
         return has_room and segment.num_tokens - num_tokens <= self._kept_rows
