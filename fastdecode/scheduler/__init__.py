@@ -8,7 +8,7 @@ from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
 from fastdecode.scheduler.schedules import SCHEDULES, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.snapshot import Snapshot
-from fastdecode.scheduler.store.transfers import Transfer
+from fastdecode.scheduler.store.holdings import Transfer
 
 Sequence = TokenSequence
 """The name under which programs make one; it is no ``collections.abc.Sequence``."""

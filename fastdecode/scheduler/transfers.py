@@ -10,8 +10,8 @@ from fastdecode.scheduler.policy.move_prices import TransferPrice
 from fastdecode.scheduler.policy.moves import Moves
 from fastdecode.scheduler.policy.second_copies import SecondCopies
 from fastdecode.scheduler.schedules import Limits
+from fastdecode.scheduler.store.holdings import Transfer
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.store.transfers import Transfer
 from fastdecode.scheduler.waiting import Lifecycle
 
 

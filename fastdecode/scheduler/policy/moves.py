@@ -11,9 +11,9 @@ from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.load_forecast import LoadForecast
 from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, TransferPrice, attended_in
 from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.store.holdings import Transfer
 from fastdecode.scheduler.store.operations import Decision, Move, Refresh
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.store.transfers import Transfer
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64
 """R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger pools

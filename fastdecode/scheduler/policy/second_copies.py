@@ -9,6 +9,7 @@ from fastdecode.scheduler.places.speeds import Observed
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.move_prices import TransferPrice
 from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.store.holdings import Transfer
 from fastdecode.scheduler.store.operations import (
     CopyNext,
     CopySegment,
@@ -19,7 +20,6 @@ from fastdecode.scheduler.store.operations import (
     Refresh,
 )
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.store.transfers import Transfer
 
 SHARE = 0.1
 """The part of the steps' time that making second copies may take: decodes wait meanwhile."""

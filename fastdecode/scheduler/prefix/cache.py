@@ -9,14 +9,46 @@ from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.adopted import Adopted, Held
-from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
-from fastdecode.scheduler.prefix.leaders import Leaders
+from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable_hashes
 from fastdecode.scheduler.prefix.parked import Parked
 from fastdecode.scheduler.prefix.retained import Retained
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
 from fastdecode.scheduler.prefix.states import StateIndex, States
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import TokenSequence
+
+
+class Leaders:
+    """Sequences that compute prefixes right now, found by block hashes: others wait for them instead of computing these
+    as well."""
+
+    def __init__(self, workers: Workers, index: PrefixIndex, kept: Keeper) -> None:
+        self._workers, self._index, self._kept = workers, index, kept
+        self._computing: dict[bytes, TokenSequence] = {}
+
+    def __len__(self) -> int:
+        """Return how many blocks are being computed that others may wait for."""
+        return len(self._computing)
+
+    def begin(self, sequence: TokenSequence, num_blocks: int) -> None:
+        """``sequence`` computes its prompt after the first ``num_blocks`` blocks, unless others compute it already."""
+        for block_hash in sequence.block_hashes[num_blocks:]:
+            self._computing.setdefault(block_hash, sequence)
+
+    def stop(self, sequence: TokenSequence) -> None:
+        """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
+        for block_hash in sequence.block_hashes:
+            if self._computing.get(block_hash) is sequence:
+                del self._computing[block_hash]
+
+    def leader_of(self, sequence: TokenSequence) -> TokenSequence | None:
+        """Return a sequence that computes a longer beginning of ``sequence`` than any that is cached."""
+        usable = usable_hashes(sequence, self._workers.block_size)
+        for depth in range(len(usable), 0, -1):
+            leader = self._computing.get(usable[depth - 1])
+            if leader and self._kept.is_worth(sequence, depth) and self._kept.will_keep(leader, depth):
+                return leader if depth > self._index.num_cached(sequence, usable, self._kept) else None
+        return None
 
 
 class PrefixCache:

@@ -11,7 +11,7 @@ import numpy as np
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.sequence import TokenSequence
-from fastdecode.scheduler.store.transfers import Transfer
+from fastdecode.scheduler.store.holdings import Transfer
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -16,7 +16,7 @@ from fastdecode.scheduler.prefix.cache import PrefixCache
 from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import TokenSequence
-from fastdecode.scheduler.store.holdings import Holdings
+from fastdecode.scheduler.store.holdings import Holdings, Transfer, TransfersUnderWay
 from fastdecode.scheduler.store.operations import (
     Attend,
     Close,
@@ -35,7 +35,6 @@ from fastdecode.scheduler.store.operations import (
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.table import SequenceTable
 from fastdecode.scheduler.store.tails import Tails
-from fastdecode.scheduler.store.transfers import Transfer, TransfersUnderWay
 
 
 class Store:
