@@ -29,9 +29,9 @@ PARTS = re.compile(r"\b_?(store|table|workers|residents|queue|transfers|prefixes
 """Names of the store and of its parts, as policies call them."""
 
 QUESTIONS = {
-    "attending", "blocks_for", "blocks_of_tokens", "copy", "count_held", "hits", "is_broken", "is_on", "items", "kv_loads", "latest",
-    "loads_on", "min", "next_rows", "num_outputs", "on", "prompt_loads", "reads", "rows_to_stop", "sequence",
-    "several", "sum", "tail_lens", "tail_room", "tolist", "values", "ways",
+    "attending", "blocks_for", "blocks_of_tokens", "copy", "count_held", "hits", "is_broken", "is_on", "items",
+    "kv_loads", "latest", "loads_on", "min", "next_rows", "num_outputs", "on", "prompt_loads", "reads",
+    "rows_to_stop", "sequence", "several", "sum", "tail_lens", "tail_room", "tolist", "values", "ways",
 }  # fmt: skip
 """Methods of the store's parts that policies may call."""
 
