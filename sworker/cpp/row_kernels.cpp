@@ -2,6 +2,8 @@
 // linker may keep such a function's copy with wide instructions for all files.
 #include "row_kernels.hpp"
 
+#include "floats.hpp"
+
 #define SWORKER_TEXT(name) #name
 #define SWORKER_NAME(name) SWORKER_TEXT(name)
 
@@ -9,34 +11,6 @@ namespace sworker::SWORKER_ISA {
 namespace {
 
 constexpr std::size_t LANES = 16;
-
-float load(float value) {
-    return value;
-}
-
-float load(BFloat16 value) {
-    return __builtin_bit_cast(float, std::uint32_t(value) << 16);
-}
-
-/// `value` as a T, to the nearest, ties to even.
-template <typename T>
-T as(float value) {
-    return value;
-}
-
-template <>
-BFloat16 as<BFloat16>(float value) {
-    const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
-    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return BFloat16(nan ? 0x7fc0u : rounded);
-}
-
-/// `value` as it is after a visit to memory.
-template <typename T>
-float round_to(float value) {
-    return load(as<T>(value));
-}
 
 /// Sixteen sums side by side, then pairwise: the same order whatever the registers hold.
 template <typename T>
