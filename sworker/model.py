@@ -27,9 +27,12 @@ from fastdecode.sworker.loader import (
     max_position_embeddings,
     model_shape,
     place_model,
+    resolve_device,
     weights_digest,
 )
 from fastdecode.sworker.prepack import PackedLinears
+from fastdecode.sworker.products.gated import GatedLayers
+from fastdecode.sworker.products.linears import IntegerLinears, quantize_linears
 from fastdecode.sworker.refusals import check_rope
 from fastdecode.sworker.sharding import Rank
 from fastdecode.sworker.support import probe_layers, probe_layout, repeats_rows
@@ -58,6 +61,10 @@ class SModel:
         if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
             raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
         layers = probe_layers(whole, hf_config) if rank and (config.prefill_workers or config.journal) else None
+        if config.quantization:
+            if resolve_device(config.device).type != "cpu":
+                raise ConfigError("quantization: int8 products run on the CPU: give --device cpu as well")
+            quantize_linears(whole, hf_config)
         self.model = place_model(config, hf_config, whole, rank)
         self.layout = _replace_and_probe(self.model, hf_config, config)
         self.whole_layout = replace(self.layout, layers=layers or self.layout.layers).absorbed
@@ -81,6 +88,7 @@ class SModel:
         """Return the whole model's name, equal in processes with the same layers, dtype, vocabulary and weights."""
         layers = self.whole_layout.with_state_dtype("float32").layers
         text = f"{layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
+        text += f" {self._config.quantization}" if self._config.quantization else ""
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -155,7 +163,8 @@ class SModel:
 
 def _replace_and_probe(model: torch.nn.Module, hf_config: Any, config: EngineConfig) -> KVLayout:
     """Replace what has a faster form, and prove by the probe that the model's code runs with it."""
-    replaced = PackedLinears(model), FusedRows(model)
+    integers = IntegerLinears(model)
+    replaced = PackedLinears(model), FusedRows(model), GatedLayers(model, integers)
     try:
         layout = probe_layout(model, hf_config, config.kv_cache_dtype)
     except UnsupportedModelError as error:

@@ -175,7 +175,7 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 
 def _is_plain(module: torch.nn.Module) -> bool:
     """A subclass may compute something else."""
-    return type(module) is torch.nn.Linear and module.weight.device.type == "cpu"
+    return type(module) is torch.nn.Linear and module.weight.device.type == "cpu" and "forward" not in vars(module)
 
 
 def _can_share(linears: list[torch.nn.Module]) -> bool:

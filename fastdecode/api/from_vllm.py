@@ -55,7 +55,6 @@ REFUSED = {
     "override_generation_config": "give sampling_params",
     "pipeline_parallel_size": "the layers run on one S-worker, or on ranks of tensor_parallel_size",
     "pooler_config": _TEXTS_ONLY,
-    "quantization": "packed checkpoints and GGUF are unpacked as they are loaded; kv_cache_dtype quantises caches",
     "rope_scaling": "give hf_overrides",
     "rope_theta": "give hf_overrides",
     "runner": _TEXTS_ONLY,
@@ -74,12 +73,14 @@ _MEAN_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "generation_config": ("auto",),
     "model_impl": ("auto", "transformers"),
     "pipeline_parallel_size": (1, "1"),
-    "quantization": ("gguf",),
     "runner": ("auto", "generate"),
     "scheduling_policy": ("fcfs",),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
 }
+
+_FOUND_IN_CHECKPOINTS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "mxfp4")
+"""Values of vLLM's ``quantization`` that say what the checkpoint says, too: it is unpacked as it is loaded."""
 
 MEMBERS = {
     "apply_model": "llm.engine.s_model.model is the model",
@@ -148,6 +149,8 @@ def without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
         if not asks_for_nothing(settings[name], _MEAN_NOTHING.get(name, ())):
             raise ConfigError(f"{name}: {REFUSED[name]}")
     kept = settings.keys() - IGNORED - REFUSED.keys()
+    if settings.get("quantization") in _FOUND_IN_CHECKPOINTS:
+        kept -= {"quantization"}
     return {RENAMED.get(name, name): value for name, value in settings.items() if name in kept}
 
 
