@@ -16,8 +16,8 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 NAME = "integer_codes"
 """The attribute of a linear layer that holds its codes."""
 
-MOST_BLOCK = 64
-"""Elements that one Hadamard matrix mixes, at most: the perplexity gains nothing from more."""
+MOST_BLOCK = 256
+"""Elements that one Hadamard matrix mixes, at most."""
 
 DEGREES = range(1, 17)
 """Numbers of ranks for all of which a rotation stays within each rank's part of a row."""

@@ -49,8 +49,8 @@ class GatedLayers:
         if not found:
             return
         first, second = found
-        key = (type(module), str(getattr(module, "act_fn", getattr(module, "activation_fn", None))))
-        key += (first.width, first.num_outputs, second.num_outputs)
+        function = str(getattr(module, "act_fn", getattr(module, "activation_fn", None)))
+        key = type(module), function, first.width, first.num_outputs, second.num_outputs
         if key not in self._forms:
             self._forms[key] = self._proven(module, first, second)
         activation = self._forms[key]

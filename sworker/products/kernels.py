@@ -22,7 +22,7 @@ LIMIT = "FASTDECODE_ISA"
 LIMITED_TO = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
 """Kernels that each value of the variable allows; any other allows all."""
 
-PROOF_SHAPES = tuple((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)) + ((8192, 3),)
+PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)), (8192, 3))
 """Widths and numbers of rows that are tried: every number that one pass may have, and several passes."""
 
 PROOF_COLUMNS = 70

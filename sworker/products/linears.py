@@ -5,12 +5,14 @@ A layer's code is untouched: it gets a ``forward`` of its own, and layers that r
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
@@ -56,11 +58,29 @@ def _stand_in(weight: torch.Tensor, codes: IntegerCodes) -> PackedWeight:
 
 
 def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -> bool:
-    if type(module) is not torch.nn.Linear or module.weight.device.type != "cpu":
+    if not isinstance(module, torch.nn.Linear) or module.weight.device.type != "cpu":
+        return False
+    kind: Any = type(module)
+    if not multiplies_alone(kind):
         return False
     if module.out_features < LEAST_OUTPUTS or module.in_features > MOST_INPUTS or module.out_features in expert_counts:
         return False
     return not any(part in name for part in KEPT_NAMES)
+
+
+@functools.cache
+def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
+    """Say whether layers of ``kind`` compute what ``nn.Linear`` computes: a subclass may do something else."""
+    if kind is torch.nn.Linear:
+        return True
+    rows, weight, bias = (torch.randn(shape, generator=torch.Generator()) for shape in ((3, 8), (5, 8), (5,)))
+    try:
+        layer = kind(8, 5)
+        layer.weight.data, layer.bias.data = weight, bias
+        with torch.inference_mode():
+            return torch.allclose(layer(rows), F.linear(rows, weight, bias), atol=1e-6)
+    except Exception:  # a kind that is made otherwise
+        return False
 
 
 def _expert_counts(hf_config: Any) -> set[int]:
@@ -82,10 +102,11 @@ class IntegerLinears:
         self.num_layers = 0
         self._proven: set[tuple[object, ...]] = set()
         self.products: dict[int, IntegerProduct] = {}
+        """By ``id`` of the layer."""
         for linears in list(_groups(model)):
             self._pack(linears)
         if self.num_layers:
-            logger.info("%d linear layers multiply integers, in %d products", self.num_layers, len(self.products))
+            logger.info("%d linear layers multiply integers", self.num_layers)
 
     def _pack(self, linears: Sequence[torch.nn.Linear]) -> None:
         codes = [found for linear in linears if (found := codes_of(linear))]
@@ -98,9 +119,8 @@ class IntegerLinears:
             linear.__dict__["forward"] = product.forward_of(index)
             if isinstance(linear.weight, PackedWeight):
                 shape, dtype = codes[index].codes.shape, linear.weight.dtype
-                linear.weight = PackedWeight.of(
-                    torch.empty(shape, dtype=dtype, device="meta"), lambda index=index: product.weight(index)
-                )
+                like = torch.empty(shape, dtype=dtype, device="meta")
+                linear.weight = PackedWeight.of(like, functools.partial(product.weight, index))
             del linear.__dict__[NAME]
             self.products[id(linear)] = product
         self.num_layers += len(linears)
@@ -116,10 +136,11 @@ class IntegerProduct(SharedProduct):
         self.width, self.block, self._rank = codes[0].codes.shape[1], codes[0].block, codes[0].rank
         self._scales = torch.cat([each.scales for each in codes])
         biases = [linear.bias.data.float() for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
         self._weights = _sworker.IntegerWeights(
             torch.cat([each.codes for each in codes]).numpy(),
             self._scales.numpy(),
-            torch.cat(biases).numpy() if biases else None,
+            None if self._bias is None else self._bias.numpy(),
             self.block,
             torch.get_num_threads(),
         )
