@@ -14,11 +14,11 @@ from functools import cache
 from typing import Any
 
 from fastdecode.cli.main import build_parser
-from fastdecode.cli.variants.ranges import RangeVariant
-from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.gpu_only import held_bytes, judge, usable_bytes
 from fastdecode.perfmodel.hardware import find_gpu
+from fastdecode.perfmodel.lab.cli.variants.ranges import RangeVariant
+from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
+from fastdecode.perfmodel.lab.gpu_only import held_bytes, judge, usable_bytes
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.rank_costs import RankGroup, gpu_peer_link
 

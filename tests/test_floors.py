@@ -5,102 +5,44 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster": "fastdecode.cluster"} | {
-    "perfmodel": "fastdecode.perfmodel"
-}
+from helpers.modules import ROOT, Module, modules, read_module, sources, trees
 
 FLOORS = [
-    {"", "core", "api", "drafting.speculative_config"},
-    {"scheduler", "perfmodel", "_rworker", "_sworker"},
+    {"", "core", "kinds", "api", "drafting.speculative_config"},
+    {"scheduler", "perfmodel", "perfmodel.lab.planner", "_rworker", "_sworker"}
+    | {"perfmodel.lab.gpu_only", "perfmodel.lab.draft_times"},
     {"cycle"},
-    {"sworker", "cluster", "perfmodel.simulate"},
-    {"engine", "build", "live", "tensor_parallel", "backends", "engine_setup", "hybrids", "prefills", "drafting"}
-    | {"journal"}
-    | {"api.request", "api.text"},
-    {"cli", "server", "llm", "measure", "batch"},
+    {"sworker", "cluster", "perfmodel.lab.simulate"},
+    {"engine", "tensor_parallel", "prefills", "drafting"} | {"journal"} | {"api.request", "api.text"},
+    {"cli", "server", "llm", "batch", "perfmodel.lab"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
 
 APART = {1, 3}
 """Floors whose rooms know nothing of each other: a module imports lower floors and its own room."""
 
-OUTSIDE = {0: {"numpy"}, 1: {"numpy"}, 2: {"numpy"}}
+OUTSIDE = {0: {"numpy", "msgspec"}, 1: {"numpy"}, 2: {"numpy"}}
 """Third-party packages these floors may import."""
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
 LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
 LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster", "ray": "cluster"}
-KNOW_CLUSTER = {"backends", "cli.r_worker", "cli.prefill_worker", "prefills.worker", "cli.cache", "cli.doctor_parking"}
+KNOW_CLUSTER = {
+    "engine.compose.backends",
+    "cli.r_worker",
+    "cli.prefill_worker",
+    "prefills.worker",
+    "cli.cache",
+    "cli.doctor_parking",
+}
 """The engine's choice of a backend, processes that are R-workers and prefill workers, and what reads their disks."""
 
 IN_ONE_FILE = {"mpi4py", "zmq", "ray"}
 NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module's name under ``fastdecode`` and every dotted name it imports, inside functions too."""
-
-    name: str
-    imports: frozenset[str]
-
-    @property
-    def own(self) -> set[str]:
-        """Imports from this project, as names under ``fastdecode``."""
-        return {name.partition(".")[2] for name in self.imports if name.split(".")[0] == "fastdecode"}
-
-    @property
-    def others(self) -> set[str]:
-        """Top-level names of everything else outside the standard library."""
-        return {name.split(".")[0] for name in self.imports} - {"fastdecode"} - sys.stdlib_module_names
-
-
-def read_module(name: str, source: str, known: set[str]) -> Module:
-    """``from package import x`` counts as ``package.x`` where that is a module, else as ``package``.
-
-    What only type checkers see does not count in the package's own __init__, which hands upper floors through.
-    """
-    found = set()
-    for node in _run_time_nodes(ast.parse(source), name == ""):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name}: relative import"
-            members = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {member if member in known else node.module for member in members}
-    return Module(name, frozenset(found))
-
-
-def _run_time_nodes(tree: ast.AST, skip_type_checking: bool) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if skip_type_checking and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from _run_time_nodes(node, skip_type_checking)
-
-
-def sources() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    found = {}
-    for folder, package in ROOMS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *parts]).removesuffix(".__init__")] = path
-    return found
-
-
-def read_modules() -> list[Module]:
-    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker"}
-    return [
-        read_module(name.partition(".")[2], path.read_text(encoding="utf-8"), known) for name, path in sources().items()
-    ]
 
 
 def room_of(name: str) -> str:
@@ -115,7 +57,7 @@ def floor_of(name: str) -> int:
     return next(index for index, floor in enumerate(FLOORS) if room_of(name) in floor)
 
 
-def violations(modules: list[Module]) -> list[str]:
+def violations(modules: Sequence[Module]) -> list[str]:
     """One line per broken rule."""
     return [line for module in modules for line in (*_own_violations(module), *_other_violations(module))] + [
         f"{name} is imported in several files: {', '.join(users)}"
@@ -127,14 +69,16 @@ def violations(modules: list[Module]) -> list[str]:
 def _own_violations(module: Module) -> Iterator[str]:
     for name in sorted(module.own):
         mine, other = floor_of(module.name), floor_of(name)
-        strangers = mine == other and mine in APART and room_of(module.name) != room_of(name)
+        strangers = (
+            mine == other and mine in APART and room_of(module.name).split(".")[0] != room_of(name).split(".")[0]
+        )
         if other > mine or strangers:
             yield f"{module.name or 'fastdecode'} (floor {mine}) imports {name} (floor {other})"
     knows_cluster = "cluster" in {room_of(name) for name in module.own}
     if knows_cluster and room_of(module.name) != "cluster" and module.name not in KNOW_CLUSTER:
         yield f"{module.name} imports the R side, which only {', '.join(sorted(KNOW_CLUSTER))} may"
-    if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli", "measure"):
-        yield f"{module.name} imports the extension, which only cluster (and cli and measure, to report it) may"
+    if "_rworker" in module.own and room_of(module.name) not in ("cluster", "cli", "perfmodel.lab"):
+        yield f"{module.name} imports the extension, which only cluster (and cli and the lab, to report it) may"
     if "_sworker" in module.own and room_of(module.name) != "sworker":
         yield f"{module.name} imports the S-part's extension, which only sworker may"
 
@@ -153,20 +97,23 @@ def _other_violations(module: Module) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_floors_are_kept() -> None:
-    modules = read_modules()
-    assert {"core.types", "scheduler.scheduler", "sworker.s_worker", "cluster.pool", "engine"} <= {
-        m.name for m in modules
+    found = modules()
+    assert {"core.types", "scheduler.scheduler", "sworker.run.s_worker", "cluster.pool.backend", "engine.engine"} <= {
+        m.name for m in found
     }
-    assert violations(modules) == []
+    assert violations(found) == []
 
 
 @pytest.mark.slow
 def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     """The composition root knows the S side as such, the R side as the backend it asks for."""
-    rooms = {m.name: {room_of(name) for name in m.own} for m in read_modules()}
+    rooms = {
+        m.name: {"engine.compose.backends" if name == "engine.compose.backends" else room_of(name) for name in m.own}
+        for m in modules()
+    }
     assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefills.worker"]
-    assert [name for name, own in rooms.items() if {"sworker", "backends"} <= own] == [
-        "build",
+    assert [name for name, own in rooms.items() if {"sworker", "engine.compose.backends"} <= own] == [
+        "engine.compose.build",
         "tensor_parallel.ranks",
     ]
 
@@ -181,13 +128,13 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
         ("scheduler.scheduler", "from fastdecode.perfmodel import equations"),
         ("scheduler.scheduler", "from fastdecode import sworker"),
         ("scheduler.scheduler", "import torch"),
-        ("perfmodel.equations", "from fastdecode.perfmodel.simulate import run"),
+        ("perfmodel.equations", "from fastdecode.perfmodel.lab.simulate import run"),
         ("sworker.s_worker", "from fastdecode.cluster.pool import InprocBackend"),
         ("sworker.s_worker", "import fastdecode.engine"),
         ("sworker.s_worker", "from fastdecode import _rworker"),
         ("sworker.s_worker", "import zmq"),
         ("cluster.pool", "from fastdecode import _sworker"),
-        ("cluster.pool", "from fastdecode.sworker.staging import to_numpy"),
+        ("cluster.pool", "from fastdecode.sworker.run.staging import to_numpy"),
         ("cluster.pool", "if TYPE_CHECKING:\n    import torch.nn"),
         ("cluster.pool", "from pickle import dumps"),
         ("engine", "from transformers import AutoConfig"),
@@ -197,8 +144,8 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     ],
 )
 def test_a_breach_is_found(name: str, source: str) -> None:
-    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker", "fastdecode.perfmodel.simulate"}
-    assert len(violations([read_module(name, source, known)])) >= 1
+    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker", "fastdecode.perfmodel.lab.simulate"}
+    assert len(violations([read_module(name, ast.parse(source), known)])) >= 1
 
 
 def test_transports_live_in_one_file_each() -> None:
@@ -210,9 +157,9 @@ def test_transports_live_in_one_file_each() -> None:
 def test_no_assert_statements() -> None:
     """Input checks must survive ``python -O``."""
     asserting = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sources().values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{sources()[name].relative_to(ROOT)}:{node.lineno}"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Assert)
     ]
     assert asserting == []
@@ -222,7 +169,8 @@ def test_an_r_worker_starts_without_torch(tmp_path: Path) -> None:
     """In a process of its own, outside the checkout; cli.main is on the way to `fastdecode r-worker`."""
     code = """
 import importlib, sys
-for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.r_worker.session", "fastdecode.cluster.pool",
+for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.r_worker.session",
+             "fastdecode.cluster.pool.backend",
              "fastdecode.perfmodel.equations", "fastdecode.cli.main"):
     importlib.import_module(name)
     heavy = {"torch", "transformers", "greenlet", "fastdecode.sworker"} & set(sys.modules)

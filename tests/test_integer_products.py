@@ -16,12 +16,12 @@ from fastdecode import LLM, SamplingParams, _sworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError
 from fastdecode.sworker import SModel
-from fastdecode.sworker.packed_weight import PackedWeight
+from fastdecode.sworker.model.packed_weight import PackedWeight
+from fastdecode.sworker.model.support import repeats_rows
 from fastdecode.sworker.products import kernels
 from fastdecode.sworker.products.codes import block_of, quantized, unrotated
 from fastdecode.sworker.products.kernels import array, integer_isa
 from fastdecode.sworker.products.linears import IntegerProduct
-from fastdecode.sworker.support import repeats_rows
 
 MOST_USED = ("llama-gqa", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "opt")
 MOST_USED += ("gpt_neox", "falcon")
@@ -44,7 +44,9 @@ def product(weights: Any, x: torch.Tensor, columns: int, isa: str, threads: int 
 @pytest.mark.parametrize("instructions", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "width"), [(1, 4), (33, 18), (64, 64), (100, 72), (40, 576), (31, 1000)])
-def test_products_are_those_of_plain_torch_bit_by_bit(columns: int, width: int, dtype: torch.dtype, instructions: str) -> None:
+def test_products_are_those_of_plain_torch_bit_by_bit(
+    columns: int, width: int, dtype: torch.dtype, instructions: str
+) -> None:
     torch.manual_seed(width)
     kernels.use_openmp()
     rows, weight = torch.randn(70, width).to(dtype), torch.randn(columns, width).to(dtype)
@@ -173,7 +175,7 @@ def test_logits_are_those_of_the_oracle_and_rows_repeat(name: str, zoo: Path, mo
 
 
 def logits_of(model: torch.nn.Module, hf_config: Any) -> torch.Tensor:
-    from fastdecode.sworker import support
+    from fastdecode.sworker.model import support
 
     return support._probe(model, hf_config)[1]
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from helpers import r_workers
 
-from fastdecode.cluster.links.spawn import SpawnBackend
-from fastdecode.cluster.links.tcp import TcpBackend
-from fastdecode.cluster.parking.chain_file import ChainReader
-from fastdecode.cluster.parking.disks import PoolParks
-from fastdecode.cluster.parking.room import Room
-from fastdecode.cluster.pool import InprocBackend, PoolBackend
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.parks import PoolParks
+from fastdecode.cluster.pool.spawn import SpawnBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes
+from fastdecode.cluster.r_worker.parking.chain_file import ChainReader
+from fastdecode.cluster.r_worker.parking.room import Room
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.parked import (
     WAKE,
@@ -35,11 +36,12 @@ from fastdecode.cluster.wire.parked import (
     encode_parking,
 )
 from fastdecode.core.errors import BackendError, FrameError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.parked import Chain, Parked, ParkPlace, Progress
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
-LAYOUT = KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3)), "float32", "int8")
+LAYOUT = KVLayout((Dense(4, 2, 8, 16, 0.3), Dense(4, 4, 16, 8, 0.3)), "float32", "int8")
 NUM_BLOCKS, BLOCK_SIZE = 85, 16  # two whole pieces of 512 tokens, and 336
 SIZE = RWorkerSize(1 << 20, 1)
 HASHES = [number.to_bytes(16, "big") for number in range(1, 1 + NUM_BLOCKS)]

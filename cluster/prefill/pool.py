@@ -14,7 +14,7 @@ import numpy as np
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel
-from fastdecode.cluster.newcomers import Attempts
+from fastdecode.cluster.pool.attempts import Attempts
 from fastdecode.cluster.prefill.client import PrefillClient, refusal
 from fastdecode.cluster.prefill.messages import (
     JOB,
@@ -28,13 +28,14 @@ from fastdecode.cluster.prefill.messages import (
     decode_failure,
     encode,
 )
-from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.core.dtypes import ITEM_BYTES, WIRE_DTYPE
 from fastdecode.core.errors import BackendError, FrameError, WorkerLostError
-from fastdecode.core.layout import ITEM_BYTES, WIRE_DTYPE, KVLayout
+from fastdecode.core.machine import process_name
 from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill, StoredAt
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 LOOK_SECONDS = 0.001
 """Between two looks at all links, for an engine that has nothing else to do."""

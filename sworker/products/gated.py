@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.sworker.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
 from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
 
 logger = logging.getLogger(__name__)

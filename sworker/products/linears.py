@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker.packed_weight import FileMaps, PackedWeight
-from fastdecode.sworker.prepack import SharedProduct
+from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
+from fastdecode.sworker.model.prepack import SharedProduct
 from fastdecode.sworker.products.codes import NAME, IntegerCodes, block_of, codes_of, quantized, set_codes, unrotated
 from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 

@@ -14,17 +14,17 @@ from helpers.tiny_configs import tiny_config
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import PlanError, UnsupportedModelError
-from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu, kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.gpu_only import GpuServer
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_config import read_shape
-from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part
 from fastdecode.perfmodel.states_here import StatesHere
-from fastdecode.sworker.loader import auto_class
+from fastdecode.sworker.model.loader import auto_class
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")
 HYBRIDS += ("jamba", "minimax", "recurrent_gemma", "zamba2")
@@ -127,8 +127,8 @@ def test_prompts_attend_on_r_workers() -> None:
     workload = Workload(rows + 1000, rows)
     short, part = (host_r_part(NEXT, "bfloat16", host, prompt_context=each) for each in (0.0, workload.prompt_context))
     layer = NEXT.layer_layout
-    rate = kernel_bytes_per_second("bfloat16", layer.products_per_element, host.cores)
-    products = sum(layer.kv_bytes_per_token("bfloat16") / rate * row for row in range(0, rows, 1000)) * 1000
+    rate = kernel_bytes_per_second("bfloat16", layer.multiply_adds() / layer.kv_elements, host.cores)
+    products = sum(layer.token_bytes("bfloat16") / rate * row for row in range(0, rows, 1000)) * 1000
     more = NEXT.num_layers * (part.seconds(0, 0, rows) - short.seconds(0, 0, rows))
     assert more == pytest.approx(12 * products, rel=0.02)
     plain = replace(NEXT, state=None)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.perfmodel.equations import largest
-from fastdecode.perfmodel.gpu_only import GpuOnly, GpuServer, judge
 from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.gpu_only import GpuOnly, GpuServer, judge
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.sizing import Prices, Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 

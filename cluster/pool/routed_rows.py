@@ -1,0 +1,163 @@
+"""The rows of one mini-batch on their way: each R-worker gets its part of q, k, v, and o is filled and merged; and how
+long the ways took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.core.dtypes import WIRE_DTYPE
+from fastdecode.core.route_records import Merge, MiniBatchRoutes, Rows
+from fastdecode.kinds import Layer
+from fastdecode.kinds.attending import Attending
+from fastdecode.kinds.layout import KVLayout
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+"""q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""
+
+
+class _Share(NamedTuple):
+    """One R-worker's part of layers of one shape: rows of q, and of k and v, and the places of its answer.
+
+    ``in_place``: its rows follow one another, so that none is copied.
+    """
+
+    worker: int
+    in_place: bool
+    q_rows: Rows
+    kv_rows: Rows
+    o: np.ndarray
+    partials: np.ndarray | None
+
+
+class RoutedRows:
+    """One mini-batch in a step: takes q, k, v apart by R-worker, layer by layer, and puts o together.
+
+    ``busy``: the R-workers with rows in it. ``layer``: the one that was scattered last, None before the first. Layers
+    of the same shape share their arrays.
+    """
+
+    def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
+        self.busy = [worker for worker, route in enumerate(routes.workers) if not route.is_empty]
+        self.layer: int | None = None
+        self._layout, self._routes = layout, routes.workers
+        self._set_merge(routes.merge)
+        self._zeroed: list[slice] = []
+        self._shares: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, list[_Share]]] = {}
+        self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
+        self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
+
+    def scatter(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[int, Arrays]]:
+        """Each busy R-worker and its part of q, k, v, as ``AttentionBackend.submit`` takes them, of o and of partial
+        results."""
+        spec, self.layer = self._layout.layers[layer], layer
+        shapes = spec.row_shapes[3], spec.partial_shape
+        if shapes not in self._shares:
+            self._shares[shapes] = self._make_shares(len(q), *shapes)
+        self._o, shares = self._shares[shapes]
+        for worker, in_place, q_rows, kv_rows, o, partials in shares:
+            if in_place:
+                yield worker, (q[q_rows], k[kv_rows], v[kv_rows], o, partials)
+            else:
+                own_q, own_k = self._take("q", worker, q, q_rows), self._take("k", worker, k, kv_rows)
+                yield worker, (own_q, own_k, self._take("v", worker, v, kv_rows), o, partials)
+
+    def gather(self, isa: str) -> np.ndarray:
+        """o of the layer that was scattered, once every busy R-worker has answered; valid until the next ``scatter``.
+
+        Partial results are merged in the arithmetic of ``isa``; those of an index layer are for ``picks``.
+        """
+        for rows in self._zeroed:
+            self._o[rows] = 0
+        if self._tables and isinstance(self._spec, Attending):
+            _rworker.merge_partials(
+                self._partials(self._spec), *self._tables, self._spec.sinks, self._o, self._layout.model_dtype, isa
+            )
+        return self._o
+
+    def picks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """After ``gather`` of an index layer: each R-worker with ranges, and how many of what they ranked is picked,
+        int32 [rows of partial results, heads that pick]. Of equal scores the earlier tokens are."""
+        if not (self._spec and self._spec.ranks_tokens):
+            return
+        none = np.zeros((0, 5), np.int64), np.zeros((0, 4), np.int64)
+        partials = self._partials(self._spec)
+        if any(map(len, partials)):
+            for worker, counts in enumerate(_rworker.share_picks(partials, *(self._tables or none))):
+                if len(counts):
+                    yield worker, counts
+
+    def lose(self, worker: int) -> None:
+        """R-worker ``worker`` is lost: rows of o that it has a part in are zeros from now on."""
+        gone = self._merge.with_part_of(worker)
+        merged = self._merge.merged[gone]
+        ends = merged["row"] + merged["num_rows"]
+        self._zeroed.append(self._routes[worker].o_rows)
+        self._zeroed += map(slice, merged["row"].tolist(), ends.tolist())
+        self._set_merge(self._merge.take(~gone))
+
+    def _set_merge(self, merge: Merge) -> None:
+        self._merge = merge
+        self._tables = (_as_table(merge.parts), _as_table(merge.merged)) if len(merge.merged) else None
+
+    @property
+    def _spec(self) -> Layer | None:
+        """The layer that was scattered last."""
+        return None if self.layer is None else self._layout.layers[self.layer]
+
+    def _make_shares(
+        self, num_rows: int, shape: tuple[int, int], partial_shape: tuple[int, int]
+    ) -> tuple[np.ndarray, list[_Share]]:
+        """o of layers with rows of such shapes, of o and of partial results, and the busy R-workers' shares in them."""
+        o, shares = np.empty((num_rows, *shape), self._o.dtype), []
+        for worker in self.busy:
+            route = self._routes[worker]
+            partials = np.empty((route.num_partials, *partial_shape), np.float32) if route.num_partials else None
+            in_place = isinstance(route.q_rows, slice) and isinstance(route.kv_rows, slice)
+            shares.append(_Share(worker, in_place, route.q_rows, route.kv_rows, o[route.o_rows], partials))
+        return o, shares
+
+    def _take(self, name: str, worker: int, array: np.ndarray, rows: Rows) -> np.ndarray:
+        """``rows`` of ``array``, copied unless they follow one another."""
+        if isinstance(rows, slice):
+            return array[rows]
+        shape = len(rows), *array.shape[1:]
+        if (key := (name, worker, shape)) not in self._taken:
+            self._taken[key] = np.empty(shape, array.dtype)
+        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # which needs no copy in between
+
+    def _partials(self, spec: Layer) -> list[np.ndarray]:
+        """Every R-worker's partial results of ``spec``, the layer that was scattered."""
+        found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)
+        for share in self._shares[spec.row_shapes[3], spec.partial_shape][1]:
+            if share.partials is not None:
+                found[share.worker] = share.partials
+        return found
+
+
+def _as_table(records: np.ndarray) -> np.ndarray:
+    """Records of int64 fields as int64 [num_records, num_fields]."""
+    return records.view(np.int64).reshape(len(records), records.dtype.itemsize // 8)
+
+
+def transfer_seconds(
+    submitted: np.ndarray, busy_start: np.ndarray, busy_end: np.ndarray, arrived: np.ndarray | None = None
+) -> float:
+    """Σ (busy start − the later of submit and the worker's previous call's end), plus the ways back, in seconds.
+
+    All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 where nothing ran. A worker serves its
+    calls one after another, so a call waits for the one before it, which is not transfer. ``arrived`` is when o came
+    where the S-worker was waiting for it, else 0: other ways back are not counted, since they cost no time.
+    """
+    ran = busy_end > 0
+    order = np.argsort(busy_start[ran])
+    starts, ends, asked = busy_start[ran][order], busy_end[ran][order], submitted[ran][order]
+    could_start = np.maximum(asked, np.concatenate([[0.0], ends[:-1]]))
+    there = float(np.maximum(starts - could_start, 0.0).sum())
+    if arrived is None:
+        return there
+    seen = ran & (arrived > 0)
+    return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())

@@ -1,0 +1,161 @@
+"""The source of adopted sequences: what an engine before this one left on R-workers stays until it is asked for.
+
+Each piece, of one segment of a sequence, is a retained prefix under the name that it has on its R-workers, with the
+tokens after its last full block. A sequence that comes back goes on in place: the blocks are counted as its own, and
+its R-workers need not be told. Until then they may be evicted like other prefixes, and others that begin alike may
+begin from their full blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as PySequence
+
+from fastdecode.core.held import HeldSequence, KnownTokens
+from fastdecode.scheduler.names import CacheIds
+from fastdecode.scheduler.places.place import Block, Copy, Segment
+from fastdecode.scheduler.places.workers import Prefix, Workers
+from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
+from fastdecode.scheduler.prefix.source import Hit, Source
+from fastdecode.scheduler.sequence import Sequence
+
+Held = Mapping[int, PySequence[HeldSequence]]
+"""What each R-worker holds, by its index."""
+
+
+class Adopted(Source):
+    """Finds prefixes by the sequence, and its first token, that each is of; disabled it adopts nothing."""
+
+    is_own = True
+
+    def __init__(self, workers: Workers, index: PrefixIndex, ids: CacheIds, segment_tokens: int, enabled: bool) -> None:
+        self._workers, self._index, self._ids, self._enabled = workers, index, ids, enabled
+        self._segment_tokens = segment_tokens
+        self._names: dict[int, dict[int, list[int]]] = {}
+        self._hashes: dict[int, list[bytes]] = {}
+
+    def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
+        """Keep what R-workers hold of sequences of ``known`` tokens, by name, and have them forget the rest.
+
+        What several R-workers hold is cut to what all of them have. New names come below ``lowest_name`` and those
+        held.
+
+        Returns:
+            The tokens kept on each R-worker.
+        """
+        self._ids.begin_below(min((lowest_name, *(each.cache_id for several in held.values() for each in several))))
+        known = known if self._enabled else {}
+        ours = [each for one in held.values() for each in one if each.cache_id in known and not each.is_spoilt]
+        kept = {each.cache_id: known[each.cache_id] for each in ours}
+        lengths = {name: len(tokens.token_ids) - tokens.start for name, tokens in kept.items()}
+        for each in ours:
+            lengths[each.cache_id] = min(each.num_tokens, lengths[each.cache_id])
+        kept = {name: tokens for name, tokens in kept.items() if lengths[name] > 0}
+        for name, tokens in kept.items():
+            self._names.setdefault(tokens.sequence_id, {}).setdefault(tokens.start, []).append(name)
+            hashes = self._hashes.setdefault(tokens.sequence_id, [])
+            extend_hashes(hashes, tokens.token_ids[: tokens.start + lengths[name]], self._workers.block_size)
+        counts = {index: self._adopt_on(index, several, kept, lengths) for index, several in held.items()}
+        self._hashes.clear()
+        return counts
+
+    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+        """Return what R-workers have of ``sequence`` itself, each the same; of several segments, who has the last."""
+        pieces = self._pieces(sequence.sequence_id)
+        if not pieces:
+            return {}
+        num_blocks, num_tokens = sum(each.num_blocks for each in pieces), sum(each.num_tokens for each in pieces)
+        return {
+            worker.index: Hit(num_blocks, prefix, num_tokens, self)
+            for worker in self._workers
+            if (prefix := worker.prefixes.get(pieces[-1].prefix.prefix_id))
+            and self._hit(prefix).num_tokens == pieces[-1].num_tokens
+        }
+
+    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+        own = self._pieces(sequence.sequence_id)
+        return [*own[:-1], own[-1]._replace(prefix=hit.prefix)]
+
+    def num_adopted(self, sequence_id: int) -> int:
+        """Return how many tokens of a sequence, from its first one on, R-workers have of an engine before this one."""
+        return sum(each.num_tokens for each in self._pieces(sequence_id))
+
+    def twin(self, hit: Hit) -> Hit | None:
+        """Return the same on another R-worker; ``hit`` itself may have been taken already."""
+        others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
+        return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
+
+    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        self._index.take(segment, copy, hit)
+
+    def is_broken(self, sequence: Sequence) -> bool:
+        """Return whether R-workers have lost the beginning of ``sequence``, so that it goes on nowhere."""
+        return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget what is kept under the name of ``sequence`` and was not taken; the rest is there like other
+        prefixes."""
+        if self._names.pop(sequence.sequence_id, None) is not None:
+            for prefix in list(self._prefixes([sequence.sequence_id])):
+                self._index.shorten(prefix, 0)
+
+    def _pieces(self, sequence_id: int) -> list[Hit]:
+        """Return what there is of each segment of a sequence, up to the first that is not whole."""
+        by_start = self._names.get(sequence_id, {})
+        pieces: list[Hit] = []
+        while by_start and all(each.num_tokens == self._segment_tokens for each in pieces[-1:]):
+            found = [self._hit(each) for each in self._prefixes(by_start.get(len(pieces) * self._segment_tokens, ()))]
+            if not found:
+                break
+            pieces.append(max(found, key=lambda hit: (hit.num_tokens, hit.prefix.prefix_id == sequence_id)))
+        return pieces
+
+    def _prefixes(self, names: PySequence[int]) -> Iterator[Prefix]:
+        found = (worker.prefixes.get(name) for name in names for worker in self._workers)
+        return (prefix for prefix in found if prefix)
+
+    def _hit(self, prefix: Prefix) -> Hit:
+        num_blocks = len(prefix.blocks)
+        return Hit(num_blocks, prefix, num_blocks * self._workers.block_size + len(prefix.rest), self)
+
+    def _adopt_on(
+        self,
+        index: int,
+        several: PySequence[HeldSequence],
+        kept: Mapping[int, KnownTokens],
+        wanted: Mapping[int, int],
+    ) -> int:
+        worker, size = self._workers[index], self._workers.block_size
+        ours = {each.cache_id: each for each in several if each.cache_id in kept}
+        lengths = self._lengths(ours, wanted)
+        for each in several:
+            if each.cache_id not in lengths:
+                worker.release(each.cache_id)
+        blocks: defaultdict[int, Block] = defaultdict(lambda: Block(num_sequences=0))
+        for name, length in lengths.items():
+            chain, num_full = [blocks[number] for number in ours[name].blocks[: -(-length // size)]], length // size
+            sequence_id, start, token_ids = kept[name]
+            hashes = self._hashes[sequence_id][start // size : start // size + num_full]
+            rest = token_ids[start + num_full * size : start + length]
+            own = chain[num_full:] + [Block(num_sequences=0) for _ in range(self._workers.state_blocks)]
+            self._index.add(Prefix(name, index, hashes, chain[:num_full], name, own, rest))
+            if length < ours[name].num_tokens:
+                worker.truncate(name, length)
+        num_blocks = len(blocks) + self._workers.state_blocks * len(lengths)
+        worker.free -= num_blocks
+        worker.cached += num_blocks
+        return sum(lengths.values())
+
+    def _lengths(self, ours: Mapping[int, HeldSequence], wanted: Mapping[int, int]) -> dict[int, int]:
+        """Tokens that are kept of each. A last block that is not full must be no other's, since more is written there:
+        one that was cut within a block that others hold keeps its full blocks. One with a state that does not go back
+        so far is not kept."""
+        size = self._workers.block_size
+        lengths = {name: wanted[name] for name in ours}
+        last = {name: -(-length // size) for name, length in lengths.items()}
+        holders = Counter(block for name, each in ours.items() for block in each.blocks[: last[name]])
+        for name, each in ours.items():
+            if holders[each.blocks[last[name] - 1]] > 1:
+                lengths[name] -= lengths[name] % size
+        return {name: length for name, length in lengths.items() if length and length >= ours[name].least}

@@ -1,0 +1,216 @@
+"""Grammars over tokens, by llguidance: which tokens may come next so that a text keeps the form that was asked for."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fastdecode.api.structured_outputs import UNFOLLOWED, StructuredOutputsParams
+from fastdecode.core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+KEPT_GRAMMARS = 64
+"""Compiled ones that are kept for the next request of the same form."""
+
+UNSPELT = "\U0010fffd"
+"""A character of private use, which begins the names of tokens that no text spells."""
+
+_BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+_BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32)
+"""Eight tokens' biases for each byte of a mask: looked up ten times as fast as a mask is applied."""
+
+
+class Matcher:
+    """The position of one completion in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, no_token: int | None = None) -> None:
+        """``no_token``: stands for the end of a text, and can never be chosen."""
+        self._matcher, self._no_token = matcher, no_token
+
+    def logit_bias(self, vocab_size: int) -> np.ndarray:
+        """0 for tokens that may come next, with ends of text where it may end, else -inf: float32 [vocab_size].
+
+        Changes nothing.
+        """
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bias = np.full((-(-vocab_size // 8), 8), -np.inf, dtype=np.float32)
+        known = allowed[: len(bias)]
+        np.take(_BIAS_OF_BITS, known, axis=0, out=bias[: len(known)], mode="clip")
+        if self._no_token is not None:
+            bias.reshape(-1)[self._no_token : self._no_token + 1] = -np.inf
+        return bias.reshape(-1)[:vocab_size]
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token, one of those that ``logit_bias`` left."""
+        self._matcher.consume_token(token_id)
+
+    def after(self, token_ids: Sequence[int]) -> list[Matcher]:
+        """Return the positions of the text after the first of ``token_ids``, after the first two, and so on.
+
+        It ends before a token that may not come, and before one that completes the text.
+        """
+        matchers: list[Matcher] = []
+        ahead = self._matcher.deep_copy()
+        for token_id in token_ids:
+            if not ahead.validate_tokens([token_id]):
+                break
+            ahead.consume_token(token_id)
+            if ahead.is_stopped():
+                break
+            matchers.append(Matcher(ahead.deep_copy(), self._no_token))
+        return matchers
+
+    @property
+    def finished(self) -> bool:
+        """True when the text is complete: nothing but its end can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot go on, such as a limit of llguidance, on one line; "" while it can."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+class Grammars:
+    """Compiles what requests ask for, over one tokenizer; llguidance is imported at the first one.
+
+    ``vocab_size``: of the model's logits, at least the tokenizer's. ``prepare`` and ``read_vocabulary`` may be called
+    by any thread; then ``matcher`` takes no time.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._special: dict[str, int] = {}
+        self._no_token = None if eos_token_ids else tokenizer.get_vocab_size(with_added_tokens=True)
+        self._known: LLTokenizer | None = None
+        self._reading = threading.Lock()
+        self.compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
+
+    def matcher(self, params: StructuredOutputsParams) -> Matcher:
+        """Return the position at the beginning of a text of this form.
+
+        Raises:
+            RequestError: the schema, expression or grammar is not understood, or the tokenizer is not.
+            ConfigError: llguidance is not installed.
+        """
+        return Matcher(self.compiled(params).deep_copy(), self._no_token)
+
+    def prepare(self, params: StructuredOutputsParams) -> None:
+        """Compile what ``params`` ask for, unless it is known; while it is compiled other threads go on.
+
+        Raises:
+            RequestError, ConfigError: as ``matcher``.
+        """
+        self.compiled(params)
+
+    def read_vocabulary(self) -> LLTokenizer:
+        """Return the tokenizer as llguidance reads it, once. Reading holds up every thread for some tenths of a second.
+
+        Raises:
+            RequestError, ConfigError: as ``matcher``.
+        """
+        with self._reading:
+            self._known = self._known or self._read_vocabulary()
+        return self._known
+
+    def _compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        tokens = self._known or self.read_vocabulary()
+        from llguidance import LLMatcher
+
+        try:
+            compiled = LLMatcher(tokens, grammar_text(params, self._special), log_level=0)
+            problem = compiled.get_error() if compiled.is_error() else ""
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise RequestError(f"{UNFOLLOWED}: {' '.join(problem.split()):.500}")
+        return compiled
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise ConfigError("structured_outputs needs llguidance: pip install 'fastdecode[structured]'") from None
+        size = max(self._vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
+        ends = self._eos_token_ids if self._no_token is None else [self._no_token]
+        try:
+            told, self._special = without_spellings(self._tokenizer.to_str(), self._no_token)
+            return LLTokenizer(told, n_vocab=max(size, *(each + 1 for each in ends)), eos_token=ends)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs: llguidance cannot use the model's tokenizer: {error}") from None
+
+
+def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
+    """Return the text that llguidance compiles; ValueError for a grammar that is not understood.
+
+    ``special``: tokens that a grammar may name, each with its id.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if params.schema is not None:
+        spaces = not params.disable_any_whitespace
+        return LLMatcher.grammar_from_json_schema(params.schema, overrides={"whitespace_flexible": spaces})
+    if params.choice is not None:
+        return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" has a limit of 2,000
+    if params.regex is not None:
+        return grammar_from("regex", params.regex)
+    return grammar_from("grammar", _LARK.sub(lambda found: _by_id(found[0], special), str(params.grammar)))
+
+
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s"/]+>')
+"""In a grammar: a string, a regular expression, or the name of a token."""
+
+
+def _by_id(part: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[part]}]>" if part in special else part
+
+
+def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[str, int]]:
+    """Return a tokenizer's JSON in which no text spells an added token in angle brackets or a special one, and the ids
+    of these tokens: llguidance would take such a token for the text, which leaves it out.
+
+    ``no_token``: id of one more special token.
+    """
+    told = msgspec.json.decode(tokenizer)
+    names: dict[str, str] = {}
+    ids: dict[str, int] = {}
+    for each in told["added_tokens"]:
+        if each["special"] or _IN_BRACKETS.fullmatch(each["content"]):
+            ids[each["content"]] = each["id"]
+            names[each["content"]] = each["content"] = f"{UNSPELT}{each['id']}"
+            each["special"] = True
+    if no_token is not None:
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        told["added_tokens"].append({"id": no_token, "content": f"{UNSPELT}{no_token}", "special": True, **plain})
+    model = told["model"]
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}
+    elif isinstance(model.get("vocab"), list):
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return msgspec.json.encode(told).decode(), ids
+
+
+_IN_BRACKETS = re.compile(r"<[^<>\s]+>")
+
+
+def _literal(text: str) -> str:
+    """The regular expression that only ``text`` matches."""
+    return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
+
+
+def _first_line(problem: str) -> str:
+    """Of what llguidance says; the whole grammar may follow."""
+    return problem.partition("\n")[0].strip()
