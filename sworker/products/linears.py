@@ -18,7 +18,16 @@ from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 from fastdecode.sworker.model.prepack import SharedProduct
-from fastdecode.sworker.products.codes import NAME, IntegerCodes, block_of, codes_of, quantized, set_codes, unrotated
+from fastdecode.sworker.products.codes import (
+    NAME,
+    IntegerCodes,
+    Ranks,
+    block_of,
+    codes_of,
+    quantized,
+    set_codes,
+    unrotated,
+)
 from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 
 logger = logging.getLogger(__name__)
@@ -173,17 +182,16 @@ class IntegerProduct(SharedProduct):
         if self._rank is None:
             self._weights.multiply(array(x), array(out), activation, self._isa, threads)
         else:
-            self._multiply_with_ranks(array(x), array(out), activation, threads)
+            self._multiply_with_ranks(self._rank, array(x), array(out), activation, threads)
         return out.view(*rows.shape[:-1], -1).to(rows.dtype)
 
-    def _multiply_with_ranks(self, x: Any, out: Any, activation: str, threads: int) -> None:
+    def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
         """One scale for a row over all ranks, and one sum: the same bits as one rank has."""
-        assert self._rank is not None
         peaks, sums = torch.empty(len(x)), torch.empty(out.shape, dtype=torch.int32)
         self._weights.find_peaks(x, peaks.numpy(), activation, self._isa, threads)
-        peaks = torch.stack(self._rank.gather(peaks)).amax(0)
+        peaks = torch.stack(rank.gather(peaks)).amax(0)
         self._weights.add_up(x, peaks.numpy(), sums.numpy(), activation, self._isa, threads)
-        sums = self._rank.sum(sums)
+        sums = rank.sum(sums)
         self._weights.scale(sums.numpy(), peaks.numpy(), out, self._isa, threads)
 
     def check(self, codes: torch.Tensor, num_outputs: int = 512) -> None:
