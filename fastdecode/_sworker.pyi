@@ -26,6 +26,15 @@ def rotate(x: Rows, cos: Rows, sin: Rows, out: Rows, isa: str = "auto") -> None:
     x may have gaps between its rows, nowhere else.
     """
 
+def multiply_in_order(
+    x: npt.NDArray[np.float32],
+    weight: npt.NDArray[np.float32],
+    out: npt.NDArray[np.float32],
+    threads: int = 1,
+    isa: str = "auto",
+) -> None:
+    """``out`` [rows, columns] = x · weightᵀ, each sum in one order of additions; weight [columns, width]."""
+
 Codes = npt.NDArray[np.int8]
 Floats = npt.NDArray[np.float32]
 

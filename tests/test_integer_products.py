@@ -20,8 +20,10 @@ from fastdecode.sworker.model.packed_weight import PackedWeight
 from fastdecode.sworker.model.support import repeats_rows
 from fastdecode.sworker.products import kernels
 from fastdecode.sworker.products.codes import block_of, quantized, unrotated
+from fastdecode.sworker.products.experts import ExpertProducts
 from fastdecode.sworker.products.kernels import array, integer_isa
 from fastdecode.sworker.products.linears import IntegerProduct
+from fastdecode.sworker.run.staging import least_rows_of
 
 MOST_USED = ("llama-gqa", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "opt")
 MOST_USED += ("gpt_neox", "falcon")
@@ -168,10 +170,15 @@ def test_logits_are_those_of_the_oracle_and_rows_repeat(name: str, zoo: Path, mo
     model, hf_config = loaded(name, zoo)
     packed = [each for each in model.model.modules() if isinstance(getattr(each, "weight", None), PackedWeight)]
     assert len(packed) >= 6
-    assert repeats_rows(model.model, hf_config)
+    assert repeats_rows(model.model, hf_config, (1, 3, 16)) and least_rows_of(model.model) == 1
     found = logits_of(model.model, hf_config)
-    monkeypatch.setattr(IntegerProduct, "compute", integer_oracle.compute)
+    use_oracle(monkeypatch)
     assert torch.equal(found, logits_of(model.model, hf_config))
+
+
+def use_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IntegerProduct, "compute", integer_oracle.compute)
+    monkeypatch.setattr(ExpertProducts, "_multiplied", integer_oracle.experts_multiplied)
 
 
 def logits_of(model: torch.nn.Module, hf_config: Any) -> torch.Tensor:
@@ -190,7 +197,7 @@ def test_tokens_are_those_of_the_oracle(name: str, zoo: Path, monkeypatch: pytes
     found = []
     for replaced in (False, True):
         if replaced:
-            monkeypatch.setattr(IntegerProduct, "compute", integer_oracle.compute)
+            use_oracle(monkeypatch)
         with LLM(str(folder_of(name, zoo)), quantization="int8", **given) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             found.append([list(each.outputs[0].token_ids) for each in outputs])

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "parallel.hpp"
 #include "row_kernels.hpp"
 
 namespace sworker {
@@ -76,6 +77,21 @@ void bind(py::module_& module, Norm norm, Rotate rotate) {
         py::arg("isa") = "auto");
 }
 
+void multiply_in_order(const Rows<float>& x, const Rows<float>& weight, Rows<float>& out, unsigned threads,
+                       const std::string& isa) {
+    check(x.ndim() == 2 && weight.ndim() == 2 && x.shape(1) == weight.shape(1), "x and weight must be [_, width]");
+    check(is_matrix(out, x.shape(0), std::size_t(weight.shape(0))), "out must be [rows, columns]");
+    const OrderedProduct job{x.data(),
+                             weight.data(),
+                             out.mutable_data(),
+                             std::size_t(x.shape(0)),
+                             std::size_t(weight.shape(0)),
+                             std::size_t(x.shape(1))};
+    const RowKernels& kernels = kernels_of(isa);
+    py::gil_scoped_release free;
+    parallel_for(job.rows, threads, [&](std::size_t row) { kernels.multiply_row(job, row); });
+}
+
 }  // namespace
 }  // namespace sworker
 
@@ -88,5 +104,7 @@ PYBIND11_MODULE(_sworker, module) {
     });
     bind<float>(module, &RowKernels::norm_float32, &RowKernels::rotate_float32);
     bind<BFloat16>(module, &RowKernels::norm_bfloat16, &RowKernels::rotate_bfloat16);
+    module.def("multiply_in_order", multiply_in_order, py::arg("x").noconvert(), py::arg("weight").noconvert(),
+               py::arg("out").noconvert(), py::arg("threads") = 1, py::arg("isa") = "auto");
     bind_integers(module);
 }

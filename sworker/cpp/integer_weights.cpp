@@ -6,7 +6,6 @@
 #include "parallel.hpp"
 
 namespace sworker {
-namespace {
 
 /// Rows are multiplied in blocks of nearly the same size: those of 16 rows are two of 8, not one of 12 and one of 4.
 struct RowBlocks {
@@ -15,6 +14,8 @@ struct RowBlocks {
     std::size_t begin(std::size_t index) const { return index * rows / count; }
     std::size_t size(std::size_t index) const { return begin(index + 1) - begin(index); }
 };
+
+namespace {
 
 float* scratch_of(std::size_t width) {
     thread_local Lines<float> scratch;

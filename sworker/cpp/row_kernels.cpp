@@ -12,6 +12,13 @@ namespace {
 
 constexpr std::size_t LANES = 16;
 
+/// The sum of sixteen lanes, pairwise.
+float sum_of(float (&lanes)[LANES]) {
+    for (std::size_t width = LANES / 2; width > 0; width /= 2)
+        for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
 /// Sixteen sums side by side, then pairwise: the same order whatever the registers hold.
 template <typename T>
 float mean_square(const T* x, std::size_t dim) {
@@ -20,9 +27,7 @@ float mean_square(const T* x, std::size_t dim) {
     for (; i + LANES <= dim; i += LANES)
         for (std::size_t lane = 0; lane < LANES; ++lane) lanes[lane] += load(x[i + lane]) * load(x[i + lane]);
     for (; i < dim; ++i) lanes[i % LANES] += load(x[i]) * load(x[i]);
-    for (std::size_t width = LANES / 2; width > 0; width /= 2)
-        for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    return lanes[0] / float(dim);
+    return sum_of(lanes) / float(dim);
 }
 
 template <typename T>
@@ -57,8 +62,35 @@ void rotate(const Rotation<T>& job) {
                         job.sin + row * job.dim, job.out + (row * job.heads + head) * job.dim, job.dim / 2);
 }
 
+/// Sums of `COLUMNS` neighbouring columns, each in the order that a lone one has.
+template <std::size_t COLUMNS>
+void multiply_columns(const float* __restrict__ x, const float* __restrict__ weight, std::size_t width,
+                      float* __restrict__ out) {
+    float lanes[COLUMNS][LANES] = {};
+    std::size_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        for (std::size_t column = 0; column < COLUMNS; ++column)
+            for (std::size_t lane = 0; lane < LANES; ++lane)
+                lanes[column][lane] += x[i + lane] * weight[column * width + i + lane];
+    for (; i < width; ++i)
+        for (std::size_t column = 0; column < COLUMNS; ++column)
+            lanes[column][i % LANES] += x[i] * weight[column * width + i];
+    for (std::size_t column = 0; column < COLUMNS; ++column) out[column] = sum_of(lanes[column]);
+}
+
+void multiply_row(const OrderedProduct& job, std::size_t row) {
+    const float* x = job.x + row * job.width;
+    float* out = job.out + row * job.columns;
+    std::size_t column = 0;
+    for (; column + 4 <= job.columns; column += 4)
+        multiply_columns<4>(x, job.weight + column * job.width, job.width, out + column);
+    for (; column < job.columns; ++column)
+        multiply_columns<1>(x, job.weight + column * job.width, job.width, out + column);
+}
+
 }  // namespace
 
-const RowKernels kernels{SWORKER_NAME(SWORKER_ISA), norm<float>, norm<BFloat16>, rotate<float>, rotate<BFloat16>};
+const RowKernels kernels{SWORKER_NAME(SWORKER_ISA), norm<float>,      norm<BFloat16>,
+                         rotate<float>,             rotate<BFloat16>, multiply_row};
 
 }  // namespace sworker::SWORKER_ISA

@@ -21,7 +21,7 @@ from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.sworker.adapters.index import plan_of_picked_heads
 from fastdecode.sworker.adapters.latents import plan_of_latent_heads
 from fastdecode.sworker.model.shared_exchange import SharedExchange, SharedMemory, whereabouts
-from fastdecode.sworker.products.codes import codes_of
+from fastdecode.sworker.products.codes import codes_of, cut_experts, expert_codes_of
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""
@@ -173,6 +173,8 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
             module.register_forward_hook(lambda module, args, output: output / rank.size)
         elif module is not None:
             _check_style(name, style, SUMS)
+            if expert_codes_of(module, "down_proj"):
+                continue  # their product adds the sums of all ranks
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
         else:
             _cut_parameter(name, owner, style, rank)
@@ -258,6 +260,9 @@ def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) ->
     """
     _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
+    if codes := expert_codes_of(owner, part):
+        cut_experts(name, codes, style, rank)
+        return
     weight = getattr(owner, part).data
     dim = -2 if style.endswith("colwise") and weight.dim() > 1 else -1
     halves = weight.chunk(2, dim) if style.startswith("packed") else (weight,)

@@ -16,6 +16,9 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 NAME = "integer_codes"
 """The attribute of a linear layer that holds its codes."""
 
+EXPERTS = "expert_codes"
+"""The attribute of an experts' module that holds the codes of each expert, by parameter."""
+
 MOST_BLOCK = 256
 """Elements that one Hadamard matrix mixes, at most."""
 
@@ -107,3 +110,23 @@ def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
 def set_codes(linear: Any, codes: IntegerCodes) -> None:
     """Attach ``codes`` to ``linear``."""
     linear.__dict__[NAME] = codes
+
+
+def expert_codes_of(module: torch.nn.Module, part: str) -> list[IntegerCodes] | None:
+    """Return the codes of each expert that are not packed yet."""
+    found: dict[str, list[IntegerCodes]] = module.__dict__.get(EXPERTS, {})
+    return found.get(part)
+
+
+def cut_experts(name: str, codes: list[IntegerCodes], style: str, rank: Ranks) -> None:
+    """Leave each expert the part of ``rank``; gates and values are cut apart where they are packed."""
+    for each in codes:
+        if style.endswith("rowwise"):
+            each.cut_inputs(name, rank)
+            continue
+
+        def cut(whole: torch.Tensor) -> torch.Tensor:
+            halves = whole.chunk(2) if style.startswith("packed") else (whole,)
+            return torch.cat([rank.cut(half, 0) for half in halves])
+
+        each.cut_outputs(cut)

@@ -48,8 +48,8 @@ KEPT_NAMES = ("router", "indexer", "kv_b_proj")
 def quantize_linears(model: torch.nn.Module, hf_config: Any) -> None:
     """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    maps, num_heads = FileMaps(), _num_heads(hf_config)
-    kept = _expert_counts(hf_config)
+    maps, num_heads = FileMaps(), num_attention_heads(hf_config)
+    kept = expert_counts(hf_config)
     layers = [(name, module) for name, module in model.named_modules() if _is_quantized(name, module, kept)]
     for _, linear in layers:
         weight = linear.weight
@@ -92,14 +92,15 @@ def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
         return False
 
 
-def _expert_counts(hf_config: Any) -> set[int]:
-    """Numbers of experts of the model: a layer with so many outputs is a router."""
+def expert_counts(hf_config: Any) -> set[int]:
+    """Return the numbers of experts of the model: a layer with so many outputs is a router."""
     text_config = hf_config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return {int(getattr(text_config, name, None) or 0) for name in names} - {0}
 
 
-def _num_heads(hf_config: Any) -> int:
+def num_attention_heads(hf_config: Any) -> int:
+    """Return the number of query heads, which ranks share."""
     return int(getattr(hf_config.get_text_config(), "num_attention_heads", 1) or 1)
 
 

@@ -66,6 +66,21 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
     return (found.to(gate.dtype).float() * up.float()).to(gate.dtype)
 
 
+def experts_multiplied(
+    self: Any, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
+) -> torch.Tensor:
+    """What ``ExpertProducts._multiplied`` must give."""
+    out = torch.empty(len(x), columns, dtype=x.dtype)
+    part = self.codes["down_proj" if packed is self._downs else "gate_up_proj"]
+    for expert, own in groups:
+        rows = gated(*x[own].chunk(2, -1), activation) if activation else x[own]
+        codes, scales = codes_and_scales(rows, part[expert].block)
+        weights = torch.from_numpy(packed[expert].unpack()).double()
+        sums = (codes @ weights.T).float()
+        out[own] = (sums * (part[expert].scales / part[expert].block) * scales[:, None]).to(x.dtype)
+    return out
+
+
 def compute(product: Any, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
     """What ``IntegerProduct.compute`` must give, from the codes that it keeps."""
     x = rows.reshape(-1, rows.shape[-1])
