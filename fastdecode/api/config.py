@@ -45,8 +45,8 @@ def _check_quantization(config: EngineConfig) -> None:
         return
     if config.quantization not in QUANTIZATIONS:
         raise ConfigError(
-            f"quantization must be {', '.join(QUANTIZATIONS)}, not {config.quantization!r}: packed checkpoints and "
-            f"GGUF are unpacked as they are loaded without it"
+            f"quantization: packed checkpoints and GGUF are unpacked as they are loaded: leave it away, or give "
+            f"{' or '.join(QUANTIZATIONS)}, with which the CPU multiplies integers, not {config.quantization!r}"
         )
     if config.device == "cuda":
         raise ConfigError("quantization: int8 products run on the CPU: leave quantization out, or give device cpu")
