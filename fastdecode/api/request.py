@@ -201,12 +201,15 @@ def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_tok
     """None where no text is wanted, or there is no tokenizer to make it."""
     if tokenizer is None or not params.detokenize:
         return None
+    shown, skips = params.shown_special_token_ids, params.skip_special_tokens
+    hidden = tokenizer.special_token_ids.difference(shown) if shown and skips else frozenset()
     return TextStream(
         tokenizer.backend,
         tuple(params.stop or ()),
-        params.skip_special_tokens,
+        skips and not shown,
         params.include_stop_str_in_output,
         prompt_token_ids,
+        hidden,
     )
 
 
