@@ -1,7 +1,7 @@
 """One rank of a model in int8: hashes of the logits of 1 and of 64 rows, with 1 thread and with 2, for the tests.
 
-``python integer_logits.py INDEX SIZE PORT FOLDER…``: a line per folder, "dtype hash hash…", by rank 0. An attention call
-is answered with the values themselves, so no R-worker takes part.
+``python integer_logits.py INDEX SIZE PORT FOLDER…``: two lines per folder, "dtype hash hash…", by rank 0. An attention
+call is answered with the values themselves, so no R-worker takes part.
 """
 
 from __future__ import annotations
