@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from helpers import integer_oracle, model_zoo
 from helpers.integer_oracle import multiplied
+from safetensors.torch import load_file, save_file
 
 from fastdecode import LLM, SamplingParams, _sworker
 from fastdecode.api.config import EngineConfig
@@ -212,3 +214,30 @@ def test_gated_layers_are_found(zoo: Path, caplog: pytest.LogCaptureFixture) -> 
             caplog.clear()
             loaded(name, zoo)
             assert f"{model_zoo.RECIPES[name].settings['num_hidden_layers']} gated layers in two calls" in caplog.text
+
+
+@pytest.mark.slow
+def test_published_codes_are_kept(zoo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of W8A8 as compressed-tensors has it: every layer multiplies the checkpoint's own codes, not rotated."""
+    plain, tensors = folder_of("llama-gqa", zoo), {}
+    codes = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            scales = tensor.abs().amax(1, keepdim=True) / 100  # no scale that this project would choose
+            tensors[name] = codes[name] = (tensor / scales).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scales
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    each = {"num_bits": 8, "type": "int", "symmetric": True}
+    rows = each | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": each | {"strategy": "channel"}, "input_activations": rows}
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO):
+        model = SModel(EngineConfig(str(tmp_path), quantization="int8", device="cpu", skip_tokenizer_init=True))
+    assert f"{len(codes)} of them as the checkpoint has them" in caplog.text
+    for name, own in codes.items():
+        found = dict(model.model.named_parameters())[name]
+        assert isinstance(found, PackedWeight)
+        assert torch.equal(found + 0, own.float() * tensors[f"{name}_scale"])

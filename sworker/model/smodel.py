@@ -19,6 +19,7 @@ from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.files.generation import generation_defaults
+from fastdecode.sworker.model.checkpoints import published_codes, quantization
 from fastdecode.sworker.model.first_layers import first_layers
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.loader import (
@@ -68,6 +69,7 @@ class SModel:
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
+        packing = quantization(hf_config)
         whole = load_model(config, hf_config)
         self._weights = weights_digest(whole)
         if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
@@ -76,7 +78,8 @@ class SModel:
         if config.quantization:
             if resolve_device(config.device).type != "cpu":
                 raise ConfigError("quantization: int8 products run on the CPU: give --device cpu as well")
-            quantize_linears(whole, hf_config)
+            published = published_codes(config.model, config.revision, packing)
+            quantize_linears(whole, hf_config, published)
             quantize_experts(whole, num_attention_heads(hf_config))
         self.model = place_model(config, hf_config, whole, rank)
         self.layout = _replace_and_probe(self.model, hf_config, config)

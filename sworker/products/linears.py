@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.model.checkpoints import Codes
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 from fastdecode.sworker.model.prepack import SharedProduct
 from fastdecode.sworker.products.codes import (
@@ -45,20 +46,24 @@ KEPT_NAMES = ("router", "indexer", "kv_b_proj")
 """Parts of names of layers that stay as they are: they choose experts or tokens, or R-workers multiply them."""
 
 
-def quantize_linears(model: torch.nn.Module, hf_config: Any) -> None:
-    """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read."""
+def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
+    """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read.
+
+    ``published``: codes that the checkpoint has, by the name of the weight; they are kept and not rotated.
+    """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads = FileMaps(), num_attention_heads(hf_config)
     kept = expert_counts(hf_config)
     layers = [(name, module) for name, module in model.named_modules() if _is_quantized(name, module, kept)]
-    for _, linear in layers:
-        weight = linear.weight
-        codes = quantized(weight, block_of(linear.in_features, num_heads))
+    for name, linear in layers:
+        weight, own = linear.weight, published.get(f"{name}.weight")
+        codes = IntegerCodes(*own(), 1) if own else quantized(weight, block_of(linear.in_features, num_heads))
         set_codes(linear, codes)
         if owners[id(weight)] == 1:
             linear.weight = _stand_in(weight, codes)
             maps.let_go(weight)
-    logger.info("%d linear layers in int8", len(layers))
+    num_kept = sum(f"{name}.weight" in published for name, _ in layers)
+    logger.info("%d linear layers in int8, %d of them as the checkpoint has them", len(layers), num_kept)
 
 
 def _stand_in(weight: torch.Tensor, codes: IntegerCodes) -> PackedWeight:
