@@ -32,8 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cli.simulate import add_command, simulate, simulation_report
+from fastdecode.cli.simulate import add_command, simulate
 from fastdecode.cli.simulate_inputs import SimulationInputs, read_simulation
+from fastdecode.cli.simulate_report import simulation_report
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.simulate import SplitMachine, StepCost
 from fastdecode.scheduler import SCHEDULES

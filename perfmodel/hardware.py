@@ -84,6 +84,11 @@ class Gpu:
     host_bytes_per_second: float
     nvlink_bytes_per_second: float = 0.0
 
+    @property
+    def counted_name(self) -> str:
+        """The name with the number of GPUs before it."""
+        return self.name if " x " in self.name else f"1 x {self.name}"
+
     def times(self, count: int) -> Gpu:
         """``count`` of them as one."""
         if count < 1:

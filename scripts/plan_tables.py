@@ -17,10 +17,11 @@ from fastdecode.cli.main import build_parser
 from fastdecode.cli.variants.ranges import RangeVariant
 from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.gpu_only import held_bytes, judge, usable_bytes
+from fastdecode.perfmodel.gpu_only import held_bytes, usable_bytes
 from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.rank_costs import RankGroup, gpu_peer_link
+from fastdecode.perfmodel.verdict import judge
 
 MODELS = (
     "llama-7b", "llama-3-8b", "mistral-small", "qwen3-32b", "llama-3.3-70b", "gpt-oss-120b", "qwen3-235b-a22b",
@@ -104,8 +105,8 @@ def _case(words: list[str]) -> tuple[PlanCase, int | None]:
 
 
 def _figures(case: PlanCase) -> Entry:
-    plan, alone = case.plan, case.inputs.server.best() if case.inputs.server else None
-    verdict = judge(plan, alone, case.planner.prices)
+    plan, alone = case.plan, case.inputs.server.best(limits=case.limits) if case.inputs.server else None
+    verdict = judge(plan, alone, case.planner.prices, case.limits)
     return {
         "mini_batch_size": plan.mini_batch_size,
         "in_flight": plan.in_flight,

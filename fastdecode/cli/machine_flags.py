@@ -63,7 +63,8 @@ def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
         "--state-memory", metavar="BYTES", help="of the S-worker, for states (what the weights leave of a GPU's)"
     )
     group.add_argument(
-        "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",
-        help="that take turns (2)" + ("; auto: 2 or 3, whichever takes less time" if automatic else ""),
+        "--num-mini-batches", type=auto_int if automatic else int, default=2 if automatic else None, metavar="K",
+        help="that take turns (" + ("2); auto: 2 or 3, whichever takes less time" if automatic else
+        "2, or 1 or 3 where these give more within the limits)"),
     )  # fmt: skip
     group.add_argument("--exposed-transport", action="store_true", help="both sides wait for transfers (off)")

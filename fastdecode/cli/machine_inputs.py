@@ -13,7 +13,7 @@ from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
 from fastdecode.cli.shape_inputs import asked_shape, gpu_kv_bytes, kv_dtype_of, mean_row_bytes, profiled_shape
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
-from fastdecode.perfmodel.gpu_only import GpuServer, held_bytes, usable_bytes
+from fastdecode.perfmodel.gpu_only import GpuServer, held_bytes, pair_seconds, usable_bytes
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, find_cpu_host, find_gpu, parse_link
 from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.model_shape import ModelShape
@@ -40,13 +40,16 @@ HOST_MEMORY_FRACTION = 0.8
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named."""
+    """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named, and
+    ``gpu_name`` empty; so is ``host_name`` where no host was."""
 
     planner: Planner
     server: GpuServer | None
     kv_cache_dtype: str
     title: str
     assumptions: tuple[str, ...]
+    gpu_name: str = ""
+    host_name: str = ""
 
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
@@ -92,7 +95,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     planner = _planner(
         args, of_rank, kv_dtype, s_part, r_part,
         (one.host_bytes_per_second, link / group.size), memory=memory, r_workers_per_host=host.r_workers_per_host,
-        states=_gpu_states(args, shape, gpu, group),
+        states=_gpu_states(args, shape, gpu, group), pair_seconds=pair_seconds(shape, gpu),
     )  # fmt: skip
     server = _server(planner, shape, kv_dtype, gpu, group)
     assumptions = (
@@ -108,7 +111,8 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
         *state_lines(of_rank, planner),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
     )
-    return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
+    title = f"{shape.name} on {gpu.name} and {host.name}"
+    return PlanInputs(planner, server, kv_dtype, title, assumptions, gpu.counted_name, host.name)
 
 
 def _from_profile(args: argparse.Namespace) -> PlanInputs:
@@ -200,6 +204,7 @@ def _planner(
     memory: int | None = None,
     r_workers_per_host: int = 1,
     states: StatesHere | None = None,
+    pair_seconds: float = 0.0,
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
@@ -211,7 +216,7 @@ def _planner(
         s_part=s_part,
         r_part=r_part,
         transport=Transport(row_bytes, hop_bytes_per_second, latency_seconds, not args.exposed_transport),
-        num_mini_batches=args.num_mini_batches,
+        num_mini_batches=2 if args.num_mini_batches is None else args.num_mini_batches,
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
         r_workers_per_host=r_workers_per_host,
         prices=Prices(args.gpu_price, args.cpu_price, args.tensor_parallel_size),
@@ -224,6 +229,7 @@ def _planner(
         storage=StorageCosts.of(shape, r_part),
         state_bytes_per_sequence=shape.state_bytes_per_sequence if shape else 0,
         states=states,
+        pair_seconds=pair_seconds,
     )
 
 

@@ -32,6 +32,7 @@ from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.service import Service
 from fastdecode.perfmodel.simulate import (
     GpuMachine,
     Machine,
@@ -81,7 +82,8 @@ OF_R_WORKERS = (
 @dataclass(frozen=True)
 class SimulationInputs:
     """``prefill``: predicted times of ``num_prefill_workers`` prefill workers, None where there are none; ``drafting``:
-    likewise. ``events``: makes what happens in a run, the same each time; None where nothing does."""
+    likewise. ``events``: makes what happens in a run, the same each time; None where nothing does. ``alone``: the GPU
+    without R-workers, by the plan's equations; None where no GPU was named."""
 
     machine: Machine
     limits: Limits
@@ -94,6 +96,7 @@ class SimulationInputs:
     num_prefill_workers: int = 0
     drafting: Drafting | None = None
     events: Callable[[], Timeline] | None = None
+    alone: Service | None = None
 
     def simulator(self, on_step: Callable[[StepRecord], None] | None = None) -> Simulator:
         """A new one, with a scheduler of its own."""
@@ -229,7 +232,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         title += f", {num_prefill} prefill worker(s)"
     return SimulationInputs(
         machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting,
-        read_timeline(args, workers),
+        read_timeline(args, workers), inputs.server.best().service() if inputs.server else None,
     )  # fmt: skip
 
 

@@ -17,6 +17,10 @@ RIPPLE = 1.1
 """A load further above a limit than this is no ripple of micro-batches: the scheduler found the limit and left it."""
 
 
+AGREE = 0.03
+"""Difference of the steady rate from the whole run's up to which both are the same figure."""
+
+
 @dataclass
 class ThroughputRun:
     """Everything a run left behind. ``elapsed_seconds`` is from its start to the last token."""
@@ -133,13 +137,20 @@ def steady_figures(
 
 
 def latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Time to first token and time between tokens, over all requests."""
+    """Time to first token and time between tokens, over all requests; time per output token (TPOT) of each request."""
     first = [out.metrics.token_seconds[0] - out.metrics.arrival_seconds for out in outputs if out.metrics.token_seconds]
+    each = [_mean_gap(out.metrics.token_seconds) for out in outputs if len(out.metrics.token_seconds) > 1]
     between = [gap for out in outputs for gap in np.diff(out.metrics.token_seconds).tolist()]
     return {
         "ttft_seconds": {"p50": _percentile(first, 50), "p99": _percentile(first, 99)},
         "tbt_seconds": {"p50": _percentile(between, 50), "p99": _percentile(between, 99)},
+        "tpot_seconds": {"mean": float(np.mean(each)) if each else 0.0, "p99": _percentile(each, 99)},
     }
+
+
+def _mean_gap(token_seconds: Sequence[float]) -> float:
+    """Return the time per output token of a request, after its first one."""
+    return (token_seconds[-1] - token_seconds[0]) / (len(token_seconds) - 1)
 
 
 def summary_lines(report: dict[str, Any]) -> Iterable[str]:
@@ -174,6 +185,13 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
             f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
             f"(at most {steady['imbalance_max']:.3f})"
         )
+        overall = report["output_tokens_per_second"]
+        if abs(overall / steady["tokens_per_second"] - 1.0) > AGREE:
+            part = _rate(steady["seconds"], report["elapsed_time"])
+            yield (
+                f"Throughput is {overall / steady['tokens_per_second']:.0%} of Steady: it counts the whole run, in "
+                f"which seats fill at the start and empty at the end; {part:.0%} of the time was steady"
+            )
     if (drafts := report.get("speculative")) and drafts["drafts"]:
         yield (
             f"Drafts: {drafts['accepted_tokens']} of {drafts['drafted_tokens']} tokens accepted "

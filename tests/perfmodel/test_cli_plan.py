@@ -97,7 +97,7 @@ def test_windows_are_read_and_not_the_whole_context(tmp_path: Path, capsys: pyte
 def test_an_index_reads_less_than_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also by the GPUs alone, which hold all of it."""
     where = ["--model", "minimax-m3", "--gpu", "h200", "--tensor-parallel-size", "8", "--cpu", "epyc-9654"]
-    found = plan(tmp_path, *where, "--seq-len", "131072", "--prompt-len", "122880")
+    found = plan(tmp_path, *where, "--seq-len", "131072", "--prompt-len", "122880", "--tpot", "inf")
     held, read = found["kv_bytes_per_token"], found["kv_bytes_read_per_token"]
     assert held == 60 * 2 * 128 * 2 + 57 * 256  # a rank has one KV head, and the index's keys whole
     assert read == pytest.approx(512 * (3 + 57 * 2048 / (122880 + 4096)) + 57 * 256)
@@ -162,7 +162,7 @@ def test_a_profile_decides_who_absorbs(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_fixed_pool_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(tmp_path, *NAMES, "--num-r-workers", "5")
+    found = plan(tmp_path, *NAMES, "--num-r-workers", "5", "--tpot", "inf")
     assert (found["num_r_workers"], found["r_workers_set_by"], found["mini_batch_size"]) == (5, "pool", 256)
     assert "5 (as given), 5.80 exactly" in capsys.readouterr().out
     assert main(["plan", *NAMES, "--num-r-workers", "0"]) == 2

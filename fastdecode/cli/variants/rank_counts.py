@@ -48,7 +48,7 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
         if not figures:
             return
         priced = any(row.price_per_million_tokens is not None for row in figures)
-        yield f"  ranks  mini-batch  R-workers  hosts   step ms  tokens/s  {'price/1M' if priced else '':>9s}".rstrip()
+        yield f"  ranks  mini-batch  R-workers  hosts   TPOT ms  tokens/s  {'price/1M' if priced else '':>9s}".rstrip()
         for row in figures:
             mark = "*" if row.tensor_parallel_size == case.plan.tensor_parallel_size else " "
             if row.lacks:
