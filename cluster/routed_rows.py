@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
-from fastdecode.core.routes import Merge, MiniBatchRoutes, Rows
+from fastdecode.core.route_records import Merge, MiniBatchRoutes, Rows
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 """q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""

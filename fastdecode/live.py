@@ -17,7 +17,7 @@ from fastdecode.core.metrics import HOST, Pool, StateClock, StepRecord, Tracer, 
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
-from fastdecode.cycle import Cycle, JoinedWorker
+from fastdecode.cycle import JoinedWorker, RunningCycle
 from fastdecode.drafting.speculation import num_accepted
 from fastdecode.journal.journal import Journal
 from fastdecode.prefills.remote_prefills import RemotePrefills
@@ -74,7 +74,7 @@ class LiveRequests:
     def accepted(self, step: ScheduledStep, computed: Sampled) -> dict[int, int]:
         return {each: num_accepted(computed[each], tokens) for each, tokens in step.drafts.items()}
 
-    def take(self, cycle: Cycle, computed: Sampled, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+    def take(self, cycle: RunningCycle, computed: Sampled, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
         now = self._clock.enter(HOST)
         grown: dict[str, Request] = {}
         num_tokens = 0
@@ -98,7 +98,7 @@ class LiveRequests:
         self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
         return num_tokens
 
-    def give_up(self, cycle: Cycle, sequence: ScheduledSequence) -> None:
+    def give_up(self, cycle: RunningCycle, sequence: ScheduledSequence) -> None:
         request, completions = self.in_flight.family(sequence.sequence_id)
         for completion in completions:
             completion.stop_reason = "no R-worker that is left has room for it"
@@ -109,7 +109,7 @@ class LiveRequests:
             self._ended.append(request)
             self.in_flight.remove(request.request_id)
 
-    def abort(self, cycle: Cycle, request_id: str) -> None:
+    def abort(self, cycle: RunningCycle, request_id: str) -> None:
         """Drop a request, waiting or running; unknown ones are ignored."""
         self._ended = [each for each in self._ended if each.request_id != request_id]
         request = self.in_flight.remove(request_id)
@@ -128,7 +128,9 @@ class LiveRequests:
         self.journal.settle()
         return outputs
 
-    def _grow(self, cycle: Cycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]) -> int:
+    def _grow(
+        self, cycle: RunningCycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]
+    ) -> int:
         """Append ``tokens`` up to one that ends ``completion``; returns how many that were."""
         for count, token in enumerate(tokens, 1):
             completion.append(token, request.params, self._eos_token_ids)
@@ -137,7 +139,7 @@ class LiveRequests:
                 return count
         return len(tokens)
 
-    def _finish(self, cycle: Cycle, completion: Completion, reason: str) -> None:
+    def _finish(self, cycle: RunningCycle, completion: Completion, reason: str) -> None:
         completion.finish_reason = reason
         self.in_flight.end(completion)
         cycle.finish(completion.sequence, reason)

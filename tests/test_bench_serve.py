@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from helpers.stream_server import DONE, Chunk, completion, running, usage
 
-from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.cli.bench_serve import load_tokenizer
 from fastdecode.cli.main import main
 from fastdecode.measure.dataset import RampUp, WorkItem

@@ -18,7 +18,7 @@ from helpers.examples import SEES_ALL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
-from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.cli.bench_perplexity import measure_perplexity
 from fastdecode.cli.main import main
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fastdecode import engine_setup
-from fastdecode.api import config as config_module
-from fastdecode.api import worker_checks
+from fastdecode.api import engine_settings, worker_checks
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import WorkerSpec, parse_bytes
 from fastdecode.backends import check_room, kv_cache_bytes
@@ -153,7 +152,7 @@ def test_beyond_this_machine_takes_a_key() -> None:
 
 
 def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (config_module, worker_checks):
+    for module in (engine_settings, worker_checks):
         monkeypatch.setattr(module, "usable_cores", lambda: [0, 1, 2, 5])
     config = EngineConfig(s_cores="5,0-1,0", r_cores="2")
     assert (config.s_core_list, config.r_core_list, config.separate_cores) == ([0, 1, 5], [2], True)

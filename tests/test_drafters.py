@@ -21,7 +21,7 @@ from helpers.drafting import always_draft
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.cluster.pool import PoolBackend
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.metrics import StepRecord

@@ -19,8 +19,9 @@ from helpers.servers import RunningServer, serving
 from starlette.types import Message
 
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, Interval, StepRecord
+from fastdecode.server.engine_state import EngineState, RWorkerState, TimedStep
 from fastdecode.server.live import SHOWN_LAYERS, Live, LiveResponse, look, timeline
-from fastdecode.server.observer import EngineState, EngineWatch, RWorkerState, TimedStep
+from fastdecode.server.observer import EngineWatch
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from helpers import model_zoo
 from helpers.servers import serving
 from transformers import AutoModelForCausalLM
 
-from fastdecode.api.config import DEMO_MODEL, EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError
 from fastdecode.sworker import lora
 from fastdecode.sworker.loader import load_hf_config, load_model

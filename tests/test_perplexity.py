@@ -11,7 +11,8 @@ import torch
 from helpers.engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM
 
-from fastdecode.api.config import DEMO_MODEL, EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.cli.bench_perplexity import cut, measure_perplexity
 from fastdecode.core.errors import RequestError

@@ -13,7 +13,8 @@ from fastdecode.cluster.pool import PoolBackend
 from fastdecode.cluster.pool_workers import LostWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.layout import KVLayout, LayerLayout
-from fastdecode.core.routes import MiniBatchRoutes, Rows, routes_of_spans
+from fastdecode.core.route_records import MiniBatchRoutes, Rows
+from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, WorkerPlan
 

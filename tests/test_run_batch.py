@@ -307,7 +307,7 @@ def test_a_chat_takes_the_model_s_template() -> None:
         def __init__(self) -> None:
             from transformers import AutoTokenizer
 
-            from fastdecode.api.config import DEMO_MODEL
+            from fastdecode.api.engine_fields import DEMO_MODEL
 
             self.hf = AutoTokenizer.from_pretrained(DEMO_MODEL)
             self.hf.chat_template = (

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.cli.doctor import Finding, check_kernels
+from fastdecode.cli.doctor import check_kernels
+from fastdecode.cli.findings import Finding
 from fastdecode.cluster.r_worker import host as local
 from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.core.errors import BackendError, ConfigError

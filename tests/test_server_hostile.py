@@ -15,7 +15,7 @@ from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, RunningServer, serv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.server.foreign_fields import REFUSED
 from fastdecode.server.protocol import CompletionRequest
 

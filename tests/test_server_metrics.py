@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastdecode.core.metrics import StepRecord
-from fastdecode.server.observer import EngineState, RWorkerState, SessionState
+from fastdecode.server.engine_state import EngineState, RWorkerState, SessionState
 from fastdecode.server.prometheus import Metrics
 
 STEP = StepRecord(

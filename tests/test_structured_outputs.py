@@ -19,7 +19,7 @@ from helpers.engine_checks import assert_nothing_held
 from transformers import AutoModelForCausalLM
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
-from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.sworker.grammar import Grammars, Matcher

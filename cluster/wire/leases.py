@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.api.config import MOST_SECONDS
+from fastdecode.api.engine_fields import MOST_SECONDS
 from fastdecode.api.settings import MAX_SESSION
 from fastdecode.cluster.wire.json_bodies import Text
 from fastdecode.core.errors import FrameError

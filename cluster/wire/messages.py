@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fastdecode.api.config import BLOCK_SIZES
+from fastdecode.api.engine_fields import BLOCK_SIZES
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT, Text, decode_json, encode_json, printable
 from fastdecode.cluster.wire.leases import AskedLease

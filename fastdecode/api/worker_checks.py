@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import reprlib
-from typing import TYPE_CHECKING
 
+from fastdecode.api.engine_settings import EngineSettings
 from fastdecode.api.settings import MAX_SESSION, ON_R_WORKERS, check_key, check_security, parse_cores, split_address
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import total_memory_bytes, usable_cores
 
-if TYPE_CHECKING:
-    from fastdecode.api.config import EngineConfig
 
-
-def check_workers(config: EngineConfig) -> None:
+def check_workers(config: EngineSettings) -> None:
     """ConfigError names a setting of R-workers, prefill workers or ranks that cannot be, or not beside another."""
     _check_r_workers(config)
     _check_parking(config)
@@ -25,7 +22,7 @@ def check_workers(config: EngineConfig) -> None:
         _check_tensor_parallel(config)
 
 
-def _check_tensor_parallel(config: EngineConfig) -> None:
+def _check_tensor_parallel(config: EngineSettings) -> None:
     """What works with one S-worker process alone."""
     size = config.tensor_parallel_size
     if config.in_mpi_job:
@@ -38,7 +35,7 @@ def _check_tensor_parallel(config: EngineConfig) -> None:
         raise ConfigError(f"profile is not for tensor_parallel_size {size}: leave one of them out")
 
 
-def _check_r_workers(config: EngineConfig) -> None:
+def _check_r_workers(config: EngineSettings) -> None:
     """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
     spec = config.r_worker_spec
     check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], config.key_file)
@@ -62,7 +59,7 @@ def _check_r_workers(config: EngineConfig) -> None:
         raise ConfigError(f"key_file is for R-workers at host:port, and r_workers is {config.r_workers}")
 
 
-def _check_parking(config: EngineConfig) -> None:
+def _check_parking(config: EngineSettings) -> None:
     """What parked prefixes need, and what keeps them in memory so far."""
     if config.park_dir is None:
         return
@@ -79,7 +76,7 @@ def _check_parking(config: EngineConfig) -> None:
             )
 
 
-def _check_joining(config: EngineConfig) -> None:
+def _check_joining(config: EngineSettings) -> None:
     """R-workers that are not known before they come."""
     if config.pool_listen is None:
         raise ConfigError(
@@ -89,7 +86,7 @@ def _check_joining(config: EngineConfig) -> None:
         raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
 
 
-def _check_ray(config: EngineConfig) -> None:
+def _check_ray(config: EngineSettings) -> None:
     """R-workers that are placed while the job starts, with a key of their own."""
     if config.profile is not None:
         raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
@@ -102,7 +99,7 @@ def _check_ray(config: EngineConfig) -> None:
         )
 
 
-def _check_prefill_workers(config: EngineConfig) -> None:
+def _check_prefill_workers(config: EngineSettings) -> None:
     """Those elsewhere have settings of their own, and are reached over a network only with a key."""
     spec = config.prefill_worker_spec
     for name in ("prefill_threads", "prefill_cores"):
@@ -114,7 +111,7 @@ def _check_prefill_workers(config: EngineConfig) -> None:
     check_key("prefill_workers", hosts, config.key_file)
 
 
-def _check_session(config: EngineConfig) -> None:
+def _check_session(config: EngineSettings) -> None:
     """What outlives its S-worker, and what is known of it then."""
     if config.session is not None and not (0 < len(config.session) <= MAX_SESSION and config.session.isprintable()):
         raise ConfigError(f"session must be a name of at most {MAX_SESSION} characters, not {config.session!r:.80}")
@@ -134,7 +131,7 @@ def _check_session(config: EngineConfig) -> None:
         raise ConfigError("keep_session works with enable_prefix_caching so far")
 
 
-def _check_journal_on_r_workers(config: EngineConfig) -> None:
+def _check_journal_on_r_workers(config: EngineSettings) -> None:
     """A journal without a folder."""
     if not config.keep_session:
         raise ConfigError(
@@ -146,7 +143,7 @@ def _check_journal_on_r_workers(config: EngineConfig) -> None:
         raise ConfigError(f"journal: {ON_R_WORKERS} keep none with {what} so far: give a folder")
 
 
-def _check_memory(config: EngineConfig) -> None:
+def _check_memory(config: EngineSettings) -> None:
     for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1), ("state_memory", 1)):
         wanted = config.bytes_of(name)
         if name == "kv_cache_memory" and config.r_worker_spec.kind == "ray":
@@ -159,7 +156,7 @@ def _check_memory(config: EngineConfig) -> None:
             )
 
 
-def _check_cores(config: EngineConfig) -> None:
+def _check_cores(config: EngineSettings) -> None:
     for name in ("s_cores", "r_cores", "prefill_cores"):
         cores = config.s_core_list if name == "s_cores" else parse_cores(name, getattr(config, name))
         missing = sorted(set(cores or ()) - set(usable_cores()))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from fastdecode.api.config import KV_CACHE_DTYPES
+from fastdecode.api.engine_fields import KV_CACHE_DTYPES
 from fastdecode.api.settings import parse_bytes
 from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from fastdecode import _rworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import check_key, parse_r_workers, split_address
 from fastdecode.backends import make_backend
+from fastdecode.cli.findings import Finding
 from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
 from fastdecode.core.errors import ConfigError, FastDecodeError
@@ -89,15 +89,6 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """Variables in which launchers say how many ranks a job has."""
 
 _LEAST_LOCK = 64 << 20
-
-
-@dataclass(frozen=True)
-class Finding:
-    """``level``: "ok", "note" or "broken"; a cure for what is not ok."""
-
-    level: str
-    what: str
-    cure: str = ""
 
 
 def check_machine() -> Iterator[Finding]:

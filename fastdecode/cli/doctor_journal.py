@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastdecode.cli.doctor import Finding
+from fastdecode.cli.findings import Finding
 from fastdecode.journal.inspect import JournalLook, look_at
 from fastdecode.journal.pulse import SILENT_SECONDS
 

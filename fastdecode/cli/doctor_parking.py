@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastdecode.cli.doctor import Finding
+from fastdecode.cli.findings import Finding
 from fastdecode.cluster.parking.directory import chain_files
 from fastdecode.core.machine import advise_cache, force_to_disk
 

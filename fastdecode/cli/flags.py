@@ -9,15 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from fastdecode.api.config import (
-    BATCHING,
-    MAX_THREADS,
-    MODEL,
-    WORKERS,
-    EngineConfig,
-    flag_names,
-    prefill_settings,
-)
+from fastdecode.api.config import EngineConfig, flag_names, prefill_settings
+from fastdecode.api.engine_fields import BATCHING, MAX_THREADS, MODEL, WORKERS
 from fastdecode.api.from_vllm import IGNORED, REFUSED, without_vllms
 from fastdecode.api.settings import describe_security, split_address
 from fastdecode.backends import prepare

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastdecode.api.config import MAX_THREADS
+from fastdecode.api.engine_fields import MAX_THREADS
 from fastdecode.api.settings import parse_kv_cache_memory, parse_park, parse_prefill_workers
 from fastdecode.cli import launch_lines as lines
 from fastdecode.cli.flags import add_common_flags, model_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode.api.config import DTYPES, KV_CACHE_DTYPES
+from fastdecode.api.engine_fields import DTYPES, KV_CACHE_DTYPES
 from fastdecode.cli.flags import auto_int
 from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
 

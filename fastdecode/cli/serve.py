@@ -8,7 +8,7 @@ import importlib.util
 import os
 from typing import Any
 
-from fastdecode.api.config import DEMO_MODEL
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdecode.core.held import HeldSequence
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from fastdecode.core.routes import MiniBatchRoutes
+from fastdecode.core.route_records import MiniBatchRoutes
 
 X86_ISAS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
 ARM_ISAS = ("neon", "neon_dot", "neon_bf16")

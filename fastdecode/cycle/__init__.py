@@ -1,8 +1,8 @@
 """The one loop over a scheduler's steps, in any world."""
 
-from fastdecode.cycle.contracts import JoinedWorker, Requests, World
+from fastdecode.cycle.contracts import JoinedWorker, Requests, RunningCycle, World
 from fastdecode.cycle.cycle import Companion, Cycle
 from fastdecode.cycle.membership import Membership
 from fastdecode.cycle.parking import Parking
 
-__all__ = ["Companion", "Cycle", "JoinedWorker", "Membership", "Parking", "Requests", "World"]
+__all__ = ["Companion", "Cycle", "JoinedWorker", "Membership", "Parking", "Requests", "RunningCycle", "World"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from fastdecode.core.metrics import Pool, StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
-from fastdecode.scheduler import Sequence, Transfer
-
-if TYPE_CHECKING:
-    from fastdecode.cycle.cycle import Cycle
+from fastdecode.scheduler import Scheduler, Sequence, Transfer
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -66,6 +63,16 @@ class World(Protocol[T_co]):
         """Put together how long each side worked on the step that has just ended, after which ``pool`` is there."""
 
 
+class RunningCycle(Protocol):
+    """A cycle as its requests see it: they fork samples with its scheduler, and end sequences with it."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End ``sequence``, wherever it is, for ``reason``: see ``Scheduler.finish``."""
+
+
 class Requests(Protocol[T_contra]):
     """Those that the tokens are for."""
 
@@ -75,10 +82,12 @@ class Requests(Protocol[T_contra]):
     def accepted(self, step: ScheduledStep, computed: T_contra) -> Mapping[int, int]:
         """How many draft tokens of each sequence are its next output tokens."""
 
-    def take(self, cycle: Cycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+    def take(
+        self, cycle: RunningCycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]
+    ) -> int:
         """Append the tokens of all sequences but ``spoilt``, fork with the scheduler and finish with ``cycle``; returns
         how many tokens were appended."""
 
-    def give_up(self, cycle: Cycle, sequence: Sequence) -> None:
+    def give_up(self, cycle: RunningCycle, sequence: Sequence) -> None:
         """No R-worker that is left has room for ``sequence``: finish all of its request with ``cycle``. The scheduler
         has forgotten it."""

@@ -10,7 +10,8 @@ from itertools import product
 
 import numpy as np
 
-from fastdecode.api.config import KV_CACHE_DTYPES, EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.engine_fields import KV_CACHE_DTYPES
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.measure.attention_rig import AttentionRig

@@ -5,7 +5,7 @@ from fastdecode.scheduler.scheduler import Scheduler, SchedulerStatistics
 from fastdecode.scheduler.schedules import SCHEDULES, Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.snapshot import Snapshot
-from fastdecode.scheduler.store.holdings import Transfer
+from fastdecode.scheduler.store.transfers import Transfer
 
 __all__ = [
     "SCHEDULES",

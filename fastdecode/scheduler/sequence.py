@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from fastdecode.scheduler.store.place import Segment
-
-if TYPE_CHECKING:
-    from fastdecode.scheduler.store.table import SequenceTable
+from fastdecode.scheduler.store.place import Columns, Segment
 
 
 @dataclass(eq=False)
@@ -43,7 +39,7 @@ class Sequence:
     was_preempted: bool = False
     segments: list[Segment] = field(default_factory=list, repr=False)
     num_closed: int = 0
-    table: SequenceTable | None = field(default=None, repr=False)
+    table: Columns | None = field(default=None, repr=False)
     row: int = -1
 
     def append(self, token_id: int) -> None:

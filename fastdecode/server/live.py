@@ -16,8 +16,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from fastdecode.core.metrics import Event
+from fastdecode.server.engine_state import RWorkerState, TimedStep
 from fastdecode.server.errors import ApiError
-from fastdecode.server.observer import EngineWatch, RWorkerState, TimedStep
+from fastdecode.server.observer import EngineWatch
 from fastdecode.server.service import Service
 from fastdecode.server.streams import SSE_HEADERS
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -14,9 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.scheduler import DraftCounts
-
-if TYPE_CHECKING:
-    from fastdecode.server.observer import EngineState, SessionState
+from fastdecode.server.engine_state import EngineState, SessionState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "fastdecode:"

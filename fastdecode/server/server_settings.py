@@ -26,13 +26,24 @@ class ServerSettings:
         None, "that requests must send, as `Authorization: Bearer KEY`; of every route but /health", SERVER,
         metavar="KEY", unset="FASTDECODE_API_KEY, or none",
     )  # fmt: skip
-    served_model_name: str | None = setting(
-        None, "what clients call the model; several with commas, of which answers give the first", SERVER,
+    served_model_name: list[str] = setting(
+        list, "what clients call the model: one name or more, of which answers give the first", SERVER,
         metavar="NAME", unset="as in --model",
     )  # fmt: skip
     chat_template: str | None = setting(
         None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model choose tools by itself, as vLLM needs it said: here it always may", SERVER
+    )
+    tool_call_parser: str | None = setting(
+        None, "form in which the model writes tool calls, by vLLM's name, such as hermes", SERVER, metavar="NAME",
+        unset="by the chat template",
+    )  # fmt: skip
+    reasoning_parser: str | None = setting(
+        None, "form in which the model writes its thoughts, by vLLM's name, such as qwen3", SERVER, metavar="NAME",
+        unset="by the chat template",
+    )  # fmt: skip
     max_num_queued_reqs: int = setting(
         4096, "that wait beyond --max-num-seqs; more are answered with 503", SERVER, metavar="N", least=0
     )
@@ -83,8 +94,9 @@ class ServerSettings:
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """What clients may call the model, by itself ``model``."""
-        names = tuple(filter(None, map(str.strip, (self.served_model_name or "").split(","))))
-        return names or (model,)
+        given = [self.served_model_name] if isinstance(self.served_model_name, str) else self.served_model_name
+        names = (name.strip() for each in given for name in each.split(","))
+        return tuple(dict.fromkeys(filter(None, names))) or (model,)
 
     def check_certificate(self) -> None:
         """ConfigError where TLS is asked for and its files are not a key and a certificate that belong together."""

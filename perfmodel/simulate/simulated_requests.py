@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.step import ScheduledStep
-from fastdecode.cycle import Cycle
+from fastdecode.cycle import RunningCycle
 from fastdecode.perfmodel.simulate.simulated_drafts import SimulatedDrafter
 from fastdecode.perfmodel.simulate.tokens import Clock, SimulatedOutput, TokenTimes
 from fastdecode.perfmodel.simulate.workload import SimulatedRequest
@@ -76,7 +76,9 @@ class SimulatedRequests:
         """Draw how many drafts of each sequence are its next tokens."""
         return self._drafter.accepted(step.drafts) if self._drafter else {}
 
-    def take(self, cycle: Cycle, computed: np.ndarray, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+    def take(
+        self, cycle: RunningCycle, computed: np.ndarray, accepted: Mapping[int, int], spoilt: Collection[int]
+    ) -> int:
         """Count one token for each sequence that was sampled, and those ``accepted``; returns how many.
 
         Thousands are sampled, so arrays do most of it.
@@ -93,6 +95,6 @@ class SimulatedRequests:
             self.num_finished += 1
         return self._tokens.total - before
 
-    def give_up(self, cycle: Cycle, sequence: Sequence) -> None:
+    def give_up(self, cycle: RunningCycle, sequence: Sequence) -> None:
         """Count a request that ends without its tokens."""
         self.num_given_up += 1

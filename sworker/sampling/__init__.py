@@ -1,6 +1,7 @@
 """Sampling turns the logits of one step into a token per row, vectorised over the batch and independent of it."""
 
 from fastdecode.sworker.sampling.probabilities import sample_seed
-from fastdecode.sworker.sampling.sampler import SampledToken, Sampler, SamplingRow, distribution
+from fastdecode.sworker.sampling.rows import SamplingRow
+from fastdecode.sworker.sampling.sampler import SampledToken, Sampler, distribution
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow", "distribution", "sample_seed"]

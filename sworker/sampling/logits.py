@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fastdecode.sworker.sampling.sampler import SamplingRow
+from fastdecode.sworker.sampling.rows import SamplingRow
 
 
 def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

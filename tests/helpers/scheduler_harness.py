@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.step import Chunk, ScheduledStep
-from fastdecode.cycle import Companion, Cycle, Membership
+from fastdecode.cycle import Companion, Cycle, Membership, RunningCycle
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler, Sequence
 from helpers.drafting import AlwaysMost
 from helpers.naive_prefills import NaivePrefills, SomePrompts
@@ -239,7 +239,7 @@ class Run(Companion):
         assert self.cycle.tell() == (worker,)
         return [*self._hopeless]
 
-    def give_up(self, cycle: Cycle, sequence: Sequence) -> None:
+    def give_up(self, cycle: RunningCycle, sequence: Sequence) -> None:
         """No R-worker has room for it."""
         self._hopeless.append(sequence)
         for member in (sequence, *sequence.siblings):
@@ -369,7 +369,9 @@ class Run(Companion):
                     tail,
                 )
 
-    def take(self, cycle: Cycle, computed: list[Chunk], accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+    def take(
+        self, cycle: RunningCycle, computed: list[Chunk], accepted: Mapping[int, int], spoilt: Collection[int]
+    ) -> int:
         """Fork, append a token each, or those accepted and one more, end what is done."""
         sampled = [*self._arrived, *(chunk.sequence_id for chunk in computed if chunk.samples)]
         for parent in [self.alive[sequence_id] for sequence_id in sampled if sequence_id not in spoilt]:

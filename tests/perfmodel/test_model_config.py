@@ -12,7 +12,8 @@ from helpers import latent_zoo, model_zoo, sparse_zoo
 from helpers.tiny_configs import tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fastdecode.api.config import DEMO_MODEL, EngineConfig
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.layout import KV_BITS
 from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second

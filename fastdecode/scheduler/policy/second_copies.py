@@ -7,10 +7,10 @@ import numpy as np
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.move_prices import TransferPrice
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.holdings import Transfer
 from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.speeds import Observed
 from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.store.transfers import Transfer
 
 SHARE = 0.1
 """The part of the steps' time that making second copies may take: decodes wait meanwhile."""

@@ -13,10 +13,10 @@ from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, Tran
 from fastdecode.scheduler.policy.second_copies import SecondCopies
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.holdings import Transfer
 from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.speeds import Observer
 from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.store.transfers import Transfer
 from fastdecode.scheduler.waiting import Lifecycle
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64

@@ -29,8 +29,9 @@ class Copy:
     prefix_id: int | None = None
 
 
-class Progress(Protocol):
-    """The columns of a table in which the counts of growing segments stand, int64 [num_rows]."""
+class Columns(Protocol):
+    """Columns of a table with a row for each sequence that holds a cache, int64 [num_rows]: the counts of its tail, the
+    R-worker of the tail's first copy, and its last token."""
 
     @property
     def num_cached(self) -> np.ndarray: ...
@@ -40,6 +41,12 @@ class Progress(Protocol):
 
     @property
     def num_blocks(self) -> np.ndarray: ...
+
+    @property
+    def homes(self) -> np.ndarray: ...
+
+    @property
+    def last_tokens(self) -> np.ndarray: ...
 
 
 class Segment:
@@ -51,37 +58,37 @@ class Segment:
     a table to which it is bound: thousands of them advance as arrays.
     """
 
-    __slots__ = ("_num_blocks", "_num_tokens", "_progress", "_row", "cache_id", "copies", "start")
+    __slots__ = ("_columns", "_num_blocks", "_num_tokens", "_row", "cache_id", "copies", "start")
 
     def __init__(self, cache_id: int, start: int = 0, num_blocks: int = 0, workers: Iterable[int] = ()) -> None:
         self.cache_id, self.start, self.copies = cache_id, start, [Copy(worker) for worker in workers]
         self._num_tokens, self._num_blocks = 0, num_blocks
-        self._progress: Progress | None = None
+        self._columns: Columns | None = None
         self._row = -1
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are cached."""
-        if self._progress is None:
+        if self._columns is None:
             return self._num_tokens
-        return int(self._progress.num_cached[self._row] - self._progress.bases[self._row])
+        return int(self._columns.num_cached[self._row] - self._columns.bases[self._row])
 
     @num_tokens.setter
     def num_tokens(self, value: int) -> None:
         self._num_tokens = value
-        if self._progress is not None:
-            self._progress.num_cached[self._row] = self.start + value
+        if self._columns is not None:
+            self._columns.num_cached[self._row] = self.start + value
 
     @property
     def num_blocks(self) -> int:
         """Blocks held on each R-worker that has a copy."""
-        return self._num_blocks if self._progress is None else int(self._progress.num_blocks[self._row])
+        return self._num_blocks if self._columns is None else int(self._columns.num_blocks[self._row])
 
     @num_blocks.setter
     def num_blocks(self, value: int) -> None:
         self._num_blocks = value
-        if self._progress is not None:
-            self._progress.num_blocks[self._row] = value
+        if self._columns is not None:
+            self._columns.num_blocks[self._row] = value
 
     @property
     def workers(self) -> list[int]:
@@ -102,13 +109,13 @@ class Segment:
         """The copy on R-worker ``worker``, if there is one."""
         return next((copy for copy in self.copies if copy.worker == worker), None)
 
-    def bind(self, progress: Progress, row: int) -> None:
-        """From here on the counts stand in ``row`` of ``progress``."""
+    def bind(self, columns: Columns, row: int) -> None:
+        """From here on the counts stand in ``row`` of ``columns``."""
         num_tokens, num_blocks = self.num_tokens, self.num_blocks
-        self._progress, self._row = progress, row
+        self._columns, self._row = columns, row
         self.num_tokens, self.num_blocks = num_tokens, num_blocks
 
     def release(self) -> None:
         """The segment keeps its counts, and its row is another's from here on."""
         self._num_tokens, self._num_blocks = self.num_tokens, self.num_blocks
-        self._progress, self._row = None, -1
+        self._columns, self._row = None, -1

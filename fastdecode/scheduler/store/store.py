@@ -13,7 +13,7 @@ from fastdecode.core.remote_prefill import StoredAt
 from fastdecode.core.step import MiniBatch
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.holdings import Holdings, TransfersUnderWay
+from fastdecode.scheduler.store.holdings import Holdings
 from fastdecode.scheduler.store.names import Names, Notes
 from fastdecode.scheduler.store.parked import ParkedPrefixes
 from fastdecode.scheduler.store.place import Copy, Segment
@@ -22,6 +22,7 @@ from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.residents import Residents
 from fastdecode.scheduler.store.states import StateCache
 from fastdecode.scheduler.store.table import SequenceTable
+from fastdecode.scheduler.store.transfers import TransfersUnderWay
 from fastdecode.scheduler.store.workers import Workers
 
 
@@ -48,9 +49,9 @@ class Store:
         self.prefixes = caches(self.workers, retains, placing.segment_tokens, names=self.names)
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
-        self.transfers = TransfersUnderWay(self)
         self.parked = ParkedPrefixes(self.workers, self.prefixes)
-        self._holdings = Holdings(self.workers, self.prefixes)
+        self._holdings = Holdings(self.workers, self.prefixes, self.table)
+        self.transfers = TransfersUnderWay(self.workers, self.table, self._holdings)
         self._kept_rows = 1 + limits.num_speculative_tokens
         self.last_rows: tuple[MiniBatch, ...] = ()
         self.num_sound: dict[int, int] = {}
@@ -193,15 +194,7 @@ class Store:
 
     def give_up(self, sequence: Sequence, segment: Segment, worker: int) -> None:
         """R-worker ``worker`` gives up its copy of ``segment``, of ``sequence``."""
-        copy = segment.on(worker)
-        if copy is None:
-            raise KeyError(f"R-worker {worker} has no copy of {segment.cache_id}")
-        self._holdings.give_up(segment, copy, is_known=sequence.job_id > 0)
-        segment.copies.remove(copy)
-        if segment is sequence.tail:
-            self.workers[worker].num_sequences -= 1
-            self.table.on_second[sequence.row] = False
-        self.table.put(sequence)
+        self._holdings.remove(sequence, segment, worker)
         self.transfers.redirect(segment, worker)
 
     def change_home(self, sequence: Sequence, segment: Segment) -> None:

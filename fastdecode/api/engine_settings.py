@@ -1,0 +1,114 @@
+"""The engine's settings as its parts ask for them: parsed specs, memory in bytes, and cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.api.engine_fields import EngineFields
+from fastdecode.api.settings import (
+    ON_R_WORKERS,
+    WorkerSpec,
+    parse_bytes,
+    parse_cores,
+    parse_kv_cache_memory,
+    parse_lora_modules,
+    parse_park,
+    parse_prefill_workers,
+    parse_r_workers,
+)
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.parked import ParkPlace
+from fastdecode.core.placing import AskedPlacing
+from fastdecode.drafting.speculative_config import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class EngineSettings(EngineFields):
+    """Derives from the fields what they ask for."""
+
+    def bytes_of(self, name: str) -> int | None:
+        """A memory setting in bytes, None where it is to be chosen."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        return parse_kv_cache_memory(value) if name == "kv_cache_memory" else parse_bytes(name, value)
+
+    @property
+    def journal_folder(self) -> str | None:
+        """Where the journal is a folder."""
+        return None if self.journal == ON_R_WORKERS else self.journal
+
+    @property
+    def r_worker_spec(self) -> WorkerSpec:
+        """What ``r_workers`` asks for."""
+        return parse_r_workers(self.r_workers)
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """What ``speculative_config`` asks for."""
+        return SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def lora(self) -> tuple[str, str] | None:
+        """Name and folder of the adapter of ``lora_modules``; ConfigError for more than one."""
+        return parse_lora_modules(self.lora_modules)
+
+    @property
+    def state_dtype(self) -> str:
+        """The dtype of states, which ``mamba_ssm_cache_dtype`` asks for."""
+        return "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
+
+    @property
+    def placing(self) -> AskedPlacing:
+        """How sequences are to be placed."""
+        return AskedPlacing.of(self)
+
+    @property
+    def prefill_worker_spec(self) -> WorkerSpec | None:
+        """What ``prefill_workers`` asks for."""
+        return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
+
+    @property
+    def park(self) -> ParkPlace | None:
+        """Where R-workers that this process starts are to park."""
+        return parse_park(self.park_dir, self.park_after, self.park_bytes)
+
+    @property
+    def in_mpi_job(self) -> bool:
+        """True where R-workers or prefill workers are ranks of this process's job."""
+        prefill = self.prefill_worker_spec
+        return self.r_worker_spec.kind == "mpi" or (prefill is not None and prefill.kind == "mpi")
+
+    @property
+    def prefill_thread_count(self) -> int:
+        """Threads of each prefill worker that this process starts: its share of the cores, unless told."""
+        cores, spec = self.prefill_core_list or usable_cores(), self.prefill_worker_spec
+        return self.prefill_threads or max(1, len(cores) // (spec.count if spec else 1))
+
+    @property
+    def prefill_core_list(self) -> list[int] | None:
+        """Cores of the spawned prefill workers, None when not pinned."""
+        return parse_cores("prefill_cores", self.prefill_cores)
+
+    @property
+    def num_r_workers(self) -> int:
+        """R-workers that ``r_workers`` asks for."""
+        return self.r_worker_spec.count
+
+    @property
+    def s_core_list(self) -> list[int] | None:
+        """Cores of the S-worker, None when not pinned: by default what spawned R-workers with cores leave, if any."""
+        given = parse_cores("s_cores", self.s_cores)
+        if given is None and self.r_worker_spec.kind == "spawn" and self.r_core_list:
+            return sorted(set(usable_cores()) - set(self.r_core_list)) or None
+        return given
+
+    @property
+    def r_core_list(self) -> list[int] | None:
+        """Cores of the R-workers, None when not pinned."""
+        return parse_cores("r_cores", self.r_cores)
+
+    @property
+    def separate_cores(self) -> bool:
+        """True when S and R were given cores of their own, so that they can work at the same time."""
+        return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))

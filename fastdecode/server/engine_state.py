@@ -1,0 +1,66 @@
+"""States of the engine as the server shows them: plain data, made after each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fastdecode.core.metrics import ONE_WORKER, Pool, PoolChanges, StepRecord
+from fastdecode.scheduler import DraftCounts
+
+
+@dataclass(frozen=True)
+class RWorkerState:
+    """One R-worker, of those that are or were here. ``kv_load``: KV tokens attended in the last step; its limit is None
+    where nothing limits it. ``busy_seconds``, ``transfer_seconds``: of the last step. ``parked_bytes``: on its disk,
+    None where it has none."""
+
+    name: str
+    present: bool = True
+    draining: bool = False
+    num_sequences: int = 0
+    kv_load: int = 0
+    kv_load_limit: int | None = None
+    blocks_used: int = 0
+    num_blocks: int = 0
+    parked_bytes: int | None = None
+    busy_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The engine after a step that ended at ``seconds`` of ``time.perf_counter``; sequences running and waiting."""
+
+    seconds: float
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    r_workers: tuple[RWorkerState, ...] = ()
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    pool: Pool = ONE_WORKER
+    changes: PoolChanges = field(default_factory=PoolChanges)
+    trouble: str = ""
+    woken_tokens: int = 0
+    failed_wakes: int = 0
+    session: SessionState | None = None
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """Of an engine with a journal: ``name`` of its session, "" without, and its ``epoch``, which counts the engines
+    that have had it; bytes of the journal, and seconds in which steps have waited for it."""
+
+    name: str
+    epoch: int
+    journal_bytes: int
+    journal_seconds: float
+
+
+class TimedStep(NamedTuple):
+    """A step and when it ended, in seconds of ``time.perf_counter``."""
+
+    end_seconds: float
+    record: StepRecord
