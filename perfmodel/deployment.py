@@ -14,12 +14,9 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import Contention, RPart, beside_states
+from fastdecode.perfmodel.stages import SHARED, Contention, RPart, beside_states
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import StepModel
-
-SHARED = Contention(2.0, 2.0)
-"""S and R on the very same cores: what one does, the other cannot."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.load import Load, mean_parts
 from fastdecode.perfmodel.service import prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
-from fastdecode.perfmodel.stages import RPart, SPart, Transport
+from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Transport
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
@@ -36,7 +36,7 @@ class Planner:
     ``num_r_workers``: of a pool that is there; as many as keep up with the S-worker when None.
     ``state_bytes_per_sequence``: of recurrent layers, over all of them; it takes the room of so many cached tokens,
     unless the S-worker keeps them (``states``). ``pair_seconds``: of the S-worker for a pair of a query and a key of a
-    prompt, over all layers; 0 where it is not known.
+    prompt, over all layers; 0 where it is not known. ``contention``: of S-worker and R-workers on the same cores.
     """
 
     workload: Workload
@@ -61,6 +61,7 @@ class Planner:
     state_bytes_per_sequence: int = 0
     states: StatesHere | None = None
     pair_seconds: float = 0.0
+    contention: Contention = NO_CONTENTION
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks", "num_r_workers"):
@@ -156,6 +157,8 @@ class Planner:
             self.transport,
             self.step_overhead_seconds + self.r_worker_overhead_seconds * num_r_workers,
             self.row_overhead_seconds,
+            contention=self.contention,
+            drains=self.contention != NO_CONTENTION,
             storage=self.storage,
             states=self.states,
         )

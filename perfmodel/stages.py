@@ -303,3 +303,9 @@ class Contention:
         if s_slow <= r_slow:
             return s_slow + r_seconds - s_slow / self.r_slowdown
         return r_slow + s_seconds - r_slow / self.s_slowdown
+
+
+NO_CONTENTION = Contention()
+
+SHARED = Contention(2.0, 2.0)
+"""S and R on the very same cores: what one does, the other cannot."""

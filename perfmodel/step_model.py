@@ -9,12 +9,11 @@ import numpy as np
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.stages import Contention, RPart, SPart, Stages, Transport
+from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Stages, Transport
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
 NO_TRANSPORT = Transport()
-NO_CONTENTION = Contention()
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fastdecode.cli.variants.ranges import RangeVariant
 from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.gpu_only import held_bytes, usable_bytes
-from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.presets import find_gpu
 from fastdecode.perfmodel.rank_costs import RankGroup, gpu_peer_link
 from fastdecode.perfmodel.verdict import judge
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastdecode.api.engine_fields import DTYPES, KV_CACHE_DTYPES
 from fastdecode.cli.flags import auto_int
-from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
+from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, NUMBERS
 
 BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
 """The settings that say in bare numbers how fast S-worker and R-workers are."""
@@ -15,10 +16,14 @@ DEFAULT_LINK = "100Gb"
 """Link of the S-worker where --link is not given."""
 
 
+PRESETS: dict[str, Iterable[str]] = {"gpu": GPUS, "cpu": CPU_HOSTS}
+
+
 def add_machine_flags(group: Any) -> None:
-    """Add the flags of presets by name."""
+    """Add the flags of machines by name, in numbers, or measured here."""
+    gpus, hosts = (f"{', '.join(presets)}; {NUMBERS[kind]}; here: measured" for kind, presets in PRESETS.items())
     group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
-    group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
+    group.add_argument("--gpu", metavar="GPU", help=f"of the S-worker: {gpus}")
     group.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N",
         help="ranks of the S-worker, a GPU each, with R-workers of their own for their heads (1)",
@@ -26,8 +31,11 @@ def add_machine_flags(group: Any) -> None:
     group.add_argument(
         "--rank-link", metavar="RATE", help="between them, such as 300GB (the GPU's NVLink, or else its PCIe)"
     )
-    group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
-    group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
+    group.add_argument("--cpu", metavar="HOST", help=f"hosts of R-workers: {hosts}")
+    group.add_argument(
+        "--link", metavar="RATE",
+        help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK}); pcie: R-workers run on the GPU's own host",
+    )  # fmt: skip
     group.add_argument(
         "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
     )

@@ -9,19 +9,21 @@ from pathlib import Path
 
 from fastdecode.api.settings import parse_bytes
 from fastdecode.cli.assumptions import absorption_lines, figures, rank_lines, state_lines, token_lines, window_lines
-from fastdecode.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
+from fastdecode.cli.machine_flags import BARE_FLAGS
+from fastdecode.cli.named_machine import named_machine, per_host
 from fastdecode.cli.shape_inputs import asked_shape, gpu_kv_bytes, kv_dtype_of, mean_row_bytes, profiled_shape
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.perfmodel.gpu_only import GpuServer, held_bytes, pair_seconds, usable_bytes
-from fastdecode.perfmodel.hardware import CpuHost, Gpu, find_cpu_host, find_gpu, parse_link
+from fastdecode.perfmodel.hardware import Gpu, parse_link
+from fastdecode.perfmodel.machine_words import gpu_of
 from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape
-from fastdecode.perfmodel.sizing import Prices, Workload
+from fastdecode.perfmodel.sizing import NO_PRICES, Prices, Workload
 from fastdecode.perfmodel.stages import (
     GpuSPart,
     MeasuredSPart,
@@ -41,7 +43,9 @@ HOST_MEMORY_FRACTION = 0.8
 @dataclass(frozen=True)
 class PlanInputs:
     """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named, and
-    ``gpu_name`` empty; so is ``host_name`` where no host was."""
+    ``gpu_name`` empty; so is ``host_name`` where no host was.
+    ``list_prices``: of the presets, where they are known; no plan is chosen by them. ``one_host``: R-workers
+    run on the GPU's own host, so there is one machine."""
 
     planner: Planner
     server: GpuServer | None
@@ -50,6 +54,8 @@ class PlanInputs:
     assumptions: tuple[str, ...]
     gpu_name: str = ""
     host_name: str = ""
+    list_prices: Prices = NO_PRICES
+    one_host: bool = False
 
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
@@ -79,11 +85,10 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
-    shape, host = asked_shape(args), shared_host(args, find_cpu_host(args.cpu))
-    one, group = find_gpu(args.gpu), rank_group(args, find_gpu(args.gpu))
+    shape, machine = asked_shape(args), named_machine(args)
+    host, one, group = machine.host, machine.gpu, rank_group(args, machine.gpu)
     gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
     kv_dtype = kv_dtype_of(args, shape)
-    link = parse_link(args.link or DEFAULT_LINK)
     memory = _beside_weights(
         parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes)), of_rank
     )
@@ -93,26 +98,36 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     r_part = host_r_part(of_rank, kv_dtype, host, share, workload.prompt_context)
     s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
     planner = _planner(
-        args, of_rank, kv_dtype, s_part, r_part,
-        (one.host_bytes_per_second, link / group.size), memory=memory, r_workers_per_host=host.r_workers_per_host,
-        states=_gpu_states(args, shape, gpu, group), pair_seconds=pair_seconds(shape, gpu),
+        args, of_rank, kv_dtype, s_part, r_part, machine.hops(group.size), memory=memory,
+        r_workers_per_host=host.r_workers_per_host, states=_gpu_states(args, shape, gpu, group),
+        pair_seconds=pair_seconds(shape, gpu),
     )  # fmt: skip
+    planner = machine.at_home(planner)
     server = _server(planner, shape, kv_dtype, gpu, group)
     assumptions = (
         *figures(gpu),
         *figures(host),
-        f"link {link / 1e9:.4g} GB/s, PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s (nominal)",
-    )
-    assumptions += (
+        machine.links(gpu),
         *rank_lines(group),
         *token_lines(of_rank, kv_dtype, planner),
         *absorption_lines(of_rank),
         *window_lines(shape, planner),
         *state_lines(of_rank, planner),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
+        *machine.price_lines(),
     )
     title = f"{shape.name} on {gpu.name} and {host.name}"
-    return PlanInputs(planner, server, kv_dtype, title, assumptions, gpu.counted_name, host.name)
+    return PlanInputs(
+        planner,
+        server,
+        kv_dtype,
+        title,
+        assumptions,
+        gpu.counted_name,
+        host.name,
+        machine.list_prices(group.size),
+        machine.link_bytes_per_second is None,
+    )
 
 
 def _from_profile(args: argparse.Namespace) -> PlanInputs:
@@ -133,11 +148,11 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
             args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None,
             profile.measured_state(kv_dtype) if shape.state else None,
         ),
-        rates, shape.sent_share * link.latency_seconds, memory, _per_host(args, 1),
+        rates, shape.sent_share * link.latency_seconds, memory, per_host(args, 1),
         _profiled_states(args, shape, profile, kv_dtype),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
-    one = find_gpu(args.gpu) if args.gpu else None
+    one = gpu_of(args.gpu) if args.gpu else None
     group = rank_group(args, one) if one else ALONE
     gpu = one.times(group.size) if one else None
     server = _server(planner, shape, kv_dtype, gpu, group) if gpu else None
@@ -176,7 +191,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
     rates = (parse_link(args.link),) if args.link else ()
     planner = _planner(
         args, shape, kv_dtype, s_part, _of_read_rows(args, shape, RPart(args.r_part_seconds_per_token)), rates,
-        memory=_memory(args), r_workers_per_host=_per_host(args, 1),
+        memory=_memory(args), r_workers_per_host=per_host(args, 1),
     )  # fmt: skip
     assumptions = ("S and R times as given", *(window_lines(shape, planner) if shape else ()))
     return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", assumptions)
@@ -322,21 +337,6 @@ def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
     return replace(
         planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none
     )
-
-
-def _per_host(args: argparse.Namespace, unless_given: int) -> int:
-    return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
-
-
-def shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
-    """A preset with as many R-workers as were asked for; what more than one per NUMA node get is a part of it."""
-    number = _per_host(args, host.r_workers_per_host)
-    part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
-    read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
-    return replace(
-        host, r_workers_per_host=number, cores=max(1, int(part * host.cores)), read_bytes_per_second=read,
-        memory_bytes=part * host.memory_bytes,
-    )  # fmt: skip
 
 
 def _memory(args: argparse.Namespace) -> int | None:

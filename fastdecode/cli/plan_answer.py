@@ -12,7 +12,7 @@ from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.gpu_only import GpuOnly
 from fastdecode.perfmodel.service import Service
-from fastdecode.perfmodel.sizing import Plan
+from fastdecode.perfmodel.sizing import Plan, Prices
 from fastdecode.perfmodel.verdict import Verdict, judge
 
 
@@ -30,18 +30,28 @@ class PlanAnswer:
     @property
     def service(self) -> Service:
         """FastDecode as its users see it; with prefill workers, their time to the first token counts."""
-        service, prefill = self.case.plan.service, self.found.get("prefill")
-        if prefill is None:
-            return service
-        return replace(service, ttft_seconds=prefill.ttft_seconds or math.inf)
+        plan, prefill = self.case.plan, self.found.get("prefill")
+        first = plan.ttft_seconds if prefill is None else prefill.ttft_seconds or math.inf
+        price = self.prices.per_million_tokens(plan.num_hosts, plan.output_tokens_per_second)
+        return replace(plan.service, ttft_seconds=first, price_per_million_tokens=price)
+
+    @property
+    def prices(self) -> Prices:
+        """Prices as given, or else those of lists."""
+        given = self.case.planner.prices
+        return given if given.gpu_per_hour is not None else self.case.inputs.list_prices
+
+    @property
+    def uses_list_prices(self) -> bool:
+        """True where no price was given, and lists have one of the GPU."""
+        return self.case.planner.prices.gpu_per_hour is None and self.prices.gpu_per_hour is not None
 
     @property
     def alone_service(self) -> Service | None:
         """The GPU alone as its users see it; None where it was not compared or cannot run a sequence."""
         if self.alone is None:
             return None
-        price = self.case.planner.prices.per_million_tokens(0, self.alone.output_tokens_per_second)
-        return self.alone.service(price)
+        return self.alone.service(self.prices.per_million_tokens(0, self.alone.output_tokens_per_second))
 
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
@@ -81,6 +91,12 @@ def plan_figures(answer: PlanAnswer) -> dict[str, Any]:
         "verdict": answer.verdict.sentence,
         "limits": {name: None if math.isinf(seconds) else seconds for name, seconds in limits.items()},
         "keeps_limits": case.keeps_limits,
+        "list_price_per_million_tokens": {
+            "fastdecode": answer.service.price_per_million_tokens if answer.uses_list_prices else None,
+            "gpu_only": answer.alone_service.price_per_million_tokens
+            if answer.uses_list_prices and answer.alone_service
+            else None,
+        },
         "without_limits": service_figures(answer.unlimited.service if answer.unlimited else None),
         "kv_cache_dtype": case.inputs.kv_cache_dtype,
         "latent_absorption": "r" if case.args.latent_absorption == "r" else "s",

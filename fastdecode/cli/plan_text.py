@@ -17,14 +17,14 @@ def plan_text(answer: PlanAnswer) -> str:
     """Return the plan as it is printed."""
     case, found = answer.case, answer.found
     features = [(variant, found[variant.name]) for variant in VARIANTS if variant.name in found]
-    lines = [*_figures(case.plan), *(line for each, figures in features for line in each.lines(case, figures))]
+    lines = [*_figures(case), *(line for each, figures in features for line in each.lines(case, figures))]
     tables = ["\n".join(each.table(case, figures)) for each, figures in features]
     blocks = [
         "\n".join((answer.verdict.sentence, *_in_words(answer))),
         _title(case),
         "\n".join(_side_by_side(answer)),
         "\n".join(f"  {name:18s}{text}" for name, text in lines),
-        "\n".join(_candidates(case.plan)),
+        "" if case.inputs.one_host else "\n".join(_candidates(case.plan)),
         *tables,
         "\n".join(("Rests on:", *(f"  {line}" for line in case.inputs.assumptions))),
     ]
@@ -36,6 +36,7 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
     plan = answer.case.plan
     gpus = answer.case.inputs.gpu_name
     yield f"FastDecode needs {f'{gpus} and ' if gpus else ''}{_hosts(plan, answer.case.inputs.host_name)}."
+    yield _cost(answer)
     unlimited = answer.unlimited
     if unlimited:
         rate = unlimited.output_tokens_per_second
@@ -44,6 +45,22 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
             f"{milliseconds(unlimited.step_seconds)} per token for each of {users(unlimited.in_flight)}, with "
             f"{_hosts(unlimited, '')} (--tpot inf)."
         )
+
+
+def _cost(answer: PlanAnswer) -> str:
+    """Say what a million tokens cost either way."""
+    own, alone = answer.service.price_per_million_tokens, answer.alone_service
+    other = alone.price_per_million_tokens if alone else None
+    if own is None and other is None:
+        return "Prices are not known: --gpu-price and --cpu-price take those of an hour of a GPU and of a host."
+    words = {"with FastDecode": own, "with the GPU alone": other}
+    unit, by = (" USD", ", by list prices") if answer.uses_list_prices else ("", "")
+    costs = [f"{price:.3g}{unit} {way}" for way, price in words.items() if price is not None]
+    if own and other:
+        by += f": {own / other:.2g} x the price" if own > other else f": {own / other:.2g} of the price"
+    host = answer.case.inputs.host_name or "hosts"
+    missing = f" (the price of {host} is not known: --cpu-price)" if own is None else ""
+    return f"A million output tokens cost {' and '.join(costs)}{by}{missing}."
 
 
 def _hosts(plan: Plan, name: str) -> str:
@@ -79,7 +96,7 @@ ROWS = (
     ("users served at once", lambda service: f"{service.users:,}"),
     ("tokens/s in all", lambda service: f"{service.tokens_per_second:,.4g}"),
     ("tokens/s for each user", lambda service: f"{service.tokens_per_second_per_user:.3g}"),
-    ("ms per token (TPOT)", lambda service: f"{service.tpot_seconds * 1e3:.3g}"),
+    ("ms per token (TPOT)", lambda service: milliseconds(service.tpot_seconds).removesuffix(" ms")),
     ("s to the first token (TTFT)", _first_token),
     ("price of a million tokens", _price),
 )
@@ -106,15 +123,14 @@ def _binding(plan: Plan) -> str:
     return f" (reads bind: arithmetic takes {more:.2g} times their seconds)"
 
 
-def _figures(plan: Plan) -> Iterator[Line]:
+def _figures(case: PlanCase) -> Iterator[Line]:
+    plan = case.plan
     taking_turns = f"{plan.num_mini_batches} of them: {plan.in_flight} in flight"
     yield "mini-batch size", f"{plan.mini_batch_size}, {taking_turns}"
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
     each += _binding(plan)
-    why = {"memory": " (more for their memory)", "pool": " (as given)", "limits": " (more for the limits)"}.get(
-        plan.r_workers_set_by, ""
-    )
+    why = " (those of this host)" if case.inputs.one_host else REASONS.get(plan.r_workers_set_by, "")
     ranks = plan.tensor_parallel_size
     of_each = f" of each of {ranks} ranks, {plan.total_r_workers} in all" if ranks > 1 else ""
     yield "R-workers", f"{plan.num_r_workers}{of_each}{why}, {plan.num_r_workers_exact:.2f} exactly{each}"

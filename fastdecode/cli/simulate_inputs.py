@@ -15,6 +15,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import PLACING, SCHEDULE
 from fastdecode.cli.machine_flags import BARE_FLAGS
 from fastdecode.cli.machine_inputs import PlanInputs, rank_group, read_inputs
+from fastdecode.cli.named_machine import one_gpu
 from fastdecode.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes
 from fastdecode.cli.simulate_events import read_timeline
 from fastdecode.cli.variants.prefill_workers import prefill_forecast
@@ -28,7 +29,6 @@ from fastdecode.core.placing import AskedPlacing
 from fastdecode.core.state_room import COUNTED_BLOCKS, StateRoom
 from fastdecode.perfmodel.draft_times import Drafting
 from fastdecode.perfmodel.gpu_only import GpuStepTime, check_weights
-from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.planner import Planner
@@ -171,8 +171,8 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
-    shape, group = asked_shape(args), rank_group(args, find_gpu(args.gpu))
-    gpu = find_gpu(args.gpu).times(group.size)
+    shape, group = asked_shape(args), rank_group(args, one_gpu(args.gpu))
+    gpu = one_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     words = _plan_words(args, workload)
     rows = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(

@@ -15,11 +15,11 @@ from fastdecode.core.errors import ConfigError, PlanError, WorkerLostError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import Placing
 from fastdecode.perfmodel.gpu_only import GpuStepTime
-from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
+from fastdecode.perfmodel.presets import GPUS
 from fastdecode.perfmodel.simulate import (
     GpuMachine,
     Machine,

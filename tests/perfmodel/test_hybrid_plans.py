@@ -16,11 +16,12 @@ from fastdecode.cli.main import main
 from fastdecode.core.errors import PlanError, UnsupportedModelError
 from fastdecode.perfmodel.batch_search import BatchSearch
 from fastdecode.perfmodel.gpu_only import GpuServer
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu, kernel_bytes_per_second
+from fastdecode.perfmodel.hardware import kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part

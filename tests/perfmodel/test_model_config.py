@@ -16,10 +16,11 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.core.layout import KV_BITS
-from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second
+from fastdecode.perfmodel.hardware import kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_config import find_shape, read_shape
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.presets import find_cpu_host
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker import SModel

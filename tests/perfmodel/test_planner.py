@@ -13,10 +13,10 @@ from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.perfmodel.batch_search import BatchSearch
 from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.gpu_only import GpuOnly, GpuServer
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Prices, Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 from fastdecode.perfmodel.verdict import judge

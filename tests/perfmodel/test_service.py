@@ -12,9 +12,9 @@ import pytest
 from fastdecode.cli.main import main
 from fastdecode.perfmodel.batch_search import BatchSearch
 from fastdecode.perfmodel.gpu_only import GpuOnly, GpuServer
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.planner import Planner
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.service import CHUNK_TOKENS, ServiceLimits, prompt_chunks
 from fastdecode.perfmodel.sizing import Prices, Workload
 from fastdecode.perfmodel.stages import GpuSPart, host_r_part

@@ -81,7 +81,9 @@ class CopyVariant(Variant[ReplicaPlan]):
         )
 
     def lines(self, case: PlanCase, figures: ReplicaPlan) -> Iterator[Line]:
-        """Yield what two copies cost, and what a loss costs."""
+        """Yield what two copies cost, and what a loss costs; nothing on one host, which is lost as a whole."""
+        if case.inputs.one_host:
+            return
         yield "copies", _cost(figures)
         yield "a lost R-worker", _loss(figures)
         lost = figures.lost_tokens_per_second_at_one_hour
