@@ -77,7 +77,7 @@ SOURCES := $(shell find rworker_cpp sworker/cpp -name '*.cpp' -o -name '*.hpp' -
 $(STAMP): pyproject.toml CMakeLists.txt constraints-cpu.txt $(SOURCES) | $(TOOLS)
 	$(BIN)/pip install --disable-pip-version-check -q --no-compile $(CONSTRAINTS) \
 	  -e '.[gguf,lora,mpi,otel,plot,ray,serve,structured,test]'
-	PYTHONSAFEPATH=1 $(BIN)/python -c 'import fastdecode.build, fastdecode.cli.serve'
+	PYTHONSAFEPATH=1 $(BIN)/python -c 'import fastdecode.engine.compose.build, fastdecode.cli.serve'
 	touch $@
 
 # What builds C++ that Python does not load.

@@ -28,11 +28,18 @@ from stand_in import MortalStandIns
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.metrics import StepRecord
-from fastdecode.engine import LLMEngine
-from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
-from fastdecode.measure.throughput import run_throughput, warm_up
-from fastdecode.measure.throughput_report import ThroughputRun
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine, Timeline, WorkerEvent, read_events
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem, WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.throughput import run_throughput, warm_up
+from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun
+from fastdecode.perfmodel.lab.simulate import (
+    SimulatedRequest,
+    Simulator,
+    SplitMachine,
+    Timeline,
+    WorkerEvent,
+    read_events,
+)
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler

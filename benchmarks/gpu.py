@@ -21,7 +21,7 @@ from stand_in import StandInBackend
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.layout import WIRE_DTYPE
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 LLAMA_7B = {
     "vocab_size": 32000,

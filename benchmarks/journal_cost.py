@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.journal import Journal
 
 WARM_STEPS = 8

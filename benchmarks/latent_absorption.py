@@ -21,7 +21,7 @@ import torch
 from fastdecode import _rworker
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.layout import LayerLayout
-from fastdecode.sworker.latents import multiplied_by_head
+from fastdecode.sworker.adapters.latents import multiplied_by_head
 
 HEADS, RANK, ROPE, NOPE, VALUE = 128, 512, 64, 128, 128
 LATENT = LayerLayout(HEADS, 1, RANK + ROPE, RANK, 0.07, values_in_keys=True)

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.sworker.loader import load_hf_config, load_model
+from fastdecode.sworker.model.loader import load_hf_config, load_model
 
 GROUP = 128
 Tensors = dict[str, torch.Tensor]

@@ -31,10 +31,10 @@ from stand_in import StandInBackend
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.metrics import StepRecord
-from fastdecode.engine import LLMEngine
-from fastdecode.measure.dataset import WorkItem
-from fastdecode.measure.plots import plot_steps
-from fastdecode.measure.throughput import warm_up
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem
+from fastdecode.perfmodel.lab.measure.plots import plot_steps
+from fastdecode.perfmodel.lab.measure.throughput import warm_up
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 PROMPT_LEN = 4

@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.cli.simulate import add_command, simulate
-from fastdecode.cli.simulate_inputs import SimulationInputs, read_simulation
-from fastdecode.cli.simulate_report import simulation_report
+from fastdecode.perfmodel.lab.cli.simulate import add_command, simulate
+from fastdecode.perfmodel.lab.cli.simulate_inputs import SimulationInputs, read_simulation
+from fastdecode.perfmodel.lab.cli.simulate_report import simulation_report
+from fastdecode.perfmodel.lab.simulate import SplitMachine, StepCost
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.simulate import SplitMachine, StepCost
 from fastdecode.scheduler import SCHEDULES
 
 FLEETS = ("1", "8", "32", "128", "1:2:3:4 twice")

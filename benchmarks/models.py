@@ -9,10 +9,10 @@ from pathlib import Path
 from stand_in import StandInBackend
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.engine import LLMEngine
-from fastdecode.measure.dataset import WorkItem
-from fastdecode.measure.throughput import run_throughput
-from fastdecode.measure.throughput_report import ThroughputRun
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem
+from fastdecode.perfmodel.lab.measure.throughput import run_throughput
+from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun
 
 
 def llama_folder(

@@ -13,8 +13,8 @@ from models import decode, llama_folder, stand_in_engine
 from stand_in import StandInBackend
 
 from fastdecode.core.metrics import MODEL
-from fastdecode.engine import LLMEngine
-from fastdecode.measure.throughput_report import breakdown
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.lab.measure.throughput_report import breakdown
 
 
 def segment_seconds(engine: LLMEngine, rows: int) -> float:

@@ -33,7 +33,7 @@ from fastdecode import SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import StepRecord
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 PROMPT_LEN, OUTPUT_LEN = 64, 96
 LEAST_GAP = 1e-4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.lab.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler

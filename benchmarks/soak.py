@@ -31,8 +31,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from fastdecode.measure.dataset import WorkItem
-from fastdecode.measure.serving import ServedRequest, Target, ask, session
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem
+from fastdecode.perfmodel.lab.measure.serving import ServedRequest, Target, ask, session
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 NUM_PROMPTS, LONGEST_PROMPT, LONGEST_OUTPUT = 200, 200, 160

@@ -10,8 +10,8 @@ import numpy as np
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
-from fastdecode.measure.decode_rig import InstantBackend
-from fastdecode.perfmodel.simulate import Timeline, WorkerEvent
+from fastdecode.perfmodel.lab.measure.decode_rig import InstantBackend
+from fastdecode.perfmodel.lab.simulate import Timeline, WorkerEvent
 
 TIMER_SECONDS = 2e-4
 NUM_BLOCKS = 1 << 24

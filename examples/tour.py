@@ -13,7 +13,7 @@ import torch
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepPlan, StepReport
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 PROMPT = "def f("
 NUM_TOKENS = 2  # the prompt's step, then one decode step

@@ -17,7 +17,7 @@ _HOMES = {
     "PromptType": "fastdecode.api.text",
     "TextPrompt": "fastdecode.api.text",
     "TokensPrompt": "fastdecode.api.text",
-    "LLMEngine": "fastdecode.engine",
+    "LLMEngine": "fastdecode.engine.engine",
     "RequestOutput": "fastdecode.api.outputs",
     "SamplingParams": "fastdecode.api.sampling_params",
     "StructuredOutputsParams": "fastdecode.api.structured_outputs",
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastdecode.api.sampling_params import SamplingParams
     from fastdecode.api.structured_outputs import StructuredOutputsParams
     from fastdecode.api.text import PromptType, TextPrompt, TokensPrompt
-    from fastdecode.engine import LLMEngine
+    from fastdecode.engine.engine import LLMEngine
     from fastdecode.llm import LLM
 
 

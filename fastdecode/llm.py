@@ -13,8 +13,8 @@ from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import PromptType
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine import LLMEngine
-from fastdecode.sworker.tokenizer import HFTokenizer
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.sworker.model.tokenizer import HFTokenizer
 
 
 class LLM:

@@ -10,7 +10,7 @@ import numpy as np
 from kept import BLOCK_SIZE, LAYOUTS, LEASE, End, FuzzChannel
 
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Welcome

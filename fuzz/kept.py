@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fastdecode.cluster import remote
-from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.pool import remote
 from fastdecode.cluster.r_worker import session
 from fastdecode.cluster.r_worker.host import Host, RWorkerSize, make_rworker
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.leases import AskedLease

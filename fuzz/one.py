@@ -18,10 +18,10 @@ import parsers
 import sessions
 
 from fastdecode.api import settings
-from fastdecode.cluster import calls, journal_copies, remote, worker_info
 from fastdecode.cluster.links import link, port, shared_memory
-from fastdecode.cluster.parking import chain_file, directory, door, parker
+from fastdecode.cluster.pool import calls, journal_copies, remote, worker_info
 from fastdecode.cluster.r_worker import host, kv_port, lease, session, session_journal
+from fastdecode.cluster.r_worker.parking import chain_file, directory, door, parker
 from fastdecode.cluster.wire import frames, handshake, messages, parked, payload
 from fastdecode.core import errors
 

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from fastdecode.cluster.links import shared_memory
-from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
+from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.wire import frames, handshake, leases, messages, parked, payload
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome

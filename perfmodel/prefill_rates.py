@@ -15,7 +15,7 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart
 
 TILE_ROWS = 256
-"""Rows of a tile of prompt attention on a CPU, in torch's kernel and in ``sworker/prompts.py``."""
+"""Rows of a tile of prompt attention on a CPU, in torch's kernel and in ``sworker/run/prompts.py``."""
 
 GPU_TILE_ROWS = 128
 """Rows of a tile of fused kernels on GPUs."""

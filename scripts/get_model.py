@@ -76,7 +76,7 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from fastdecode.sworker.gguf import source, unpacked, weights_source
+    from fastdecode.sworker.model.gguf import source, unpacked, weights_source
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fastdecode import LLM, SamplingParams  # noqa: E402
 from fastdecode.core.errors import FastDecodeError, UnsupportedModelError  # noqa: E402
 from fastdecode.perfmodel.model_config import read_shape  # noqa: E402
-from fastdecode.sworker.loader import WITH_PICTURES, auto_class  # noqa: E402
+from fastdecode.sworker.model.loader import WITH_PICTURES, auto_class  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 NEW_TOKENS = 16

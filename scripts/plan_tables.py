@@ -14,14 +14,14 @@ from functools import cache
 from typing import Any
 
 from fastdecode.cli.main import build_parser
-from fastdecode.cli.variants.ranges import RangeVariant
-from fastdecode.cli.variants.variant import PlanCase
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.gpu_only import held_bytes, usable_bytes
+from fastdecode.perfmodel.lab.cli.variants.ranges import RangeVariant
+from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
+from fastdecode.perfmodel.lab.gpu_only import held_bytes, usable_bytes
+from fastdecode.perfmodel.lab.verdict import judge
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.presets import find_gpu
 from fastdecode.perfmodel.rank_costs import RankGroup, gpu_peer_link
-from fastdecode.perfmodel.verdict import judge
 
 MODELS = (
     "llama-7b", "llama-3-8b", "mistral-small", "qwen3-32b", "llama-3.3-70b", "gpt-oss-120b", "qwen3-235b-a22b",

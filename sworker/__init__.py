@@ -29,10 +29,10 @@ for _name, _value in _DEFAULTS.items():
 _collecting = gc.isenabled()
 gc.disable()
 try:
-    from fastdecode.sworker.model import SModel
-    from fastdecode.sworker.prompts import PromptCache
-    from fastdecode.sworker.s_worker import SWorker
-    from fastdecode.sworker.threads import set_threads
+    from fastdecode.sworker.model.smodel import SModel
+    from fastdecode.sworker.run.prompts import PromptCache
+    from fastdecode.sworker.run.s_worker import SWorker
+    from fastdecode.sworker.run.threads import set_threads
 finally:
     gc.freeze()
     if _collecting:

@@ -13,10 +13,10 @@ import pytest
 from helpers.examples import SEES_ALL
 from helpers.scheduler_harness import AMPLE, Job, Run
 
-from fastdecode.build import _go_on
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.engine.compose.build import _go_on
 from fastdecode.journal.journal import KeptJournal
 from fastdecode.journal.past import Past, pasts_of
 from fastdecode.journal.places import Folder

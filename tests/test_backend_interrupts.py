@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from helpers import contract, r_workers
 
-from fastdecode.cluster.links.tcp import TcpBackend
-from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
 
 pytestmark = pytest.mark.slow
 

@@ -32,9 +32,9 @@ from helpers.contract import (
 )
 from helpers.ranges import RangeDriver
 
-from fastdecode.cluster.links.mpi_link import MpiBackend
-from fastdecode.cluster.links.tcp import TcpBackend
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.mpi import MpiBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.layout import KVLayout, LayerLayout

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.backends import tuning
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import READ_AHEAD
-from fastdecode.measure.attention_bench import Roofline
-from fastdecode.measure.attention_cache import FilledCache, exact_attention, relative_error
-from fastdecode.measure.attention_shape import AttentionShape, ContextLen, sweep
-from fastdecode.measure.plots import roofline_lines
+from fastdecode.engine.compose.backends import tuning
+from fastdecode.perfmodel.lab.measure.attention_bench import Roofline
+from fastdecode.perfmodel.lab.measure.attention_cache import FilledCache, exact_attention, relative_error
+from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape, ContextLen, sweep
+from fastdecode.perfmodel.lab.measure.plots import roofline_lines
 
 pytestmark = pytest.mark.slow
 

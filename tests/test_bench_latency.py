@@ -10,9 +10,9 @@ import pytest
 from helpers import model_zoo
 
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.cli.bench_latency import latency_lines, latency_report
 from fastdecode.cli.main import main
 from fastdecode.llm import LLM
+from fastdecode.perfmodel.lab.cli.bench_latency import latency_lines, latency_report
 
 pytestmark = pytest.mark.slow
 

@@ -12,14 +12,21 @@ from helpers import model_zoo
 from helpers.hardware import profile
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.calibrate import prefill_lines, without_prefill_workers
 from fastdecode.cli.main import main
 from fastdecode.core.remote_prefill import PrefillPart
-from fastdecode.measure.plots import plot_prefill
-from fastdecode.measure.prefill_bench import ALONE, METHODS, PrefillBench, num_measurements, report, table_lines
-from fastdecode.measure.prefill_calibrator import PrefillCalibration, calibrate_prefill
-from fastdecode.measure.prefill_calibrator import num_measurements as calibration_measurements
-from fastdecode.measure.prefill_runs import PromptRun, in_order
+from fastdecode.perfmodel.lab.cli.calibrate import prefill_lines, without_prefill_workers
+from fastdecode.perfmodel.lab.measure.plots import plot_prefill
+from fastdecode.perfmodel.lab.measure.prefill_bench import (
+    ALONE,
+    METHODS,
+    PrefillBench,
+    num_measurements,
+    report,
+    table_lines,
+)
+from fastdecode.perfmodel.lab.measure.prefill_calibrator import PrefillCalibration, calibrate_prefill
+from fastdecode.perfmodel.lab.measure.prefill_calibrator import num_measurements as calibration_measurements
+from fastdecode.perfmodel.lab.measure.prefill_runs import PromptRun, in_order
 from fastdecode.perfmodel.partition import closed_form, even
 from fastdecode.perfmodel.prefill_rates import before_share, measured_prefill_model, measured_speeds, slowdown
 from fastdecode.perfmodel.prefill_times import (

@@ -17,11 +17,11 @@ import pytest
 from helpers.stream_server import DONE, Chunk, completion, running, usage
 
 from fastdecode.api.engine_fields import DEMO_MODEL
-from fastdecode.cli.bench_serve import load_tokenizer
 from fastdecode.cli.main import main
-from fastdecode.measure.dataset import RampUp, WorkItem
-from fastdecode.measure.serving import ServedRequest, Target, run_load
-from fastdecode.measure.serving_report import DETAILS, METRICS, serving_report, table_lines
+from fastdecode.perfmodel.lab.cli.bench_serve import load_tokenizer
+from fastdecode.perfmodel.lab.measure.dataset import RampUp, WorkItem
+from fastdecode.perfmodel.lab.measure.serving import ServedRequest, Target, run_load
+from fastdecode.perfmodel.lab.measure.serving_report import DETAILS, METRICS, serving_report, table_lines
 
 pytestmark = pytest.mark.slow
 

@@ -15,17 +15,19 @@ from helpers import model_zoo, r_workers, sparse_zoo, tiny_hybrids
 
 from fastdecode._rworker import supported_isas
 from fastdecode.api.config import EngineConfig
-from fastdecode.cli.calibrate import summary_lines
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ProfileError
-from fastdecode.engine import LLMEngine
-from fastdecode.engine_setup import with_absorption
-from fastdecode.measure.attention_rig import AttentionRig
-from fastdecode.measure.calibrator import CalibrationPlan, Calibrator
-from fastdecode.measure.dataset import WorkloadSpec, make_workload
-from fastdecode.measure.decode_rig import DecodeRig
-from fastdecode.measure.offline_run import run_offline
-from fastdecode.measure.rank_calibrator import (
+from fastdecode.engine.compose.setup import with_absorption
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.calibration import Steadied
+from fastdecode.perfmodel.deployment import Deployment, deployed_step_model, this_machine
+from fastdecode.perfmodel.lab.cli.calibrate import summary_lines
+from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
+from fastdecode.perfmodel.lab.measure.calibrator import CalibrationPlan, Calibrator
+from fastdecode.perfmodel.lab.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig
+from fastdecode.perfmodel.lab.measure.offline_run import run_offline
+from fastdecode.perfmodel.lab.measure.rank_calibrator import (
     RankCalibration,
     RankSeconds,
     measure_ranks,
@@ -33,17 +35,21 @@ from fastdecode.measure.rank_calibrator import (
     rank_threads,
     with_rank_points,
 )
-from fastdecode.measure.samples import measuring, r_worker_config
-from fastdecode.measure.throughput import run_throughput
-from fastdecode.measure.validation import NUM_STEPS, Configuration, Validation, require_measured, validated_row
-from fastdecode.perfmodel.calibration import Steadied
-from fastdecode.perfmodel.deployment import Deployment, deployed_step_model, this_machine
+from fastdecode.perfmodel.lab.measure.samples import measuring, r_worker_config
+from fastdecode.perfmodel.lab.measure.throughput import run_throughput
+from fastdecode.perfmodel.lab.measure.validation import (
+    NUM_STEPS,
+    Configuration,
+    Validation,
+    require_measured,
+    validated_row,
+)
 from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts
 from fastdecode.perfmodel.measurements import HERE, MachineIdentity
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.storage_costs import StorageCosts
-from fastdecode.sworker.loader import model_shape
+from fastdecode.sworker.model.loader import model_shape
 
 pytestmark = pytest.mark.slow
 

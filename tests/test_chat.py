@@ -10,7 +10,7 @@ import pytest
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.sworker.tokenizer import HFTokenizer, chat_messages
+from fastdecode.sworker.model.tokenizer import HFTokenizer, chat_messages
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ shout or '' }}"

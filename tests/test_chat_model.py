@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams
 from fastdecode.api.engine_fields import DEMO_MODEL
-from fastdecode.cli.bench_perplexity import measure_perplexity
 from fastdecode.cli.main import main
+from fastdecode.perfmodel.lab.cli.bench_perplexity import measure_perplexity
 
 # The first to ask for the model waits until it is fetched and converted.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker import checkpoints, loader, unpack
-from fastdecode.sworker.loader import load_hf_config, load_model
-from fastdecode.sworker.sharding import Rank, shard
+from fastdecode.sworker.model import checkpoints, loader, unpack
+from fastdecode.sworker.model.loader import load_hf_config, load_model
+from fastdecode.sworker.model.sharding import Rank, shard
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 32

@@ -22,8 +22,8 @@ from fastdecode.cli.main import build_parser, main
 from fastdecode.cli.output import write_json
 from fastdecode.core.errors import ConfigError
 from fastdecode.llm import LLM
-from fastdecode.measure.dataset import WorkloadSpec
-from fastdecode.measure.throughput import run_baseline
+from fastdecode.perfmodel.lab.measure.dataset import WorkloadSpec
+from fastdecode.perfmodel.lab.measure.throughput import run_baseline
 
 pytestmark = pytest.mark.slow
 

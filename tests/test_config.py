@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from fastdecode import engine_setup
 from fastdecode.api import engine_settings, worker_checks
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import WorkerSpec, parse_bytes
-from fastdecode.backends import check_room, kv_cache_bytes
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import total_memory_bytes
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine_setup import scratch_tokens
+from fastdecode.engine.compose import setup as engine_setup
+from fastdecode.engine.compose.backends import check_room, kv_cache_bytes
+from fastdecode.engine.compose.setup import scratch_tokens
 
 BAD: list[tuple[str, Any]] = [
     ("dtype", "int3"),

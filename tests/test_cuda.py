@@ -18,12 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from fastdecode import LLM, SamplingParams
 from fastdecode.api import config as config_module
 from fastdecode.api.config import EngineConfig
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
-from fastdecode.sworker.cuda_staging import CudaDevice, CudaStaging, Phase
-from fastdecode.sworker.loader import resolve_device
-from fastdecode.sworker.staging import to_numpy
+from fastdecode.sworker.model.loader import resolve_device
+from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging, Phase
+from fastdecode.sworker.run.staging import to_numpy
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU that it can use")
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

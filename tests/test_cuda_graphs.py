@@ -17,14 +17,15 @@ from helpers import latent_zoo, model_zoo
 from helpers.examples import thinned
 from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 
-from fastdecode import LLM, SamplingParams, build
+from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.engine.compose import build
 from fastdecode.sworker import model as model_module
-from fastdecode.sworker import s_worker
-from fastdecode.sworker.cuda_graphs import CudaGraphForward, ModelGraphs
-from fastdecode.sworker.pipeline import MiniBatchForward
-from fastdecode.sworker.staging import pack
-from fastdecode.sworker.threads import SharedCores
+from fastdecode.sworker.run import s_worker
+from fastdecode.sworker.run.cuda_graphs import CudaGraphForward, ModelGraphs
+from fastdecode.sworker.run.pipeline import MiniBatchForward
+from fastdecode.sworker.run.staging import pack
+from fastdecode.sworker.run.threads import SharedCores
 
 pytestmark = pytest.mark.slow
 

@@ -60,7 +60,7 @@ def test_listening_r_workers_are_measured(capsys: pytest.CaptureFixture[str]) ->
 def test_an_r_worker_that_does_not_answer_is_broken(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 0.3)
+    monkeypatch.setattr("fastdecode.cluster.pool.remote.OPEN_SECONDS", 0.3)
     assert main(["doctor", "--r-workers", "127.0.0.1:9"]) == 1
     text = capsys.readouterr().out
     assert "BROKEN R-worker 127.0.0.1:9 is lost" in text and "→ is `fastdecode r-worker --listen` running there" in text

@@ -22,12 +22,12 @@ from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.engine_fields import DEMO_MODEL
-from fastdecode.cluster.pool import PoolBackend
+from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.drafting.draft_model import DraftCache, DraftModelDrafter
 from fastdecode.drafting.early_exit import EarlyExitDrafter
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.scheduler.policy.drafts import DraftCounts
 
 NAME = "llama-gqa"

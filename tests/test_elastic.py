@@ -18,10 +18,10 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.ports import free_port
 from helpers.servers import MODEL, RunningServer, serving, total
 
-from fastdecode.cluster.newcomers import MOST_ADDRESSES, Attempts
+from fastdecode.cluster.pool.attempts import MOST_ADDRESSES, Attempts
 from fastdecode.core.errors import ConfigError, WorkerLostError
-from fastdecode.engine import LLMEngine
-from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun, throughput_report
 
 pytestmark = pytest.mark.slow
 
@@ -250,7 +250,7 @@ def test_one_of_two_can_be_drained(folder: Path) -> None:
 @pytest.mark.thorough
 def test_one_let_go_stays_away_until_it_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on asking, each second, and is not wanted; once it has been silent another joins at its address."""
-    monkeypatch.setattr("fastdecode.cluster.joining.DISMISSED_SECONDS", 5.0)
+    monkeypatch.setattr("fastdecode.cluster.pool.joining.DISMISSED_SECONDS", 5.0)
     with make_llm(folder) as llm:
         engine = llm.engine
         job, listener = Job(engine), engine.backend.join_listener  # type: ignore[attr-defined]
@@ -312,7 +312,7 @@ def test_an_engine_begins_with_those_that_join(folder: Path, key: str) -> None:
 
 def test_attempts_are_spaced_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts, now = Attempts(), [0.0]
-    monkeypatch.setattr("fastdecode.cluster.newcomers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fastdecode.cluster.pool.attempts.time.monotonic", lambda: now[0])
     waits = []
     for _ in range(7):
         assert attempts.failed("a:1", "its version") == (not waits)

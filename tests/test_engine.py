@@ -17,7 +17,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError, RequestError
 from fastdecode.core.metrics import StepRecord
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 

@@ -13,7 +13,7 @@ from helpers import model_zoo, r_workers
 from helpers.processes import TESTS, alive
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 NAME = "llama-gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)

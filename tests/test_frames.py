@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.cluster.links.link import Link
-from fastdecode.cluster.remote import RemoteWorker
+from fastdecode.cluster.pool.remote import RemoteWorker
+from fastdecode.cluster.pool.worker_info import NUM_PINGS
 from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
-from fastdecode.cluster.worker_info import NUM_PINGS
 from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError, WorkerLostError
 from fastdecode.core.layout import KVLayout, LayerLayout

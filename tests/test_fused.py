@@ -13,9 +13,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from fastdecode import _sworker
-from fastdecode.sworker import fused
-from fastdecode.sworker.fused import FusedRows, Rotary
-from fastdecode.sworker.prepack import equal_within_rounding
+from fastdecode.sworker.model import fused
+from fastdecode.sworker.model.fused import FusedRows, Rotary
+from fastdecode.sworker.model.prepack import equal_within_rounding
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from helpers.ports import free_port
 from helpers.sessions import PATIENCE_SECONDS, log_of, make_key, opened, serves, works
 
 from fastdecode.cli.main import main
-from fastdecode.cluster.links.tcp import listen_for_joins
+from fastdecode.cluster.pool.tcp import listen_for_joins
 from fastdecode.cluster.r_worker import vitals as vitals_module
 from fastdecode.cluster.r_worker.health import MOST_BYTES, MOST_CLIENTS, HealthPort
 from fastdecode.cluster.r_worker.host import take_host

@@ -143,7 +143,7 @@ def test_a_job_goes_on_with_the_right_tokens(
 
 def test_who_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger asks for service thousands of times, and leaves the answers where they are."""
-    monkeypatch.setattr("fastdecode.cluster.remote.process_name", lambda: "x" * 4000)
+    monkeypatch.setattr("fastdecode.cluster.pool.remote.process_name", lambda: "x" * 4000)
     with r_workers.listening() as (_, address):
         served = opened(address)
         stranger = Stranger(address, None, rcvhwm=1, rcvbuf=4096)
@@ -158,7 +158,7 @@ def test_who_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> N
 S_WORKER = """
     import time
     from helpers import contract
-    from fastdecode.cluster.links.tcp import TcpBackend
+    from fastdecode.cluster.pool.tcp import TcpBackend
     backend = TcpBackend({addresses!r}, contract.BLOCK_SIZE) if {addresses!r} else contract.spawn()
     backend.open(contract.LAYOUT)
     contract.run(backend, contract.FIRST)

@@ -18,10 +18,10 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.backends import pool_layout
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.metrics import StepRecord
+from fastdecode.engine.compose.backends import pool_layout
 from fastdecode.hybrids import check_hybrid
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from helpers.processes import script
 from helpers.sessions import make
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.cluster.journal_copies import JournalCopies
-from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.pool.journal_copies import JournalCopies
+from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError
 from fastdecode.cluster.r_worker.session_journal import SessionJournal
 from fastdecode.cluster.wire.leases import MOST_JOURNAL_BYTES, AskedLease
@@ -234,7 +234,7 @@ def test_a_kept_session_opens_without_one_that_is_lost(
     assert copies.copies() == [b"abc"] * 2
     copies.end(b"")
     backend.close()
-    monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 0.3)
+    monkeypatch.setattr("fastdecode.cluster.pool.remote.OPEN_SECONDS", 0.3)
     with pytest.raises(WorkerLostError, match=f"R-worker {addresses[0]} is lost"):
         TcpBackend(addresses, contract.BLOCK_SIZE).open(contract.LAYOUT)
 

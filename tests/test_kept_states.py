@@ -14,7 +14,7 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.tiny_configs import tiny_config
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.sworker.loader import auto_class
+from fastdecode.sworker.model.loader import auto_class
 
 pytestmark = pytest.mark.slow
 

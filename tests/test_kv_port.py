@@ -20,13 +20,14 @@ from doubles.fake_backend import FakeBackend
 from helpers import contract, r_workers
 from helpers.sessions import frame, make_key
 
-from fastdecode.cluster.kv_feed import KvFeed, Stored
-from fastdecode.cluster.links.mpi_link import MpiBackend
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.links.spawn import SpawnBackend
-from fastdecode.cluster.links.tcp import TcpBackend
 from fastdecode.cluster.links.zeromq import ZmqChannel
-from fastdecode.cluster.pool import InprocBackend, PoolBackend
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.mpi import MpiBackend
+from fastdecode.cluster.pool.spawn import SpawnBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
+from fastdecode.cluster.prefill.kv_feed import KvFeed, Stored
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.r_worker.kv_port import NICENESS
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind

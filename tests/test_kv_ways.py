@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import contract
 
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.prefill.kv_ways import PortHeads, read_way, store_way
 from fastdecode.cluster.prefill.messages import Place, PlacedRows
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender

@@ -17,7 +17,7 @@ from helpers.prefill_workers import Watched
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError
-from fastdecode.sworker.latents import LatentRows, use_latent_rows
+from fastdecode.sworker.adapters.latents import LatentRows, use_latent_rows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 BOTH = {"kv_replicas": 2, "kv_shard_tokens": 512}

@@ -13,9 +13,8 @@ import pytest
 from helpers import contract, r_workers
 from helpers.sessions import PATIENCE_SECONDS, log_of, works
 
-from fastdecode.cluster.links.tcp import TcpBackend
-from fastdecode.cluster.r_worker.lease import LEASE_SECONDS
-from fastdecode.cluster.wire.leases import AskedLease
+from fastdecode.cluster.pool.tcp import TcpBackend
+from fastdecode.cluster.wire.leases import LEASE_SECONDS, AskedLease
 from fastdecode.core.errors import BusyError, SupersededError
 from fastdecode.core.types import RWorkerInfo
 
@@ -87,7 +86,7 @@ def test_one_opens_without_an_r_worker_that_is_gone(
     key_file: Path, security: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where that was killed with the S-worker before; the other has kept what it had."""
-    monkeypatch.setattr("fastdecode.cluster.links.tcp.MEETING_SECONDS", 0.5)
+    monkeypatch.setattr("fastdecode.cluster.pool.tcp.MEETING_SECONDS", 0.5)
     arguments = ("--key-file", str(key_file), "--security", security) if security else ()
     with r_workers.listening(*arguments) as (gone, lost), r_workers.listening(*arguments) as (_, address):
         (first := backend(f"{lost},{address}", key_file, security)).open(contract.LAYOUT)
@@ -106,7 +105,7 @@ def test_one_opens_without_an_r_worker_that_is_gone(
 
 def test_what_one_took_that_did_not_get_all_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two R-workers serves another session."""
-    monkeypatch.setattr("fastdecode.cluster.links.tcp.SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr("fastdecode.cluster.pool.tcp.SETTLE_SECONDS", 0.2)
     with r_workers.listening() as (_, one), r_workers.listening() as (_, two):
         (first := backend(one, None, None)).open(contract.LAYOUT)
         assert works(first)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine_setup import budget_within
+from fastdecode.engine.compose.setup import budget_within
 from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer

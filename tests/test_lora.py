@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError
-from fastdecode.sworker import lora
-from fastdecode.sworker.loader import load_hf_config, load_model
+from fastdecode.sworker.model import lora
+from fastdecode.sworker.model.loader import load_hf_config, load_model
 
 peft = pytest.importorskip("peft")
 

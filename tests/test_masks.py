@@ -13,9 +13,9 @@ from transformers import masking_utils
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.sworker.masks import Asked, Sight
-from fastdecode.sworker.pipeline import register_attention
-from fastdecode.sworker.support import probe_layout
+from fastdecode.sworker.adapters.masks import Asked, Sight
+from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.run.pipeline import register_attention
 
 causal = masking_utils.causal_mask_function
 PADDING = torch.zeros(1, dtype=torch.long)

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 import fastdecode.sworker
 import torch
-from fastdecode.sworker.prepack import PackedLinears
+from fastdecode.sworker.model.prepack import PackedLinears
 
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))

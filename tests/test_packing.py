@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.sworker.staging import MIN_ROWS, PackedRows, pack
+from fastdecode.sworker.run.staging import MIN_ROWS, PackedRows, pack
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ import pytest
 from fastdecode import _rworker
 from fastdecode.cli.doctor_parking import check_parking
 from fastdecode.cli.main import main
-from fastdecode.cluster.parking.chain_file import ChainReader, ChainWriter, Head
-from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.core.errors import ChainError, ConfigError
 from fastdecode.core.parked import Chain, ParkPlace
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from helpers import r_workers
 
-from fastdecode.cluster.links.spawn import SpawnBackend
-from fastdecode.cluster.links.tcp import TcpBackend
-from fastdecode.cluster.parking.chain_file import ChainReader
-from fastdecode.cluster.parking.disks import PoolParks
-from fastdecode.cluster.parking.room import Room
-from fastdecode.cluster.pool import InprocBackend, PoolBackend
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.parks import PoolParks
+from fastdecode.cluster.pool.spawn import SpawnBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes
+from fastdecode.cluster.r_worker.parking.chain_file import ChainReader
+from fastdecode.cluster.r_worker.parking.room import Room
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.parked import (
     WAKE,

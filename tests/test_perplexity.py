@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.cli.bench_perplexity import cut, measure_perplexity
 from fastdecode.core.errors import RequestError
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.lab.cli.bench_perplexity import cut, measure_perplexity
 
 pytestmark = pytest.mark.slow
 

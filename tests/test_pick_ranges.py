@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.layout import KVLayout, LayerLayout

@@ -23,9 +23,9 @@ from helpers.tiny import (
 
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.sworker.pipeline import MiniBatchForward, Pipeline
-from fastdecode.sworker.prompt_scratch import PromptScratch
-from fastdecode.sworker.staging import pack
+from fastdecode.sworker.run.pipeline import MiniBatchForward, Pipeline
+from fastdecode.sworker.run.prompt_scratch import PromptScratch
+from fastdecode.sworker.run.staging import pack
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.sworker import prompts
-from fastdecode.sworker.prompt_scratch import PromptScratch
-from fastdecode.sworker.prompts import PromptCache, prompt_attention, reference_attention
-from fastdecode.sworker.staging import pack
+from fastdecode.sworker.run import prompts
+from fastdecode.sworker.run.prompt_scratch import PromptScratch
+from fastdecode.sworker.run.prompts import PromptCache, prompt_attention, reference_attention
+from fastdecode.sworker.run.staging import pack
 
 LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
 LAYOUT = KVLayout((LAYER,), "float32", "float32")

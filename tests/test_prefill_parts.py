@@ -40,7 +40,7 @@ from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.perfmodel.prefill_times import chain_traffic_tokens
 from fastdecode.sworker import SModel
-from fastdecode.sworker.part_attention import (
+from fastdecode.sworker.part.attention import (
     LayerCaches,
     PartAttention,
     Rows,
@@ -48,8 +48,8 @@ from fastdecode.sworker.part_attention import (
     TorchAttention,
     part_attention,
 )
-from fastdecode.sworker.prefill_part import compute_part
-from fastdecode.sworker.prompts import reference_attention
+from fastdecode.sworker.part.prefill_part import compute_part
+from fastdecode.sworker.run.prompts import reference_attention
 
 PLACE = Place("127.0.0.1:1", 1)
 EVEN = (0, 50, 100, 150, 200)

@@ -19,10 +19,10 @@ from helpers.prefill_workers import AnyParts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.backends import pool_layout
 from fastdecode.cluster.wire.handshake import read_security
 from fastdecode.core.errors import BackendError
 from fastdecode.core.layout import KVLayout
+from fastdecode.engine.compose.backends import pool_layout
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}

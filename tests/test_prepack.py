@@ -15,11 +15,11 @@ from helpers import model_zoo
 from safetensors.torch import load_file, save_file
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.sworker import prepack
-from fastdecode.sworker.model import SModel
-from fastdecode.sworker.packed_weight import FileMaps, PackedWeight
-from fastdecode.sworker.prepack import PackedLinears, equal_within_rounding
-from fastdecode.sworker.staging import MIN_ROWS
+from fastdecode.sworker.model import prepack
+from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
+from fastdecode.sworker.model.prepack import PackedLinears, equal_within_rounding
+from fastdecode.sworker.model.smodel import SModel
+from fastdecode.sworker.run.staging import MIN_ROWS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -33,7 +33,7 @@ from helpers.sessions import (
 )
 
 from fastdecode.cli.main import main
-from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.wire.frames import VERSION, Kind
 from fastdecode.cluster.wire.messages import FIRST_HEAD, Hello, encode_hello
 from fastdecode.cluster.wire.payload import encode_plan
@@ -205,7 +205,7 @@ def test_losing_the_last_one_is_one_clear_error() -> None:
 
 
 def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastdecode.cluster.remote.OPEN_SECONDS", 0.3)
+    monkeypatch.setattr("fastdecode.cluster.pool.remote.OPEN_SECONDS", 0.3)
     with pytest.raises(BackendError, match=r"R-worker 127\.0\.0\.1:9 is lost: it did not answer within 0\.3 s"):
         opened("127.0.0.1:9")
 

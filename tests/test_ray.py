@@ -30,7 +30,7 @@ from fastdecode.cluster.ray.ray_backend import RayJob
 from fastdecode.cluster.ray.resources import Ask, Node, check_fits, choose_ask
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import numa_nodes, usable_cores
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 pytestmark = pytest.mark.slow
 

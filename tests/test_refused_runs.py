@@ -12,7 +12,7 @@ from helpers import r_workers
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.own_folder import leave_folder, make_folder
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.places import FILE, Folder
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "s_threads": 1, "r_threads": 1, "kv_cache_memory": "512KiB"}
@@ -52,7 +52,7 @@ def test_what_is_refused_when_its_journal_is_open_leaves_nothing(
 
     config = EngineConfig(max_model_len=64, journal=str(tmp_path / "journal"), **SETTINGS)
     with monkeypatch.context() as patched:
-        patched.setattr("fastdecode.build.make_parking", refuse)
+        patched.setattr("fastdecode.engine.compose.build.make_parking", refuse)
         with pytest.raises(ConfigError, match="no"):
             LLMEngine(config)
         assert list(tmp_path.iterdir()) == []

@@ -10,9 +10,9 @@ import transformers
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import SModel
-from fastdecode.sworker.experts import EXPERTS_NAME
-from fastdecode.sworker.loader import load_hf_config
-from fastdecode.sworker.support import repeats_rows
+from fastdecode.sworker.adapters.experts import EXPERTS_NAME
+from fastdecode.sworker.model.loader import load_hf_config
+from fastdecode.sworker.model.support import repeats_rows
 
 EXPERTS = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIGS = {
@@ -41,7 +41,7 @@ def test_a_model_whose_rows_do_not_repeat_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x @ self.weight.T * (1 + 1e-6 * (x.shape[1] > 16)))
-    monkeypatch.setattr("fastdecode.sworker.model.PackedLinears", lambda model: None)
+    monkeypatch.setattr("fastdecode.sworker.model.smodel.PackedLinears", lambda model: None)
     load("dense", "float32", tmp_path)
     assert "float32 products give a row other bits" in caplog.text
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from doubles.labelling_worker import Kept, LabellingWorker
 
-from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.pool_workers import LostWorker
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.worker import LostWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.route_records import MiniBatchRoutes, Rows

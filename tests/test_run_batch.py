@@ -21,7 +21,7 @@ from fastdecode.batch.lines import BatchLine, answer, read_request
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.protocol import CHAT, COMPLETIONS, sampling_params
-from fastdecode.sworker.tokenizer import HFTokenizer
+from fastdecode.sworker.model.tokenizer import HFTokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fastdecode.core.errors import ProfileError
-from fastdecode.measure.decode_rig import DecodeRig
-from fastdecode.measure.samples import FEW_LAYERS, MANY_LAYERS, MOST_DISTURBED, s_samples
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig
+from fastdecode.perfmodel.lab.measure.samples import FEW_LAYERS, MANY_LAYERS, MOST_DISTURBED, s_samples
 
 
 def rig(s_seconds: Iterable[float], host_seconds: float = 0.5) -> DecodeRig:

@@ -18,7 +18,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import check_security
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.main import main
-from fastdecode.cluster.links.tcp import TcpBackend, listen_for_joins
+from fastdecode.cluster.pool.tcp import TcpBackend, listen_for_joins
 from fastdecode.cluster.wire import handshake as proof
 from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.handshake import read_security

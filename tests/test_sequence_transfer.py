@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from doubles.fake_backend import FakeBackend
 
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError
 from fastdecode.core.layout import KVLayout, LayerLayout

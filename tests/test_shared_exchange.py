@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdecode.sworker import shared_exchange
-from fastdecode.sworker.shared_exchange import FOLDER, SharedExchange, SharedMemory
+from fastdecode.sworker.model import shared_exchange
+from fastdecode.sworker.model.shared_exchange import FOLDER, SharedExchange, SharedMemory
 
 
 def ranks_of(pids: list[int]) -> list[SharedExchange]:

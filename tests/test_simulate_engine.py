@@ -16,10 +16,10 @@ from helpers.processes import alive
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.metrics import StepRecord
-from fastdecode.engine import LLMEngine
-from fastdecode.measure.dataset import WorkItem, WorkloadSpec, make_workload
-from fastdecode.measure.throughput import run_throughput
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine, Timeline, WorkerEvent
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem, WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.throughput import run_throughput
+from fastdecode.perfmodel.lab.simulate import SimulatedRequest, Simulator, SplitMachine, Timeline, WorkerEvent
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import Scheduler

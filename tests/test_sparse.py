@@ -22,12 +22,12 @@ from fastdecode.cluster.r_worker.host import make_layer_cache
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
-from fastdecode.sworker.index import BlockIndexer, TokenIndexer, picked, use_index
-from fastdecode.sworker.latents import use_latent_rows
-from fastdecode.sworker.part_attention import StoredAttention, TorchAttention
-from fastdecode.sworker.prompt_scratch import PromptScratch
-from fastdecode.sworker.prompts import reference_attention
-from fastdecode.sworker.staging import PromptRows
+from fastdecode.sworker.adapters.index import BlockIndexer, TokenIndexer, picked, use_index
+from fastdecode.sworker.adapters.latents import use_latent_rows
+from fastdecode.sworker.part.attention import StoredAttention, TorchAttention
+from fastdecode.sworker.run.prompt_scratch import PromptScratch
+from fastdecode.sworker.run.prompts import reference_attention
+from fastdecode.sworker.run.staging import PromptRows
 
 NUM_TOKENS = 64 if SEES_ALL else 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)

@@ -16,7 +16,7 @@ from helpers import contract
 from helpers.processes import alive, script, segments_of
 
 from fastdecode._rworker import Ring
-from fastdecode.cluster.links.spawn import SpawnBackend
+from fastdecode.cluster.pool.spawn import SpawnBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError
 

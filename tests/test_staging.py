@@ -31,11 +31,11 @@ from helpers.tiny import (
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.step import Chunk, MiniBatch
-from fastdecode.sworker import cuda_staging, s_worker
-from fastdecode.sworker.cuda_staging import CudaStaging
-from fastdecode.sworker.pipeline import MiniBatchForward, Pipeline
-from fastdecode.sworker.prompt_scratch import PromptScratch
-from fastdecode.sworker.staging import HostStaging, pack, to_numpy
+from fastdecode.sworker.run import cuda_staging, s_worker
+from fastdecode.sworker.run.cuda_staging import CudaStaging
+from fastdecode.sworker.run.pipeline import MiniBatchForward, Pipeline
+from fastdecode.sworker.run.prompt_scratch import PromptScratch
+from fastdecode.sworker.run.staging import HostStaging, pack, to_numpy
 
 
 @pytest.fixture(scope="module")

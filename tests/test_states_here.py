@@ -18,9 +18,9 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.cluster.state_pairs import LayerParts, StateKeeper
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.state_room import StateRoom

@@ -22,8 +22,8 @@ from fastdecode import LLM, SamplingParams, StructuredOutputsParams
 from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.sworker.grammar import Grammars, Matcher
 from fastdecode.sworker.sampling import Sampler, SamplingRow
+from fastdecode.sworker.sampling.grammar import Grammars, Matcher
 
 SCHEMA = {
     "type": "object",

@@ -19,7 +19,7 @@ from fastdecode.api.text import encode_text
 from fastdecode.api.text_limits import TextBound, check_conversation_can_fit
 from fastdecode.core.errors import RequestError
 from fastdecode.server.json_bounds import MOST_NODES, MOST_VALUES, outside_strings, parse_json
-from fastdecode.sworker.token_bytes import NFC_SHRINKS, _spellings, text_bound
+from fastdecode.sworker.model.token_bytes import NFC_SHRINKS, _spellings, text_bound
 
 
 def byte_level() -> Tokenizer:

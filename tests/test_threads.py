@@ -12,7 +12,7 @@ import torch
 from helpers import model_zoo
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.sworker.threads import LOSSES, LOST_SECONDS, REST_SECONDS, SharedCores, openmp_thread_ids
+from fastdecode.sworker.run.threads import LOSSES, LOST_SECONDS, REST_SECONDS, SharedCores, openmp_thread_ids
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ import pytest
 from helpers import r_workers
 
 from fastdecode import LLM, SamplingParams, _rworker
-from fastdecode.cluster.links.tcp import TcpBackend
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker import tuning
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import ConfigError

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fastdecode.cluster.routed_rows import transfer_seconds
+from fastdecode.cluster.pool.routed_rows import transfer_seconds
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import MODEL, Event, Interval, Pool, StepRecord
-from fastdecode.measure.dataset import WorkloadSpec, make_workload
-from fastdecode.measure.plots import typical_decode_step
-from fastdecode.measure.throughput_report import (
+from fastdecode.perfmodel.lab.measure.dataset import WorkloadSpec, make_workload
+from fastdecode.perfmodel.lab.measure.plots import typical_decode_step
+from fastdecode.perfmodel.lab.measure.throughput_report import (
     ThroughputRun,
     breakdown,
     decode_figures,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from fastdecode.api.settings import check_key
 from fastdecode.cluster.links.link import FRAME_FOLLOWS, TICK_SECONDS
-from fastdecode.cluster.r_worker.host import host_id, own_address
 from fastdecode.core.errors import BackendError, ConfigError, FastDecodeError
+from fastdecode.core.machine import host_id, own_address
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, SendProgress

@@ -1,4 +1,4 @@
-"""R-workers as ranks of an MPI job, both ends, and the link between two ranks; ``mpi_job.py`` has the job itself.
+"""The link between two ranks of an MPI job; ``mpi_job.py`` has the job itself.
 
 A word announces a control frame, or q, k, v or o of a layer. Payload travels beside the words, q, k, v as one message,
 since every message costs both ends; both know its size from the step's plan and post the receive before it is sent.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,22 +18,13 @@ from fastdecode.cluster.links.link import FRAME_FOLLOWS, TICK_SECONDS, Link, Par
 from fastdecode.cluster.links.mpi_job import (
     HANG_UP,
     OVER,
-    S_RANK,
-    Role,
-    join_as_r_worker,
-    join_as_s_worker,
 )
-from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.r_worker.host import Host
-from fastdecode.cluster.r_worker.session import Session
-from fastdecode.cluster.remote import RemoteWorker
 from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
-from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.payload import PayloadSlots
 from fastdecode.core.errors import FrameError
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, SendProgress
+    from fastdecode.cluster.links.mpi import MpiPeer, SendProgress
 
 MESSAGE_SECONDS = 30.0
 """Most time from a word to the message that it announces."""
@@ -192,40 +182,3 @@ class MpiLink(Link):
             with contextlib.suppress(ConnectionError, FrameError):
                 self.receive(TICK_SECONDS)
         self._messages.skip()
-
-
-class MpiBackend(PoolBackend):
-    """``AttentionBackend`` over the other ranks of this job."""
-
-    def __init__(self, block_size: int) -> None:
-        rank = join_as_s_worker()
-        super().__init__(
-            [
-                RemoteWorker(f"rank-{each}", partial(MpiLink, rank.job.peer(each), rank.progress), block_size)
-                for each in rank.of(Role.R_WORKER)
-            ]
-        )
-
-
-def serve_job(host: Host, on_join: Callable[[int], None], security: Security) -> None:
-    """Join this process's job as an R-worker and serve its S-worker until the job is over.
-
-    ``on_join`` is called with the rank. ``security``: of its KV port. ConfigError where this process is alone; a
-    failure ends the job.
-    """
-    job = join_as_r_worker().job
-    on_join(job.rank)
-    try:
-        _serve(job, host, security)
-    except BaseException as error:
-        job.abort(f"this R-worker failed: {type(error).__name__}: {error}")
-
-
-def _serve(job: MpiJob, host: Host, security: Security) -> None:
-    peer, over = job.peer(S_RANK), False
-    while not over:
-        link = MpiLink(peer)
-        Session(link, host, security=security).run()
-        link.close()
-        over = link.over
-    peer.close()

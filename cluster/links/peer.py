@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.links.zeromq import ZmqListener
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 MOST_LOGGED = 100
 """Strangers at a socket that are logged one by one; further ones are not."""
 
 DEPARTURE_SECONDS = 2.0
 """How long after the end of any connection the listener checks whether the served peer is still there."""
+
+
+class PeerListener(Protocol):
+    """The listener that a ``PeerChannel`` reads from and writes to, such as ``ZmqListener``."""
+
+    on_stranger: Callable[[PeerChannel], None]
+
+    def next_peer(self) -> PeerChannel | None: ...
+
+    def poll(self, timeout_seconds: float) -> bool: ...
+
+    def read_into(self, buffer: Any) -> None: ...
+
+    def skip(self) -> None: ...
+
+    def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None: ...
+
+    def look_at_connections(self) -> bool: ...
 
 
 class PeerChannel:
@@ -23,7 +38,7 @@ class PeerChannel:
     and does not read its messages must not delay the one that is.
     """
 
-    def __init__(self, listener: ZmqListener, identity: bytes, first_header: bytes | None = None) -> None:
+    def __init__(self, listener: PeerListener, identity: bytes, first_header: bytes | None = None) -> None:
         self._listener = listener
         self.identity, self.first_header = identity, first_header
         self.waits, self._probe_until = False, 0.0

@@ -1,152 +1,21 @@
-"""R-workers over TCP, the S-worker's end; theirs is ``r_worker/server.py``."""
+"""A link to an R-worker over TCP, and what answers where none does."""
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from fastdecode.api.settings import split_address
-from fastdecode.cluster.joining import JoinListener
-from fastdecode.cluster.links.link import SILENCE_SECONDS, TICK_SECONDS, Link
-from fastdecode.cluster.links.zeromq import PATIENCE_SECONDS, Beats, ZmqChannel, ZmqListener
-from fastdecode.cluster.pool import PoolBackend
-from fastdecode.cluster.pool_workers import PoolWorker
-from fastdecode.cluster.r_worker.lease import LEASE_SECONDS
-from fastdecode.cluster.remote import TAKE_SECONDS, RemoteWorker
-from fastdecode.cluster.wire.handshake import S_WORKER, Security, proven, read_security
-from fastdecode.cluster.wire.leases import AskedLease
-from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import KVLayout
-from fastdecode.core.types import RWorkerInfo
+from fastdecode.cluster.links.link import SILENCE_SECONDS, Link
+from fastdecode.cluster.links.zeromq import PATIENCE_SECONDS, Beats, ZmqChannel
+from fastdecode.cluster.wire.handshake import Security, proven
 
 GREETING_BYTES = 10
-SETTLE_SECONDS = LEASE_SECONDS + 0.5
-"""From the moment in which one R-worker notices that an S-worker is gone to that in which all have."""
 
-MEETING_SECONDS = 3.0
-"""Of one that stands by, until an R-worker's host has taken its connection, for which that needs no Python: one that
-only starts may come back."""
 
 GREETING_SECONDS = 2.0
 """Most time to a ZeroMQ socket's greeting, which needs no Python on the other end."""
-
-log = logging.getLogger("fastdecode.r_worker")
-
-
-class TcpBackend(PoolBackend):
-    """``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
-
-    ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
-    ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear. ``silence_seconds``: after which
-    an R-worker is lost; one that listens again later is taken again. ``lease``: what R-workers are asked to keep.
-    ``in_order``: they are opened one after another, so that of two that want them the first R-worker's choice has all;
-    one that does not even take the connection for ``MEETING_SECONDS`` is lost.
-    ``may_miss``: ``open`` goes on without those that are lost, as where they were killed with the engine before.
-    """
-
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        block_size: int,
-        key_file: str | None = None,
-        security: str | None = None,
-        silence_seconds: float = SILENCE_SECONDS,
-        lease: AskedLease | None = None,
-        in_order: bool = False,
-        may_miss: bool = False,
-    ) -> None:
-        link = partial(connect, security=read_security(key_file, security), silence_seconds=silence_seconds)
-        if lease is not None:
-            meeting = MEETING_SECONDS if in_order else math.inf
-            link = partial(link, patience_seconds=LEASE_SECONDS, beats=True, meeting_seconds=meeting)
-        self._in_order, self._misses = in_order, may_miss
-        seconds = [TAKE_SECONDS] * len(addresses)
-        if lease is not None and lease.waits:
-            seconds = [0.0] + [SETTLE_SECONDS] * (len(addresses) - 1)
-        super().__init__(
-            [
-                RemoteWorker(each, partial(link, each), block_size, lease, most)
-                for each, most in zip(addresses, seconds, strict=True)
-            ]
-        )
-        self._addresses = frozenset(addresses)
-
-    def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
-        if not self._in_order:
-            return super()._open_all(layout)
-        found = [info for worker in list(self.workers) for info in self._open_some([worker], layout)]
-        for worker in self.workers:  # one that waits has all now, and will not close what it has just opened
-            if isinstance(worker, RemoteWorker) and worker.link:
-                worker.link.begin_beats()
-        return found
-
-    def _leave_unopened(self) -> None:
-        """Without a word: what R-workers have kept is for the next one that tries."""
-        self.break_off()
-
-    def _may_miss(self, worker: PoolWorker) -> bool:
-        """See ``PoolBackend``."""
-        return self._misses or super()._may_miss(worker)
-
-    def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        return gone.anew if isinstance(gone, RemoteWorker) and gone.name in self._addresses else None
-
-
-class JoiningBackend(PoolBackend):
-    """``AttentionBackend`` over R-workers that join; ``open`` waits for the first ``count``. It takes a listener."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__([])
-        self._count = count
-
-    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        infos = super().open(layout)
-        try:
-            while len(infos) < self._count:
-                self.wait_for_more()
-                for info in self.admit().values():
-                    infos.append(info)
-                    log.info("%s has joined: %d of %d R-workers", info.name, len(infos), self._count)
-        except BaseException:
-            self.close()
-            raise
-        self.joined.clear()
-        return infos
-
-    def wait_for_more(self) -> None:
-        """Wait a moment for R-workers to join; raises where no more can come."""
-        time.sleep(TICK_SECONDS)
-
-
-def listen_for_joins(
-    address: str,
-    block_size: int,
-    key_file: str | None = None,
-    security: str | None = None,
-    silence_seconds: float = SILENCE_SECONDS,
-) -> JoinListener:
-    """Listen at ``address`` ("host:port") for R-workers that join a pool; ConfigError where that is impossible.
-
-    Messages to this listener are encrypted wherever there is a key; ``security`` is for the links to the R-workers.
-    """
-    return join_listener(address, block_size, read_security(key_file, security), silence_seconds)
-
-
-def join_listener(
-    address: str, block_size: int, both: Security, silence_seconds: float = SILENCE_SECONDS
-) -> JoinListener:
-    """Listen as ``listen_for_joins`` does, with a key that may be in no file."""
-    host, port = split_address("pool_listen", address, least_port=0)
-    try:
-        listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)
-    except OSError as error:
-        raise ConfigError(f"pool_listen: {error.strerror}") from None
-    link = partial(connect, security=both, silence_seconds=silence_seconds)
-    return JoinListener(listener, link, block_size)
 
 
 def connect(

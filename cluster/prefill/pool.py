@@ -14,7 +14,7 @@ import numpy as np
 
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.links.zeromq import ZmqChannel
-from fastdecode.cluster.newcomers import Attempts
+from fastdecode.cluster.pool.attempts import Attempts
 from fastdecode.cluster.prefill.client import PrefillClient, refusal
 from fastdecode.cluster.prefill.messages import (
     JOB,
@@ -28,11 +28,11 @@ from fastdecode.cluster.prefill.messages import (
     decode_failure,
     encode,
 )
-from fastdecode.cluster.r_worker.host import process_name
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.core.errors import BackendError, FrameError, WorkerLostError
 from fastdecode.core.layout import ITEM_BYTES, WIRE_DTYPE, KVLayout
+from fastdecode.core.machine import process_name
 from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill, StoredAt
 from fastdecode.core.types import RWorkerInfo
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fastdecode.cluster.kv_feed import KvFeed
+from fastdecode.cluster.prefill.kv_feed import KvFeed
 from fastdecode.cluster.prefill.messages import Place, PlacedRows
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError

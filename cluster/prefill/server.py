@@ -28,13 +28,13 @@ from fastdecode.cluster.prefill.messages import (
 )
 from fastdecode.cluster.prefill.rows import Arrays, EarlyRows, LayerRows
 from fastdecode.cluster.prefill.senders import ChainSender, PrefixReader, Senders, StoreSender
-from fastdecode.cluster.r_worker.host import host_id
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
 from fastdecode.core.errors import FrameError
 from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import host_id
 
 MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.layout import KVLayout, LayerLayout
@@ -24,6 +22,7 @@ from fastdecode.core.machine import (
     allowed_cores,
     available_memory_bytes,
     has_cpu_quota,
+    host_id,
     total_memory_bytes,
     usable_cores,
 )
@@ -94,29 +93,6 @@ def take_host(
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
     return Host(size, tuned, bandwidth, host_id(), bound, ParkDirectory(park) if park else None)
-
-
-def host_id() -> str:
-    """Return an identity that all processes of one boot of one machine share."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def own_address() -> str:
-    """This machine's address towards other machines, by its default route; 127.0.0.1 where it has none."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # for documentation (RFC 5737); nothing is sent
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-
-
-def process_name() -> str:
-    """This process as "host:pid"."""
-    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 @cache

@@ -7,12 +7,12 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.r_worker.host import own_address
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
 from fastdecode.core.errors import FrameError
 from fastdecode.core.layout import WIRE_DTYPE, KVLayout
+from fastdecode.core.machine import own_address
 
 NICENESS = 10
 """Beside threads that attend or wait for the next layer on the same core, the port's get about a tenth of it: rows come

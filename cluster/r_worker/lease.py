@@ -23,10 +23,6 @@ from fastdecode.core.types import CONTROL, Verb, WorkerPlan
 log = logging.getLogger("fastdecode.r_worker")
 
 
-LEASE_SECONDS = 2.0
-"""An S-worker that says nothing for so long gives way to one that is to come after it."""
-
-
 class LeaseError(Exception):
     """An S-worker that may not be served; ``kind``: as of ``encode_refusal``."""
 

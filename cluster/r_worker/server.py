@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from fastdecode.cluster.joining import Joiner
 from fastdecode.cluster.links.link import TICK_SECONDS, Link
 from fastdecode.cluster.links.peer import MOST_LOGGED, PeerChannel
 from fastdecode.cluster.links.zeromq import ZmqListener, beats_name
 from fastdecode.cluster.r_worker.host import Host
+from fastdecode.cluster.r_worker.joiner import Joiner
 from fastdecode.cluster.r_worker.lease import Lease
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.r_worker.vitals import Vitals

@@ -15,14 +15,14 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
-from fastdecode.cluster.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.host import Host, begin_step, block_bytes, end_step, make_rworker
-from fastdecode.cluster.r_worker.lease import LEASE_SECONDS, Lease, LeaseError, held_by
+from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
+from fastdecode.cluster.r_worker.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.cluster.wire.leases import encode_held
+from fastdecode.cluster.wire.leases import LEASE_SECONDS, encode_held
 from fastdecode.cluster.wire.messages import (
     ALL_TOKENS,
     CHUNK_BYTES,

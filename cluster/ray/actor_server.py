@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from fastdecode.cluster.joining import Joiner, local_address
 from fastdecode.cluster.links.zeromq import ZmqListener
 from fastdecode.cluster.r_worker.host import Host, take_host
+from fastdecode.cluster.r_worker.joiner import Joiner, local_address
 from fastdecode.cluster.r_worker.server import Server
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import FastDecodeError

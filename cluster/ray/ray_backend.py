@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 from fastdecode.api.settings import is_loopback, split_address
-from fastdecode.cluster.joining import JoinListener
-from fastdecode.cluster.links.tcp import JoiningBackend
+from fastdecode.cluster.pool.joining import JoinListener
+from fastdecode.cluster.pool.tcp import JoiningBackend
 from fastdecode.cluster.wire.handshake import Security, read_secret
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
 from fastdecode.core.layout import KVLayout

@@ -20,6 +20,9 @@ from fastdecode.core.held import HeldSequence
 MOST_JOURNAL_BYTES = 1 << 27
 """Of a session's journal in an R-worker's memory."""
 
+LEASE_SECONDS = 2.0
+"""An S-worker that is silent for so long loses its session to the next one that asks."""
+
 FIRST_BYTE = struct.Struct("<q")
 """The first part of RECORD: where in the journal the bytes of the second part lie."""
 

@@ -11,8 +11,8 @@ from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import TextStream, Tokenizer
 from fastdecode.scheduler import Sequence
 from fastdecode.sworker import SModel
-from fastdecode.sworker.grammar import Matcher
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
+from fastdecode.sworker.sampling.grammar import Matcher
 
 
 @dataclass

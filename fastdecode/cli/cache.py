@@ -13,7 +13,7 @@ from fastdecode.cli.flags import add_common_flags
 from fastdecode.core.errors import ChainError, ConfigError
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.parking.chain_file import ChainReader
+    from fastdecode.cluster.r_worker.parking.chain_file import ChainReader
 
 
 def add_command(commands: Any) -> None:
@@ -88,7 +88,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _files(folder: str) -> list[Path]:
-    from fastdecode.cluster.parking.directory import chain_files
+    from fastdecode.cluster.r_worker.parking.directory import chain_files
 
     if not Path(folder).is_dir():
         raise ConfigError(f"park_dir: there is no folder {folder!r}")
@@ -104,7 +104,7 @@ def _named(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _open(path: Path) -> ChainReader:
-    from fastdecode.cluster.parking.chain_file import ChainReader
+    from fastdecode.cluster.r_worker.parking.chain_file import ChainReader
 
     reader = ChainReader(path)
     if path.name != reader.name:

@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 from fastdecode import __version__
-from fastdecode.backends import tuning
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.core.machine import available_memory_bytes, cpu_name, total_memory_bytes, usable_cores
+from fastdecode.engine.compose.backends import tuning
 
 READ_PEAK_BYTES = 512 * 2**20
 """Read to measure the read bandwidth: well above the last-level cache."""

@@ -19,7 +19,6 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import check_key, parse_r_workers, split_address
-from fastdecode.backends import make_backend
 from fastdecode.cli.findings import Finding
 from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
@@ -28,6 +27,7 @@ from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import available_memory_bytes, is_trapped, usable_cores
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import CONTROL, StepPlan, WorkerPlan
+from fastdecode.engine.compose.backends import make_backend
 
 MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fastdecode.cli.findings import Finding
-from fastdecode.cluster.parking.directory import chain_files
+from fastdecode.cluster.r_worker.parking.directory import chain_files
 from fastdecode.core.machine import advise_cache, force_to_disk
 
 PROBE_BYTES = 32 << 20

@@ -13,10 +13,10 @@ from fastdecode.api.config import EngineConfig, flag_names, prefill_settings
 from fastdecode.api.engine_fields import BATCHING, MAX_THREADS, MODEL, WORKERS
 from fastdecode.api.from_vllm import IGNORED, REFUSED, without_vllms
 from fastdecode.api.settings import describe_security, split_address
-from fastdecode.backends import prepare
 from fastdecode.cli.output import check_output_files
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
+from fastdecode.engine.compose.backends import prepare
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""

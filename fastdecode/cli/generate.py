@@ -14,7 +14,7 @@ from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_conf
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fastdecode.engine import LLMEngine
+    from fastdecode.engine.engine import LLMEngine
 
 
 def add_command(commands: Any) -> None:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate; streams when there is one text, else prints each as it finishes."""
     config = engine_config(args)
     SamplingParams(**_given(args, {}))  # refuse bad sampling flags before the model is loaded
-    from fastdecode.engine import LLMEngine
+    from fastdecode.engine.engine import LLMEngine
 
     engine = LLMEngine(config)
     try:

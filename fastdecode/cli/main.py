@@ -41,6 +41,9 @@ COMMANDS = (
 )
 """Each has a module in this package, of the same name with underscores, whose ``add_command`` registers it."""
 
+LAB = ("bench", "calibrate", "plan", "validate", "simulate")
+"""First words of the commands whose modules are in the lab, which nothing that serves imports."""
+
 WITHOUT_S_PART = ("plan", "r-worker", "doctor", "collect-env")
 """What the distribution ``fastdecode-r-worker`` has: no S-part, and so neither torch nor transformers."""
 
@@ -91,7 +94,8 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     if words and words[0] in {name.split()[0] for name in COMMANDS} - {name.split()[0] for name in here}:
         parser.error(f"{words[0]} is not in fastdecode-r-worker: in another environment, pip install fastdecode")
     for name in [name for name in here if list(words[: name.count(" ") + 1]) == name.split()] or here:
-        module = importlib.import_module(f"fastdecode.cli.{name.replace(' ', '_').replace('-', '_')}")
+        package = "fastdecode.perfmodel.lab.cli" if name.split()[0] in LAB else "fastdecode.cli"
+        module = importlib.import_module(f"{package}.{name.replace(' ', '_').replace('-', '_')}")
         if name.startswith("bench "):
             bench = bench or commands.add_parser("bench", help="measure").add_subparsers(
                 title="benchmarks", metavar="WHAT", required=True

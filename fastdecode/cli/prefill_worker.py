@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _listen(args: argparse.Namespace, setup: _Setup) -> None:
-    from fastdecode.cluster.joining import Joiner
+    from fastdecode.cluster.r_worker.joiner import Joiner
     from fastdecode.cluster.wire.messages import PREFILL_WORKER
 
     host, port, reached_at = listen_place(args, LISTEN)
@@ -114,8 +114,8 @@ def _listen(args: argparse.Namespace, setup: _Setup) -> None:
 
 def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
     """Listen where the other ranks reach this one, and serve until the job is over."""
-    from fastdecode.cluster.joining import local_address
     from fastdecode.cluster.links.mpi_job import serve_as_prefill_worker
+    from fastdecode.cluster.r_worker.joiner import local_address
 
     given = listen_address(args.listen) if args.listen else None
 

@@ -100,8 +100,8 @@ def _resources(args: argparse.Namespace) -> Resources:
 
 def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
     """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
-    from fastdecode.cluster.links.spawn import serve_parent
     from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.r_worker.serve import serve_parent
     from fastdecode.cluster.wire.handshake import read_security
 
     if args.parent is not None:
@@ -114,8 +114,8 @@ def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
 
 def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
     """Look first at what this machine has: where that cannot work, MPI has not begun and mpirun ends the job."""
-    from fastdecode.cluster.links.mpi_link import serve_job
     from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.r_worker.serve import serve_job
     from fastdecode.cluster.wire.handshake import read_security
 
     check_security(args.security, args.key_file)
@@ -127,10 +127,10 @@ def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
 
 
 def _listen(args: argparse.Namespace, resources: Resources) -> None:
-    from fastdecode.cluster.joining import Joiner
     from fastdecode.cluster.links.zeromq import ZmqListener
     from fastdecode.cluster.r_worker.health import HealthPort
     from fastdecode.cluster.r_worker.host import take_host
+    from fastdecode.cluster.r_worker.joiner import Joiner
     from fastdecode.cluster.r_worker.server import Server
     from fastdecode.cluster.r_worker.vitals import Vitals
     from fastdecode.cluster.wire.handshake import read_security
@@ -166,7 +166,7 @@ def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int,
 
     ConfigError where a key is needed and there is none.
     """
-    from fastdecode.cluster.joining import local_address
+    from fastdecode.cluster.r_worker.joiner import local_address
 
     towards = local_address(args.join) if args.join else None
     host, port = listen_address(args.listen or (f"tcp://{towards}:0" if towards else unless_given))

@@ -20,7 +20,7 @@ from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
 
 if TYPE_CHECKING:
-    from fastdecode.engine import LLMEngine
+    from fastdecode.engine.engine import LLMEngine
 
 QUEUED_PER_SEAT = 2
 """Requests in the engine for each that can run: the scheduler sees which come next, and the file stays on disk."""
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with BatchOutput(args.output_file, batch.custom_ids, config.model, args.retry_failed) as output:
         print(_progress_line(args.output_file, total, output), flush=True)
         if len(output.done) < total:
-            from fastdecode.engine import LLMEngine
+            from fastdecode.engine.engine import LLMEngine
 
             engine = LLMEngine(config)
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -173,3 +174,26 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
+
+
+def host_id() -> str:
+    """Return an identity that all processes of one boot of one machine share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def own_address() -> str:
+    """This machine's address towards other machines, by its default route; 127.0.0.1 where it has none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # for documentation (RFC 5737); nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def process_name() -> str:
+    """This process as "host:pid"."""
+    return f"{socket.gethostname()}:{os.getpid()}"

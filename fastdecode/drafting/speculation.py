@@ -18,7 +18,7 @@ from fastdecode.drafting.early_exit import EarlyExitDrafter
 from fastdecode.drafting.ngram import NgramDrafter
 from fastdecode.drafting.speculative_config import SpeculativeConfig
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.sworker.s_worker import Lead
+from fastdecode.sworker.run.s_worker import Lead
 from fastdecode.sworker.sampling import SampledToken
 
 

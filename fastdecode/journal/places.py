@@ -1,4 +1,4 @@
-"""Where a journal lies: a folder; another place is the memory of R-workers (``fastdecode.cluster.journal_copies``)."""
+"""Places of a journal: a folder here; ``fastdecode.cluster.pool.journal_copies`` keeps one in R-workers' memory."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.layout import ITEM_BYTES
 from fastdecode.core.protocols import PrefillPolicy
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine_setup import profile_steps, s_thread_count
+from fastdecode.engine.compose.setup import profile_steps, s_thread_count
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_rates import MANY_ROWS, TILE_ROWS, measured_forecast
 from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes
@@ -17,7 +17,7 @@ from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MeasuredSPart
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.sworker.part_attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
+from fastdecode.sworker.part.attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
 
 TIMED_TOKENS = 256
 """Of the prompts that are timed at the start, on the S-worker."""

@@ -18,9 +18,9 @@ from fastdecode.cluster.r_worker.host import attends_in, make_layer_cache
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.layout import KVLayout
 from fastdecode.sworker import SModel, set_threads
-from fastdecode.sworker.part_attention import PartAttention, StoredAttention, TorchAttention
-from fastdecode.sworker.part_states import PartStates
-from fastdecode.sworker.prefill_part import compute_part
+from fastdecode.sworker.part.attention import PartAttention, StoredAttention, TorchAttention
+from fastdecode.sworker.part.prefill_part import compute_part
+from fastdecode.sworker.part.states import PartStates
 
 TICK_SECONDS = 0.2
 """How long a wait for a prompt lasts before signals and the S-worker's connection are looked at."""

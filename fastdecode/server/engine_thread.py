@@ -16,7 +16,7 @@ from typing import Any
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError, SupersededError, WorkerLostError
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.server.exchanges import EngineDeadError, Exchange
 from fastdecode.server.observer import EngineWatch
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import Event, StepRecord, Tracer
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.server.engine_state import EngineState, RWorkerState, SessionState, TimedStep
 from fastdecode.server.prometheus import Metrics
 

@@ -34,10 +34,10 @@ from fastdecode.server.responses_request import ResponsesRequest, chat_of
 from fastdecode.server.served_model import ServedModel
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
-from fastdecode.sworker.tokenizer import check_chat_template
+from fastdecode.sworker.model.tokenizer import check_chat_template
 
 if TYPE_CHECKING:
-    from fastdecode.sworker.grammar import Grammars
+    from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 

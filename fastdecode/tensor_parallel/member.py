@@ -16,7 +16,7 @@ from fastdecode.core.layout import KVLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KvAddress, RWorkerInfo, StepPlan, StepReport
-from fastdecode.sworker.sharding import Rank
+from fastdecode.sworker.model.sharding import Rank
 from fastdecode.tensor_parallel.held import common, levelling, read_held
 from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
 

@@ -14,18 +14,18 @@ from dataclasses import asdict
 from typing import ClassVar
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.backends import make_backend, make_prompt_backend, pool_layout
 from fastdecode.core.errors import BackendError, FastDecodeError, RankLostError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine_setup import pin_s_worker
+from fastdecode.engine.compose.backends import make_backend, make_prompt_backend, pool_layout
+from fastdecode.engine.compose.setup import pin_s_worker
 from fastdecode.journal.records import Run
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
-from fastdecode.sworker.random_prompts import RandomPrompts
-from fastdecode.sworker.sharding import Rank, Rendezvous, leave
+from fastdecode.sworker.model.sharding import Rank, Rendezvous, leave
+from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.sworker.grammar import Matcher
+from fastdecode.sworker.sampling.grammar import Matcher
 
 
 @dataclass(frozen=True)

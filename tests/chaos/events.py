@@ -14,7 +14,7 @@ from helpers.processes import alive
 
 from chaos.configuration import BETWEEN, WHERE, Event
 from chaos.processes import Processes
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 PATIENCE_STEPS = 8
 """Steps that an event waits for its boundary; then it comes between two steps."""

@@ -34,7 +34,7 @@ from chaos.configuration import HYBRIDS, Ask
 from chaos.reference import params_of, prompt_of
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 KINDS = {
     "the engine": "R-workers at host:port go on",

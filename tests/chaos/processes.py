@@ -16,7 +16,7 @@ import psutil
 from helpers import r_workers
 from helpers.processes import alive
 
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 END_SECONDS = 60.0
 PR_SET_CHILD_SUBREAPER = 36

@@ -15,7 +15,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.cluster.r_worker.host import block_bytes
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 LONG_POSITIONS = 4096
 ALONE = (

@@ -21,7 +21,7 @@ from chaos.events import Events
 from chaos.processes import Leftovers, Processes
 from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
 from fastdecode.core.errors import RequestError
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 MOST_STEPS = 4000
 AMPLE_TOKENS = 40_000

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdecode.cluster.pool_workers import PoolWorker
-from fastdecode.cluster.routed_rows import Arrays
+from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.core.errors import WorkerLostError
 from fastdecode.core.layout import KVLayout
 from fastdecode.core.routes import node_widths

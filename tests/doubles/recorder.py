@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from fastdecode.measure.decode_rig import InstantBackend
+from fastdecode.perfmodel.lab.measure.decode_rig import InstantBackend
 
 
 class Recorder(InstantBackend):

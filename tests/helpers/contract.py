@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdecode.cluster.links.spawn import SpawnBackend
-from fastdecode.cluster.pool import InprocBackend
+from fastdecode.cluster.pool.inproc import InprocBackend
+from fastdecode.cluster.pool.spawn import SpawnBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.protocols import AttentionBackend

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastdecode.core.protocols import Drafter, DraftRequest, PendingControls
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 
 
 class AlwaysMost:

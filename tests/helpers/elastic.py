@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from helpers import model_zoo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)

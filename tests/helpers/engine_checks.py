@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdecode.engine import LLMEngine
+from fastdecode.engine.engine import LLMEngine
 from helpers.r_workers import pool_of
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.simulate import StepCost
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.measurements import (
     AnchorPoint,
@@ -21,7 +22,6 @@ from fastdecode.perfmodel.measurements import (
     SPartPoint,
 )
 from fastdecode.perfmodel.profile import HardwareProfile
-from fastdecode.perfmodel.simulate import StepCost
 from fastdecode.scheduler import Limits
 
 LIMITS = Limits(

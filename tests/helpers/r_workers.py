@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode import LLM
-from fastdecode.cluster.remote import RemoteWorker
-from fastdecode.engine import LLMEngine
+from fastdecode.cluster.pool.remote import RemoteWorker
+from fastdecode.engine.engine import LLMEngine
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))

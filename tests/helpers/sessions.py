@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode import _rworker
-from fastdecode.cluster.links.tcp import TcpBackend
+from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION
 from fastdecode.cluster.wire.messages import Hello, encode_hello

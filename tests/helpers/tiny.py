@@ -16,11 +16,11 @@ from fastdecode.core.layout import KVLayout
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import StepPlan, StepReport
-from fastdecode.sworker.pipeline import ATTENTION_NAME, ModelGreenlet, register_attention
-from fastdecode.sworker.s_worker import SWorker
+from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.run.pipeline import ATTENTION_NAME, ModelGreenlet, register_attention
+from fastdecode.sworker.run.s_worker import SWorker
+from fastdecode.sworker.run.staging import rows_of
 from fastdecode.sworker.sampling import SamplingRow
-from fastdecode.sworker.staging import rows_of
-from fastdecode.sworker.support import probe_layout
 
 NUM_LAYERS = 3
 GREEDY = SamplingRow(SamplingParams(temperature=0), (), ())

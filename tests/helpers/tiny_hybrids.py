@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.sworker.loader import auto_class
+from fastdecode.sworker.model.loader import auto_class
 from helpers import model_zoo
 from helpers.tiny_configs import tiny_config
 

@@ -9,8 +9,8 @@ import pytest
 from helpers.hardware import LIMITS, PlainMachine
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.simulate import SimulatedRequest, SimulatedWorkload, Simulator, Slo, find_capacity
-from fastdecode.perfmodel.simulate.workload import (
+from fastdecode.perfmodel.lab.simulate import SimulatedRequest, SimulatedWorkload, Simulator, Slo, find_capacity
+from fastdecode.perfmodel.lab.simulate.workload import (
     SARATHI,
     LogNormal,
     TraceItem,

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from helpers.hardware import profile, r_point
 
-from fastdecode.cli.machine_inputs import read_inputs
 from fastdecode.cli.main import build_parser, main
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
 from fastdecode.perfmodel.measurements import PrefillPoint
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 
@@ -393,7 +393,7 @@ def test_a_plan_takes_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from fastdecode.cli.main import build_parser, main
-from fastdecode.cli.machine_inputs import read_inputs
+from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
 status = main(["plan", *{NAMES!r}])
 heavy = {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
 sys.exit(str(heavy) if heavy else status)

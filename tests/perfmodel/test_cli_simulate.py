@@ -13,9 +13,9 @@ import pytest
 from helpers.hardware import profile
 
 from fastdecode.cli.main import main
-from fastdecode.cli.simulate import add_command
-from fastdecode.cli.simulate_inputs import read_simulation
-from fastdecode.measure.throughput_report import ThroughputRun, throughput_report
+from fastdecode.perfmodel.lab.cli.simulate import add_command
+from fastdecode.perfmodel.lab.cli.simulate_inputs import read_simulation
+from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun, throughput_report
 from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.profile_json import write_profile
 
@@ -200,8 +200,8 @@ def test_a_simulation_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from fastdecode.cli.main import main
-from fastdecode.cli.simulate import add_command
-from fastdecode.cli.simulate_inputs import read_simulation
+from fastdecode.perfmodel.lab.cli.simulate import add_command
+from fastdecode.perfmodel.lab.cli.simulate_inputs import read_simulation
 status = main(["simulate", *{[*SIZES, *BATCH, *NAMES]!r}])
 heavy = {{"torch", "transformers"}} & set(sys.modules)
 sys.exit(str(heavy) if heavy else status)

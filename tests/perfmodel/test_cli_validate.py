@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.cli.validate import error_line, run_grid
-from fastdecode.measure.offline_run import OfflineRun
-from fastdecode.measure.validation import Configuration, ValidatedRow
 from fastdecode.perfmodel.deployment import Deployment, Drift
+from fastdecode.perfmodel.lab.cli.validate import error_line, run_grid
+from fastdecode.perfmodel.lab.measure.offline_run import OfflineRun
+from fastdecode.perfmodel.lab.measure.validation import Configuration, ValidatedRow
 
 ROW = ValidatedRow(
     configuration=Configuration("in turn", Deployment(2, 2), "inproc", None, 16, 128, "float32", 4),

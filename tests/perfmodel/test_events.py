@@ -14,13 +14,9 @@ from helpers.hardware import LIMITS, PlainMachine
 from fastdecode.core.errors import ConfigError, PlanError, WorkerLostError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import Placing
-from fastdecode.perfmodel.gpu_only import GpuStepTime
 from fastdecode.perfmodel.known_models import BUILT_IN
-from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.partition import Forecast
-from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
-from fastdecode.perfmodel.presets import GPUS
-from fastdecode.perfmodel.simulate import (
+from fastdecode.perfmodel.lab.gpu_only import GpuStepTime
+from fastdecode.perfmodel.lab.simulate import (
     GpuMachine,
     Machine,
     PrefillFleet,
@@ -32,6 +28,10 @@ from fastdecode.perfmodel.simulate import (
     random_losses,
     read_events,
 )
+from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.partition import Forecast
+from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
+from fastdecode.perfmodel.presets import GPUS
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler

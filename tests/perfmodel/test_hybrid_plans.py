@@ -14,19 +14,19 @@ from helpers.tiny_configs import tiny_config
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import PlanError, UnsupportedModelError
-from fastdecode.perfmodel.batch_search import BatchSearch
-from fastdecode.perfmodel.gpu_only import GpuServer
 from fastdecode.perfmodel.hardware import kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.batch_search import BatchSearch
+from fastdecode.perfmodel.lab.gpu_only import GpuServer
+from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_config import read_shape
-from fastdecode.perfmodel.planner import Planner
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part
 from fastdecode.perfmodel.states_here import StatesHere
-from fastdecode.sworker.loader import auto_class
+from fastdecode.sworker.model.loader import auto_class
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")
 HYBRIDS += ("jamba", "minimax", "recurrent_gemma", "zamba2")

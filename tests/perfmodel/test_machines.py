@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fastdecode.cli.main import build_parser, main
-from fastdecode.cli.named_machine import named_machine
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.cli.named_machine import named_machine
 from fastdecode.perfmodel.machine_words import cpu_host_of, gpu_of
 from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
 

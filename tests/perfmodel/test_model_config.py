@@ -24,8 +24,8 @@ from fastdecode.perfmodel.presets import find_cpu_host
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker import SModel
-from fastdecode.sworker.pipeline import ATTENTION_NAME, register_attention
-from fastdecode.sworker.support import probe_layout
+from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
 
 BILLIONS = {
     "llama-7b": "6.7", "llama-13b": "13.0", "llama-65b": "65.3", "llama-2-70b": "69.0", "llama-3-8b": "8.0",

@@ -16,7 +16,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import parse_bytes
 from fastdecode.cli.flags import engine_config
 from fastdecode.cli.main import build_parser, main
-from fastdecode.cli.plan_emit import FORMATS
+from fastdecode.perfmodel.lab.cli.plan_emit import FORMATS
 
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--link", "100Gb", "--seq-len", "1024"]
 NUMBERS = ["--s-part-seconds", "1e-3", "--r-part-seconds-per-token", "4e-9", "--num-layers", "32", "--seq-len", "1024"]

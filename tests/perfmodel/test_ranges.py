@@ -17,8 +17,8 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts, mean_parts
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.storage_costs import StorageCosts

@@ -13,9 +13,9 @@ from fastdecode.cli.main import main
 from fastdecode.core.metrics import PoolChanges, StepRecord
 from fastdecode.core.placing import Placing
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.lab.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.planner import Planner
-from fastdecode.perfmodel.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel

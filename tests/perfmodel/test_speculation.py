@@ -12,15 +12,15 @@ from helpers.drafting import AlwaysMost
 from helpers.hardware import LIMITS, PlainMachine
 
 from fastdecode.cli.main import main
-from fastdecode.cli.variants.speculative_decoding import plan_speculation
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import Placing
 from fastdecode.core.protocols import DraftPolicy
-from fastdecode.perfmodel.draft_times import DraftCost, Drafting, row_share
 from fastdecode.perfmodel.equations import tokens_per_verification
 from fastdecode.perfmodel.known_models import BUILT_IN
-from fastdecode.perfmodel.planner import Planner
-from fastdecode.perfmodel.simulate import SimulatedDrafter, SimulatedRequest, Simulator, SplitMachine
+from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import plan_speculation
+from fastdecode.perfmodel.lab.draft_times import DraftCost, Drafting, row_share
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.lab.simulate import SimulatedDrafter, SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel

@@ -12,7 +12,7 @@ import torch
 from fastdecode import _rworker
 from fastdecode.core.absorption import Absorption, weight_bytes
 from fastdecode.core.layout import ITEM_BYTES, LayerLayout
-from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
+from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 from .harness import table
 

@@ -11,9 +11,9 @@ import torch
 
 from fastdecode import _rworker
 from fastdecode.core.layout import LayerLayout
-from fastdecode.sworker.index import picked
-from fastdecode.sworker.prompts import reference_attention
-from fastdecode.sworker.staging import TORCH_DTYPE, from_numpy, to_numpy
+from fastdecode.sworker.adapters.index import picked
+from fastdecode.sworker.run.prompts import reference_attention
+from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 from .harness import FORK, TRUNCATE, table
 

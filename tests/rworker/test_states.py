@@ -15,7 +15,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import make_layer_cache
 from fastdecode.core.layout import STATE_KINDS, KVLayout, LayerLayout, StateLayout, from_wire, to_wire
 from fastdecode.core.types import Verb
-from fastdecode.sworker.part_states import PartStates
+from fastdecode.sworker.part.states import PartStates
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
 

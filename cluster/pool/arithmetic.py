@@ -1,0 +1,35 @@
+"""The instruction sets in which the R-workers of a pool attend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from fastdecode.core.types import RWorkerInfo, best_common_isa
+
+logger = logging.getLogger(__name__)
+
+
+class Arithmetic:
+    """The instruction sets in which the R-workers of a pool attend: each rounds in its own way.
+
+    ``of_merges``: the one in which their partial results are to be merged, "scalar" or "auto".
+    """
+
+    def __init__(self) -> None:
+        self.of_merges = "auto"
+        self._isas: dict[str, str] = {}
+
+    def add(self, infos: Sequence[RWorkerInfo]) -> None:
+        """R-workers of the pool; warns where they round in another way than those before them."""
+        before = len(self._isas)
+        for info in infos:
+            self._isas.setdefault(info.isa, info.name)
+        self.of_merges = "scalar" if set(self._isas) == {"scalar"} else "auto"
+        if len(self._isas) > max(before, 1):
+            logger.warning(
+                "R-workers attend in different arithmetic (%s): on another one a sequence may get other tokens; "
+                "--uniform-arithmetic %s makes all take one",
+                ", ".join(f"{isa} on {name}" for isa, name in self._isas.items()),
+                best_common_isa(self._isas),
+            )

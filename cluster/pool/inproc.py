@@ -1,0 +1,168 @@
+"""R-workers in the S-worker's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.parker import Parker
+from fastdecode.cluster.r_worker.session import open_kv_port
+from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import host_id
+from fastdecode.core.parked import ParkPlace
+from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.r_worker.kv_port import KvPort
+
+
+class InprocWorker(PoolWorker):
+    """``PoolWorker`` over a C++ R-worker in this process, with its own threads; it answers every request at once.
+
+    With ``waits_working`` and one mini-batch in a step, the S-worker's thread attends too, in ``wait``, in place of the
+    R-worker's first thread: it would only sleep, and each hand-over between two threads on shared cores takes some
+    0.1 ms. Besides, torch's threads start slowly after their caller has slept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: RWorkerSize,
+        block_size: int,
+        own_cores: bool,
+        waits_working: bool = False,
+        security: Security | None = None,
+        park: ParkPlace | None = None,
+    ) -> None:
+        """``own_cores``: the S-worker does not run on this worker's cores. ``security``: of its KV port, if any.
+        ``park``: where it parks, if it does."""
+        self.name = name
+        self._park = ParkDirectory(park) if park else None
+        self._parker: Parker | None = None
+        self._security = security or Security()
+        self._kv_port: KvPort | None = None
+        self._size, self._block_size, self._own_cores = size, block_size, own_cores
+        self._waits_working = waits_working
+        self._postponed: tuple | None = None
+        self._postpones = False
+        self._worker: _rworker.RWorker | None = None
+        self._in_step = False
+
+    def open(self, layout: KVLayout) -> None:
+        self._worker = make_rworker(layout, self._block_size, self._size)
+        for index, layer in enumerate(layout.layers):
+            for first, rows in layer.absorption.parts() if layer.absorption else ():
+                self._worker.set_weights(index, first, rows)
+        if layout.kv_port:
+            self._kv_port = open_kv_port(self._worker, layout, self._security)
+        if self._park and not layout.has_states:
+            self._parker = Parker(self._worker, self._park, layout)
+
+    def opened(self) -> RWorkerInfo:
+        worker = self._open
+        size = worker.num_blocks, worker.block_size, worker.num_threads
+        info = RWorkerInfo(
+            self.name, *size, worker.isa, self._own_cores, host=host_id(), state_blocks=worker.state_blocks,
+            park_after=self._park.after_seconds if self._park and self._parker else None,
+        )  # fmt: skip
+        if self._kv_port is None:
+            return info
+        return replace(info, kv_ports=(KvAddress(self._kv_port.address, self._kv_port.epoch),))
+
+    def begin_step(self, plan: WorkerPlan) -> None:
+        begin_step(self._open, plan)
+        self._in_step = True
+        self._postpones = self._waits_working and len(plan.mini_batches) == 1
+
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
+        if self._postpones:
+            self._postponed = mini_batch, layer, *arrays
+        else:
+            self._open.submit(mini_batch, layer, *arrays)
+
+    def ready(self, mini_batch: int) -> bool:
+        """See ``PoolWorker.ready``; what is postponed to ``wait`` gains nothing by waiting."""
+        return self._postponed is not None or self._open.ready(mini_batch)
+
+    def wait(self, mini_batch: int) -> None:
+        if self._postponed is None:
+            self._open.wait(mini_batch)
+            return
+        postponed, self._postponed = self._postponed, None
+        self._open.run(*postponed)
+
+    def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
+        self._open.share(mini_batch, layer, counts)
+
+    def ended(self) -> WorkerReport:
+        report = end_step(self._open)
+        self._in_step = False
+        return report
+
+    def abandon_step(self) -> None:
+        self._postponed = None
+        if self._in_step:
+            self._in_step = False
+            self._open.abandon_step()
+
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        return self._open.export(sequence_id, start, num_tokens)
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
+        self._open.import_(sequence_id, num_tokens, data, start)
+
+    @property
+    def disk(self) -> Disk | None:
+        return self._parker
+
+    def close(self) -> None:
+        self._in_step = False
+        if self._kv_port:
+            self._kv_port.close()
+        if self._parker:
+            self._parker.close()
+        if self._park:
+            self._park.close()
+        if self._worker:
+            self._worker.close()
+
+    @property
+    def _open(self) -> _rworker.RWorker:
+        if self._worker is None:
+            raise ValueError("the R-worker is not open")
+        return self._worker
+
+
+class InprocBackend(PoolBackend):
+    """``AttentionBackend`` over R-workers in this process, one per entry of ``sizes``, each with its own threads."""
+
+    def __init__(
+        self,
+        sizes: Sequence[RWorkerSize],
+        block_size: int,
+        own_cores: bool = False,
+        security: Security | None = None,
+        park: ParkPlace | None = None,
+    ) -> None:
+        """``own_cores``: the S-worker does not run on the cores of ``sizes``. ``security``: of their KV ports.
+        ``park``: where they park, each in a folder of its own."""
+        waits_working = len(sizes) == 1 and not own_cores
+        super().__init__(
+            [
+                InprocWorker(
+                    f"inproc-{i}", size, block_size, own_cores, waits_working, security, park.of(i) if park else None
+                )
+                for i, size in enumerate(sizes)
+            ]
+        )

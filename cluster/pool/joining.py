@@ -1,0 +1,136 @@
+"""The listener of a running job for R-workers that join; they ask by ``r_worker/joiner.py``."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from fastdecode.api.settings import is_loopback, split_address
+from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.links.peer import MOST_LOGGED
+from fastdecode.cluster.links.zeromq import ZmqListener
+from fastdecode.cluster.pool.attempts import Attempts
+from fastdecode.cluster.pool.remote import RemoteWorker
+from fastdecode.cluster.pool.worker import Joined
+from fastdecode.cluster.wire.frames import Conversation, Kind
+from fastdecode.cluster.wire.messages import PREFILL_WORKER, decode_join
+from fastdecode.core.errors import FastDecodeError, FrameError
+from fastdecode.core.layout import KVLayout
+
+DISMISSED_SECONDS = 10.0
+"""One that was let go and has not asked for so long has ended: what asks later at its address is another."""
+
+MOST_ADDRESSES = 4096
+"""Addresses that are remembered: JOINs cost their sender nothing, so their number must be limited here."""
+
+MOST_JOIN_BYTES = 1 << 12
+
+MOST_AT_ONCE = 64
+"""JOINs that are read between two steps: a flood of them must not delay the job."""
+
+log = logging.getLogger(__name__)
+
+
+class JoinListener:
+    """Reads the addresses that R-workers send, and connects to each in a thread of its own, so that no step waits.
+
+    An R-worker that is in the pool is not connected to again, nor is one that was dismissed, as long as it goes on
+    asking; one that was lost is. ``dismissed_at``: when each of the former was dismissed, or asked last, in seconds.
+    Addresses of prefill workers go to ``invite_prefill_worker``, None where they are not wanted.
+    """
+
+    def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
+        """``connect`` returns the link to the R-worker at "host:port"."""
+        self._listener, self._connect, self._block_size = listener, connect, block_size
+        self._known: set[str] = set()
+        self.dismissed_at: dict[str, float] = {}
+        self.attempts = Attempts()
+        self._refused: set[str] = set()
+        self._opened: queue.SimpleQueue[Joined] = queue.SimpleQueue()
+        self._layout: KVLayout | None = None
+        self.invite_prefill_worker: Callable[[str], None] | None = None
+
+    @property
+    def address(self) -> str:
+        """The address of this listener, "host:port"."""
+        return self._listener.address.removeprefix("tcp://")
+
+    def open(self, layout: KVLayout) -> None:
+        """From now on joining R-workers are opened for ``layout``."""
+        self._layout = layout
+
+    def joined(self) -> list[Joined]:
+        """The R-workers that became ready since the last call; never waits."""
+        for _ in range(MOST_AT_ONCE):
+            if self._layout is None or (channel := self._listener.accept(0.0)) is None:
+                break
+            conversation = Conversation(channel)
+            try:
+                frame = conversation.receive(0.0)
+                if frame is None or frame.kind is not Kind.JOIN:
+                    raise FrameError("it sent something else than JOIN")
+                self._connect_to(*decode_join(conversation.body(frame, MOST_JOIN_BYTES)), self._layout)
+            except FrameError as error:
+                self._log_once(str(error))
+            channel.close()
+        self._forget_silent()  # after JOINs were read that may have waited here for long
+        return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
+
+    def forget(self, address: str) -> None:
+        """Let the R-worker at ``address`` join again."""
+        self._known.discard(address)
+
+    def dismissed(self, address: str) -> None:
+        """The R-worker at ``address`` was let go and has not ended: it will go on asking, and is not wanted."""
+        self._known.discard(address)
+        self.dismissed_at[address] = time.monotonic()
+
+    def close(self) -> None:
+        """Also closes R-workers that ``joined`` has not returned yet; may be called twice."""
+        self._layout = None
+        self._listener.close()
+        while not self._opened.empty():
+            self._opened.get_nowait().worker.close()
+
+    def _log_once(self, reason: str) -> None:
+        if reason not in self._refused and len(self._refused) < MOST_LOGGED:
+            self._refused.add(reason)
+            log.warning("refused to let an R-worker join: %s", reason)
+
+    def _forget_silent(self) -> None:
+        ended = time.monotonic() - DISMISSED_SECONDS
+        for address in [each for each, asked in self.dismissed_at.items() if asked < ended]:
+            del self.dismissed_at[address]
+
+    def _connect_to(self, address: str, role: str, layout: KVLayout) -> None:
+        if address in self.dismissed_at:
+            self.dismissed_at[address] = time.monotonic()
+            return
+        if address in self._known or not self.attempts.may_try(address):
+            return
+        if not self._listener.is_guarded and not is_loopback(split_address("JOIN", address)[0]):
+            raise FrameError(f"it listens at {address}, beyond this machine, and this pool has no key file")
+        if role == PREFILL_WORKER:
+            if self.invite_prefill_worker is None:
+                raise FrameError(f"{address} is a prefill worker, and this job was started without --prefill-workers")
+            self.invite_prefill_worker(address)
+            return
+        if len(self._known) >= MOST_ADDRESSES:
+            raise FrameError(f"{MOST_ADDRESSES} R-workers have joined already")
+        self._known.add(address)
+        threading.Thread(target=self._open, args=(address, layout), name=f"join {address}", daemon=True).start()
+
+    def _open(self, address: str, layout: KVLayout) -> None:
+        worker = RemoteWorker(address, lambda: self._connect(address), self._block_size)
+        try:
+            worker.open(layout)
+            self._opened.put(Joined(worker, worker.opened()))
+            self.attempts.succeeded(address)
+        except FastDecodeError as error:
+            worker.close()
+            if self.attempts.failed(address, str(error)):
+                log.warning("an R-worker asked to join and cannot: %s", error)
+            self._known.discard(address)

@@ -1,0 +1,26 @@
+"""R-workers as ranks of an MPI job, the S-worker's side."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastdecode.cluster.links.mpi_job import (
+    Role,
+    join_as_s_worker,
+)
+from fastdecode.cluster.links.mpi_link import MpiLink
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.remote import RemoteWorker
+
+
+class MpiBackend(PoolBackend):
+    """``AttentionBackend`` over the other ranks of this job."""
+
+    def __init__(self, block_size: int) -> None:
+        rank = join_as_s_worker()
+        super().__init__(
+            [
+                RemoteWorker(f"rank-{each}", partial(MpiLink, rank.job.peer(each), rank.progress), block_size)
+                for each in rank.of(Role.R_WORKER)
+            ]
+        )

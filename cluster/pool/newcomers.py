@@ -1,0 +1,117 @@
+"""R-workers that come and go: those that were lost and return, and those that have joined and wait."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastdecode.cluster.pool.worker import Joined
+from fastdecode.core.errors import FastDecodeError, SupersededError
+from fastdecode.core.layout import KVLayout
+
+if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+    from fastdecode.cluster.pool.joining import JoinListener
+    from fastdecode.cluster.pool.remote import RemoteWorker
+
+RETURN_SECONDS = 1.0
+"""Between two attempts to open an R-worker that was lost."""
+
+logger = logging.getLogger(__name__)
+
+
+class Returns:
+    """R-workers that were lost and do not ask to join: each is opened again in a thread, until it answers."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._returned: queue.SimpleQueue[Joined] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        self._superseded: SupersededError | None = None
+
+    def expect(self, make: Callable[[], RemoteWorker]) -> None:
+        """From now on open ``make()``, again and again; never waits."""
+        threading.Thread(target=self._await, args=(make,), name="return", daemon=True).start()
+
+    def take(self) -> list[Joined]:
+        """Those that have come back since the last call; SupersededError where one serves the next S-worker."""
+        if self._superseded:
+            raise self._superseded
+        return [self._returned.get() for _ in range(self._returned.qsize())]
+
+    def close(self) -> None:
+        """Also those that nobody took; may be called twice."""
+        self._is_closed.set()
+        self._superseded = None
+        for joined in self.take():
+            joined.worker.close()
+
+    def _await(self, make: Callable[[], RemoteWorker]) -> None:
+        while not self._is_closed.wait(RETURN_SECONDS):
+            worker = make()
+            try:
+                worker.open(self._layout)
+                joined = Joined(worker, worker.opened())
+            except SupersededError as error:
+                worker.close()
+                self._superseded = error
+                return
+            except FastDecodeError as error:
+                worker.close()
+                logger.debug("not back yet: %s", error)
+                continue
+            self._returned.put(joined)
+            if self._is_closed.is_set():
+                self.close()
+            return
+
+
+class Newcomers:
+    """R-workers that have joined and wait until the pool admits them."""
+
+    def __init__(self, listener: JoinListener) -> None:
+        """``listener`` is closed with this."""
+        self._listener = listener
+        self._waiting: list[Joined] = []
+        self._asked_to_leave: set[str] = set()
+
+    def open(self, layout: KVLayout) -> None:
+        """From now on joining R-workers are opened for ``layout``."""
+        self._listener.open(layout)
+
+    @property
+    def num_waiting(self) -> int:
+        """R-workers that have joined and were not admitted yet; never waits."""
+        self._waiting += self._listener.joined()
+        return len(self._waiting)
+
+    def take(self, most: int | None = None) -> list[Joined]:
+        """The first ``most`` of those that wait, None: all."""
+        count = self.num_waiting if most is None else most
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+    def asks_to_leave(self, name: str) -> None:
+        """The R-worker ``name`` asks to be let go."""
+        self._asked_to_leave.add(name)
+
+    def forget(self, name: str) -> None:
+        """The R-worker ``name`` is gone, and may join again."""
+        self._asked_to_leave.discard(name)
+        self._listener.forget(name)
+
+    def dismiss(self, name: str) -> None:
+        """The R-worker ``name`` was let go; it may join again only where its process ends, since it asked for that."""
+        has_asked = name in self._asked_to_leave
+        self.forget(name)
+        if not has_asked:
+            self._listener.dismissed(name)
+
+    def close(self) -> None:
+        """Close the listener and those that wait; may be called twice."""
+        self._listener.close()
+        for joined in self._waiting:
+            joined.worker.close()
+        self._waiting = []

@@ -1,0 +1,128 @@
+"""R-workers as processes that the S-worker starts on this machine, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from fastdecode.cluster.links.link import SILENCE_SECONDS
+from fastdecode.cluster.links.shared_memory import SharedMemoryLink, SilenceError, make_memory
+from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.remote import RemoteWorker
+from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.own_folder import leave_folder, make_folder
+from fastdecode.core.parent import parent_flags
+from fastdecode.core.parked import ParkPlace
+from fastdecode.core.types import RWorkerInfo
+
+END_SECONDS = 10.0
+"""How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
+
+EXIT_SECONDS = 0.1
+"""From the moment a process closes its socket to its end."""
+
+
+class SpawnBackend(PoolBackend):
+    """``AttentionBackend`` over one process per entry of ``sizes``; payload goes through shared memory."""
+
+    def __init__(
+        self,
+        sizes: Sequence[RWorkerSize],
+        block_size: int,
+        key_file: str | None = None,
+        security: str | None = None,
+        silence_seconds: float = SILENCE_SECONDS,
+        park: ParkPlace | None = None,
+    ) -> None:
+        """``key_file`` and ``security`` (see ``TcpBackend``): of their KV ports, where the layout asks for some.
+        ``silence_seconds``: after which one is lost, and killed. ``park``: where they park, each in a folder of its
+        own."""
+        flags = _security_flags(key_file, security)
+        self._park = park.folder if park else None
+        places = [park.of(index).flags() if park else [] for index in range(len(sizes))]
+        super().__init__(
+            [
+                RemoteWorker(
+                    f"spawn-{index}", partial(_SpawnedLink, size, [*flags, *place], silence_seconds), block_size
+                )
+                for index, (size, place) in enumerate(zip(sizes, places, strict=True))
+            ]
+        )
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        if self._park:
+            with contextlib.suppress(OSError):  # which R-workers say
+                make_folder(self._park)
+        return super().open(layout)
+
+    def close(self) -> None:
+        super().close()
+        if self._park:
+            leave_folder(self._park)
+
+    def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
+        """Another process, where none is left."""
+        return gone.anew if isinstance(gone, RemoteWorker) and is_last else None
+
+
+class _SpawnedLink(SharedMemoryLink):
+    """The link to a ``process`` that it starts and ends."""
+
+    def __init__(self, size: RWorkerSize, flags: Sequence[str], silence_seconds: float) -> None:
+        """``flags``: further ones of its command line."""
+        mine, theirs = socket.socketpair()
+        memory = make_memory()
+        super().__init__(mine, memory, is_s_worker=True, silence_seconds=silence_seconds)
+        with theirs:
+            self.process = subprocess.Popen(
+                [*_command(size, theirs.fileno(), memory), *flags],
+                pass_fds=(theirs.fileno(), memory),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},  # a checkout that is the current folder has no extensions
+                start_new_session=True,  # Ctrl-C must reach the S-worker alone, which then sends BYE
+            )
+
+    def close(self) -> None:
+        """See ``Link.close``; the process ends when it sees its socket close."""
+        super().close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+            return
+        self.process.kill()
+        self.process.wait()
+
+    def give_up(self, error: Exception) -> str:
+        """See ``Link.give_up``: says how the process ended, and kills one that goes on."""
+        how_it_ended = "" if isinstance(error, SilenceError) else self._how_it_ended()
+        self.process.kill()
+        return how_it_ended or str(error)
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"
+
+
+def _command(size: RWorkerSize, control: int, memory: int) -> list[str]:
+    command = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--control-fd", str(control)]
+    command += ["--memory-fd", str(memory), "--kv-cache-memory", str(size.kv_cache_bytes)]
+    command += ["--threads", str(size.num_threads)]
+    if size.cores:
+        command += ["--cores", ",".join(map(str, sorted(set(size.cores))))]
+    return command + parent_flags()
+
+
+def _security_flags(key_file: str | None, security: str | None) -> list[str]:
+    flags = ["--key-file", key_file] if key_file else []
+    return [*flags, "--security", security] if security else flags

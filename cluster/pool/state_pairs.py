@@ -1,0 +1,186 @@
+"""R-workers beside which the S-worker's process keeps the states of their sequences: one R-worker each to the pool.
+
+Of a hybrid's layers the R-worker has those that attend, and this process the recurrent ones, both with the same
+sequences. What the plan says goes to both, and a layer's rows to whoever has it. So an R-worker that is lost takes its
+sequences' states with it, and nothing above the pool knows pairs from R-workers.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fastdecode import _rworker
+from fastdecode.cluster.pool.remote_journal import RemoteJournal
+from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, layer_tuples, make_rworker
+from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.core.state_room import COUNTED_BLOCKS
+from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+
+TABLE_TOKENS = 1 << 30
+"""Tokens of a block of states: they leave nothing in it, so that a sequence takes one for all of them."""
+
+_NUM_BYTES = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The layers of a hybrid by who has them: ``attention`` the R-worker, ``states`` this process.
+
+    ``places``: of each layer whether it is recurrent, and its number among those.
+    """
+
+    attention: KVLayout
+    states: KVLayout
+    places: tuple[tuple[bool, int], ...]
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> LayerParts:
+        """Those of ``layout``, of which some layers attend and some are recurrent."""
+        parts: tuple[list[LayerLayout], list[LayerLayout]] = ([], [])
+        places = []
+        for layer in layout.layers:
+            part = parts[layer.state is not None]
+            places.append((layer.state is not None, len(part)))
+            part.append(layer)
+        attending = [
+            replace(each, picked_by=places[each.picked_by][1]) if each.picked_by >= 0 else each for each in parts[0]
+        ]
+        states = replace(layout, layers=tuple(parts[1]), kv_port="")
+        return cls(replace(layout, layers=tuple(attending)), states, tuple(places))
+
+    @property
+    def attending(self) -> list[int]:
+        """Numbers of the layers that attend."""
+        return [number for number, (is_state, _) in enumerate(self.places) if not is_state]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the states of one sequence take in this process, exactly: whole blocks."""
+        return self.blocks_of_state * block_bytes(self.states, TABLE_TOKENS)
+
+    @property
+    def blocks_of_state(self) -> int:
+        """Blocks that a sequence takes in this process, that of its tokens included."""
+        layers = layer_tuples(self.states)
+        return _rworker.state_blocks(layers, self.states.kv_dtype, TABLE_TOKENS) + 1
+
+
+@dataclass(frozen=True)
+class StateKeeper:
+    """Keeps up to ``most_states`` states beside each R-worker, on the S-worker's threads and cores; memory is committed
+    as states come."""
+
+    most_states: int
+    num_threads: int
+    cores: tuple[int, ...]
+
+    def pair(self, worker: PoolWorker, parts: LayerParts) -> StatePair:
+        """``worker``, which is open for the layers that attend, and its states."""
+        num_bytes = self.most_states * parts.state_bytes
+        size = RWorkerSize(num_bytes, self.num_threads, self.cores)
+        return StatePair(worker, parts, make_rworker(parts.states, TABLE_TOKENS, size))
+
+
+def paired_info(info: RWorkerInfo) -> RWorkerInfo:
+    """What a pair says of itself, of which the R-worker says ``info``."""
+    return replace(info, state_blocks=COUNTED_BLOCKS)
+
+
+class StatePair(PoolWorker):
+    """An open R-worker, ``r_worker``, for the layers that attend, and a cache here for the states of its sequences.
+
+    A recurrent layer is computed within ``submit``, on the cores that compute the model: there is nothing to wait for.
+    Its time is the model's, so a report's busy times are those of the layers that attend.
+    """
+
+    def __init__(self, r_worker: PoolWorker, parts: LayerParts, states: _rworker.RWorker) -> None:
+        self.name, self.r_worker = r_worker.name, r_worker
+        self._parts, self._states = parts, states
+        self._blocks_of_state = parts.blocks_of_state
+        self._in_step = False
+        self._is_done: dict[int, bool] = {}
+
+    def begin_step(self, plan: WorkerPlan) -> None:
+        self._is_done.clear()
+        self.r_worker.begin_step(plan)
+        begin_step(self._states, plan)
+        self._in_step = True
+
+    def begun(self) -> None:
+        self.r_worker.begun()
+
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
+        is_state, number = self._parts.places[layer]
+        self._is_done[mini_batch] = is_state
+        if is_state:
+            self._states.run(mini_batch, number, *arrays)
+        else:
+            self.r_worker.submit(mini_batch, number, arrays)
+
+    def ready(self, mini_batch: int) -> bool:
+        return self._is_done[mini_batch] or self.r_worker.ready(mini_batch)
+
+    def wait(self, mini_batch: int) -> None:
+        if not self._is_done[mini_batch]:
+            self.r_worker.wait(mini_batch)
+
+    def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
+        self.r_worker.share(mini_batch, self._parts.places[layer][1], counts)
+
+    def end_step(self) -> None:
+        self.r_worker.end_step()
+
+    def ended(self) -> WorkerReport:
+        report = self.r_worker.ended()
+        states = end_step(self._states)
+        self._in_step = False
+        held = (self._states.num_blocks - states.blocks_free) // self._blocks_of_state
+        return replace(
+            report,
+            busy_start=self._of_all_layers(report.busy_start),
+            busy_end=self._of_all_layers(report.busy_end),
+            blocks_free=report.blocks_free - COUNTED_BLOCKS * held,
+        )
+
+    def _of_all_layers(self, moments: np.ndarray) -> np.ndarray:
+        """``moments``, [num_mini_batches, layers that attend], among zeros for the others."""
+        found = np.zeros((len(moments), len(self._parts.places)))
+        found[:, self._parts.attending] = moments
+        return found
+
+    def abandon_step(self) -> None:
+        self.r_worker.abandon_step()
+        if self._in_step:
+            self._in_step = False
+            self._states.abandon_step()
+
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        """See ``PoolWorker``: bytes of the R-worker's part as int64, that part, and the state where there is one."""
+        parts = [each.export(sequence_id, start, num_tokens) for each in (self.r_worker, self._states)]
+        return np.concatenate([np.frombuffer(_NUM_BYTES.pack(parts[0].nbytes), np.uint8), *parts])
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
+        if len(data) < _NUM_BYTES.size:
+            raise ValueError(f"import: {len(data)} bytes are not of a sequence whose states are with the S-worker")
+        (num_bytes,) = _NUM_BYTES.unpack(data[: _NUM_BYTES.size].tobytes())
+        first, second = np.split(data[_NUM_BYTES.size :], [num_bytes])
+        self.r_worker.import_(sequence_id, num_tokens, first, start)
+        self._states.import_(sequence_id, num_tokens, second, start)
+
+    @property
+    def journal(self) -> RemoteJournal | None:
+        return self.r_worker.journal
+
+    def break_off(self) -> None:
+        self.r_worker.break_off()
+        self._states.close()
+
+    def close(self) -> None:
+        self._in_step = False
+        self.r_worker.close()
+        self._states.close()

@@ -1,0 +1,137 @@
+"""One R-worker as the pool sees it: its protocol, one that is lost, and one that has joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.pool.remote_journal import RemoteJournal
+
+
+class PoolWorker:
+    """One R-worker as the pool sees it. The pool sends a slow request to all workers before it waits for any answer;
+    where that comes at once there is nothing to wait for.
+
+    Refusals are ValueError or KeyError with the reason, and change nothing; WorkerLostError names one that is lost.
+    """
+
+    name: str
+
+    def open(self, layout: KVLayout) -> None:
+        """Request caches for ``layout``."""
+        raise NotImplementedError
+
+    def opened(self) -> RWorkerInfo:
+        """Wait for the answer to ``open``; CapacityError when its memory is too small."""
+        raise NotImplementedError
+
+    def begin_step(self, plan: WorkerPlan) -> None:
+        """Send the plan of a step."""
+        raise NotImplementedError
+
+    def begun(self) -> None:
+        """Wait for the answer to ``begin_step``."""
+
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
+        """Start one layer of one mini-batch with rows here; o is filled by the time ``wait`` returns.
+
+        Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only. Partial results: float32
+        [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
+        """
+        raise NotImplementedError
+
+    def ready(self, mini_batch: int) -> bool:
+        """True when ``wait`` would return at once."""
+        raise NotImplementedError
+
+    def wait(self, mini_batch: int) -> None:
+        """Wait for the layer that was submitted for this mini-batch."""
+
+    def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
+        """Tell how many of what each row of a range ranked in index layer ``layer``, the last, is picked: int32 [rows
+        of partial results, heads that pick], of a row's first node."""
+
+    def end_step(self) -> None:
+        """Ask the worker to commit the step."""
+
+    def ended(self) -> WorkerReport:
+        """Wait for the answer to ``end_step``; its ``transfer_seconds`` is 0."""
+        raise NotImplementedError
+
+    def abandon_step(self) -> None:
+        """Forget the step; no effect where none was begun, and no error where the worker is lost."""
+
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        raise NotImplementedError
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
+        raise NotImplementedError
+
+    @property
+    def disk(self) -> Disk | None:
+        """Where it parks; None where it has none."""
+        return None
+
+    @property
+    def journal(self) -> RemoteJournal | None:
+        """The session's journal there; None where it does not outlive this process, or keeps no session."""
+        return None
+
+    def break_off(self) -> None:
+        """``close`` without a word to a process elsewhere, which may keep what it has."""
+        self.close()
+
+    def close(self) -> None:
+        """Free everything; may be called twice."""
+
+
+class LostWorker(PoolWorker):
+    """``PoolWorker`` in place of one that is lost or was dismissed: its rows read zeros, and it reports nothing."""
+
+    def __init__(self, name: str, step_shape: tuple[int, int]) -> None:
+        """``step_shape``: mini-batches and layers of the step."""
+        self.name = name
+        self._step_shape = step_shape
+
+    def open(self, layout: KVLayout) -> None:
+        raise ValueError("it is lost")
+
+    def opened(self) -> RWorkerInfo:
+        raise ValueError("it is lost")
+
+    def begin_step(self, plan: WorkerPlan) -> None:
+        self._step_shape = (len(plan.mini_batches), self._step_shape[1])
+
+    def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
+        *_, o, partials = arrays
+        o[...] = 0
+        if partials is not None:
+            partials[...] = (-np.inf, *(0.0,) * (partials.shape[2] - 1))
+
+    def ready(self, mini_batch: int) -> bool:
+        return True
+
+    def ended(self) -> WorkerReport:
+        return WorkerReport(np.zeros(self._step_shape), np.zeros(self._step_shape), 0.0, 0, 0)
+
+    def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        raise ValueError("it is lost")
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
+        raise ValueError("it is lost")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An R-worker that has joined and is open, and its description."""
+
+    worker: PoolWorker
+    info: RWorkerInfo

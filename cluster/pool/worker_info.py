@@ -1,0 +1,58 @@
+"""An R-worker as the S-worker knows it: what its WELCOME says, where it is, and how far its clock is off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fastdecode.api.settings import is_loopback
+from fastdecode.cluster.wire.messages import Welcome
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import allowed_cores, host_id, own_address
+from fastdecode.core.types import KvAddress, RWorkerInfo
+
+NUM_PINGS = 8
+
+
+def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) -> RWorkerInfo:
+    """Return what is known of R-worker ``name``, which has opened a cache of ``layout``."""
+    return RWorkerInfo(
+        name=name,
+        num_blocks=welcome.num_blocks,
+        block_size=block_size,
+        num_threads=welcome.num_threads,
+        isa=welcome.isa,
+        own_cores=_has_own_cores(welcome),
+        read_gb_per_s=welcome.read_gb_per_s,
+        kv_ports=_kv_ports(name, layout.kv_port, welcome),
+        host=welcome.host_id,
+        state_blocks=welcome.state_blocks,
+        park_after=welcome.park_after,
+    )
+
+
+def _has_own_cores(welcome: Welcome) -> bool:
+    """True for another machine, and for cores of this one that the S-worker keeps off."""
+    return welcome.host_id != host_id() or not set(welcome.cores) & allowed_cores()
+
+
+def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...]:
+    """Return the KV port for prefill workers, if any; its host may be the one at which R-worker ``name`` is found."""
+    address = welcome.kv_address
+    if address.startswith(":"):
+        host = name.rpartition(":")[0]
+        address = f"{host if kv_port == 'loopback' or not is_loopback(host) else own_address()}{address}"
+    return (KvAddress(address, welcome.kv_epoch),) if address else ()
+
+
+def clock_offset(ping: Callable[[], float]) -> float:
+    """Return the worker's clock, which ``ping`` tells, minus ours in seconds, by the quickest of NUM_PINGS;
+    0 where both may be the same."""
+    rounds = []
+    for _ in range(NUM_PINGS):
+        asked = time.perf_counter()
+        theirs = ping()
+        answered = time.perf_counter()
+        rounds.append((answered - asked, theirs - (asked + answered) / 2))
+    round_seconds, offset = min(rounds)
+    return 0.0 if abs(offset) <= round_seconds / 2 else offset

@@ -1,0 +1,340 @@
+"""The R-workers a configuration asks for: which attention backend, what cores and memory, and whether it is enough."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastdecode.api.config import EngineConfig, prefill_settings
+from fastdecode.api.settings import ON_R_WORKERS, WorkerSpec, is_loopback, split_address
+from fastdecode.core.errors import BackendError, CapacityError
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, STATE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.core.parked import Parks
+from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.state_room import StateRoom
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.journal.places import Place
+from fastdecode.journal.records import Run
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.joining import JoinListener
+    from fastdecode.cluster.r_worker.tuning import Tuning
+    from fastdecode.cluster.ray.ray_backend import RayJob
+
+logger = logging.getLogger(__name__)
+
+
+def make_backend(
+    config: EngineConfig,
+    cores: list[int],
+    prefill_workers: PrefillBackend | None = None,
+    ray_job: RayJob | None = None,
+    model: str = "",
+    run: Run | None = None,
+    insists: bool = True,
+) -> AttentionBackend:
+    """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more.
+
+    ``model``: its identity; ``run``: of the journal; by both R-workers know which session goes on. ``insists``:
+    an S-worker before this one that is silent gives way. The listener is also
+    that of prefill workers that join ``prefill_workers``. ``ray_job``: of ``place_on_ray``.
+    """
+    ray_job = ray_job or place_on_ray(config)
+    listener: JoinListener | None = None
+    if ray_job:
+        from fastdecode.cluster.pool.tcp import join_listener
+        from fastdecode.cluster.ray.ray_backend import RayBackend
+
+        pool: PoolBackend = RayBackend(ray_job)
+        address = config.pool_listen or f"{ray_job.host}:0"
+        listener = join_listener(address, config.block_size, ray_job.security, config.silence_seconds)
+    else:
+        pool = _make_pool(config, cores, model, run or Run("", ""), insists)
+        if config.pool_listen:
+            from fastdecode.cluster.pool.tcp import listen_for_joins
+
+            guard = config.key_file, config.security, config.silence_seconds
+            listener = listen_for_joins(config.pool_listen, config.block_size, *guard)
+    if listener:
+        logger.info("R-workers may join at %s", listener.address)
+        if (config.pool_listen or "").endswith(":0"):
+            print(f"fastdecode: R-workers may join at {listener.address}", file=sys.stderr, flush=True)
+        if prefill_workers:
+            listener.invite_prefill_worker = prefill_workers.invite
+        pool.accept_joins(listener)
+    if config.wait_for_r_workers and config.tensor_parallel_size == 1:
+        pool.take_back()
+    return pool
+
+
+def place_on_ray(config: EngineConfig) -> RayJob | None:
+    """Room for R-workers in a Ray cluster, None where ``config`` asks for none; CapacityError where it has none.
+
+    The caller must end the job, unless ``make_backend`` gets it.
+    """
+    spec = config.r_worker_spec
+    if spec.kind != "ray":
+        return None
+    from fastdecode.cluster.ray.ray_backend import RayJob
+
+    memory = config.bytes_of("kv_cache_memory")
+    return RayJob(spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security)
+
+
+def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
+    """``config`` for processes that are started here and speak with actors of ``ray_job``: where it has no key file,
+    with one of the job's key, which ``cleanup`` removes, and the job's security."""
+    if config.prefill_workers is None or config.key_file or ray_job.security.secret is None:
+        return config
+    path = Path(cleanup.enter_context(tempfile.TemporaryDirectory())) / "key"
+    path.touch(0o600)
+    path.write_bytes(ray_job.security.secret)
+    return replace(config, key_file=str(path), security="encrypt" if ray_job.security.encrypts else "authenticate")
+
+
+def parks_of(backend: AttentionBackend) -> Parks | None:
+    """The disks of R-workers behind ``backend``; None where it has no way to them."""
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.parks import PoolParks
+
+    return PoolParks(backend) if isinstance(backend, PoolBackend) else None
+
+
+def journal_copies(backend: AttentionBackend) -> Place:
+    """The memory of the R-workers behind ``backend`` for a journal; BackendError where it has no way to them."""
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.journal_copies import JournalCopies
+
+    if not isinstance(backend, PoolBackend):
+        raise BackendError(f"journal: {ON_R_WORKERS} are for R-workers of one S-worker process")
+    return JournalCopies(backend)
+
+
+def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
+    """An R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
+    from fastdecode.cluster.pool.inproc import InprocBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize
+
+    cores = config.s_core_list or usable_cores()
+    sequence_bytes = (-(-max_model_len // config.block_size) + 1) * config.block_size * layout.room_bytes_per_token
+    most = config.bytes_of("kv_cache_memory") or int(available_memory_bytes() * DRAFT_CACHE_SHARE)
+    num_bytes = max(sequence_bytes, min(config.max_num_seqs * sequence_bytes, most))
+    return InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+
+
+def make_prompt_backend(
+    config: EngineConfig, layout: KVLayout, num_tokens: int, r_workers: Sequence[RWorkerInfo]
+) -> AttentionBackend:
+    """An R-worker in this process and on the S-worker's cores, open for ``num_tokens`` tokens of prompts in progress.
+
+    It attends in the arithmetic of ``r_workers`` where they have one in common that this processor has too: then it
+    makes no difference to a token where it was computed.
+    """
+    from fastdecode.cluster.pool.inproc import InprocBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
+
+    cores = config.s_core_list or usable_cores()
+    num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs  # the last one of each is partly empty
+    num_bytes = num_blocks * block_bytes(layout, config.block_size) + layout.weight_bytes
+    backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+    isa = common_isa(r_workers)
+    backend.open(replace(layout, isa=isa if has_isa(isa) else "auto", kv_port=""))
+    return backend
+
+
+def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayout], Any]:
+    """Makes ``_rworker.RWorker``s in this process for one layer, a sequence of ``num_tokens`` and the S-worker's
+    threads."""
+    from fastdecode.cluster.r_worker.host import make_layer_cache
+
+    cores = tuple(config.s_core_list or usable_cores())
+    return lambda layout: make_layer_cache(layout, num_tokens, config.s_threads or len(cores), cores)
+
+
+def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
+    """The instruction set in whose arithmetic all of ``r_workers`` attend; "auto" where they differ."""
+    isa, *others = {worker.isa for worker in r_workers}
+    return "auto" if others else isa
+
+
+def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
+    """``layout``, a model's or a rank's part of it, as R-workers are told it."""
+    told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
+    num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
+    told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
+    return told.outliving() if config.keep_session else told
+
+
+def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "loopback", "any"]:
+    """Where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
+    spec = config.prefill_worker_spec
+    if spec is None:
+        return ""
+    joining = split_address("pool_listen", config.pool_listen, 0)[0] if config.pool_listen else "localhost"
+    near = ranks_on_one_machine and _is_near(spec) and _is_near(config.r_worker_spec) and is_loopback(joining)
+    return "loopback" if near else "any"
+
+
+def _is_near(spec: WorkerSpec) -> bool:
+    """True where these workers are on this machine, and are reached over nothing but it."""
+    if spec.kind == "ray":
+        return False
+    if spec.kind == "mpi":
+        from fastdecode.cluster.links.mpi_job import join_as_s_worker
+
+        return join_as_s_worker().is_on_one_machine
+    return all(is_loopback(split_address("workers", each)[0]) for each in spec.addresses)
+
+
+def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
+    """The prefill workers that ``config.prefill_workers`` names; those of this machine start to load their models."""
+    spec = config.prefill_worker_spec
+    if spec is None:
+        return None
+    from fastdecode.cluster.prefill.connect import listening_workers, ranked_workers, spawned_workers
+    from fastdecode.cluster.wire.handshake import read_security
+
+    security = read_security(config.key_file, config.security)
+    if spec.kind == "tcp":
+        return listening_workers(spec.addresses, security)
+    if spec.kind == "mpi":
+        return ranked_workers(security)
+    cores = config.prefill_core_list or usable_cores()
+    threads = config.prefill_thread_count
+    settings = {name: getattr(config, name) for name in prefill_settings()}
+    return spawned_workers(spec.count, settings, threads, cores, config.key_file, security)
+
+
+def tuning() -> Tuning:
+    """What R-workers of this machine attend with; see :func:`fastdecode.cluster.r_worker.tuning.tuning`."""
+    from fastdecode.cluster.r_worker import tuning as measured
+
+    return measured.tuning()
+
+
+def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KVLayout) -> StateRoom | None:
+    """Have this process keep the states of ``layout`` beside the R-workers behind ``backend``, which is not open yet,
+    where ``config`` says so; the room for them. CapacityError where it is too small for all sequences in flight."""
+    if config.state_on != "s":
+        return None
+    from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
+
+    if not isinstance(backend, PoolBackend):
+        raise BackendError("state_on: 's' is for R-workers of one S-worker process")
+    memory = config.bytes_of("state_memory") or int(available_memory_bytes() * STATE_SHARE)
+    room = StateRoom.of(memory, LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
+    cores = config.s_core_list or usable_cores()
+    threads = config.s_threads or len(cores)
+    backend.keep_states(StateKeeper(config.max_num_seqs + room.kept, threads, tuple(cores)))
+    return room
+
+
+def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, insists: bool) -> PoolBackend:
+    spec = config.r_worker_spec
+    guard = config.key_file, config.security, config.silence_seconds
+    if spec.kind == "tcp":
+        from fastdecode.cluster.pool.tcp import TcpBackend
+        from fastdecode.cluster.wire.leases import AskedLease
+
+        this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
+        lease = None
+        if config.session:
+            any_run = config.journal == ON_R_WORKERS
+            before = f"{model} " if any_run else before
+            lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists, any_run=any_run)
+        may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1  # ranks' pools are alike
+        return TcpBackend(spec.addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
+
+    if spec.kind == "join":
+        from fastdecode.cluster.pool.tcp import JoiningBackend
+
+        return JoiningBackend(spec.count)
+
+    if spec.kind == "mpi":
+        from fastdecode.cluster.pool.mpi import MpiBackend
+
+        return MpiBackend(config.block_size)
+
+    from fastdecode.cluster.r_worker.host import RWorkerSize
+
+    num_bytes = kv_cache_bytes(config)
+    num_threads = config.r_threads or max(1, len(cores) // spec.count)
+    turns = itertools.cycle(cores)
+    sizes = [
+        RWorkerSize(num_bytes, num_threads, tuple(itertools.islice(turns, num_threads))) for _ in range(spec.count)
+    ]
+    if spec.kind == "spawn":
+        from fastdecode.cluster.pool.spawn import SpawnBackend
+
+        return SpawnBackend(sizes, config.block_size, *guard, config.park)
+
+    from fastdecode.cluster.pool.inproc import InprocBackend
+    from fastdecode.cluster.wire.handshake import read_security
+
+    security = read_security(config.key_file, config.security)
+    return InprocBackend(sizes, config.block_size, config.separate_cores, security, config.park)
+
+
+def prepare(config: EngineConfig) -> None:
+    """What an engine needs before it loads its model; ConfigError for what would fail after that.
+
+    Checks the environment variables of R-workers on this machine. With MPI it takes this process's place in the job,
+    since the other ranks should not wait for the model, and end with this process if it cannot be loaded.
+    """
+    spec, prefill = config.r_worker_spec, config.prefill_worker_spec
+    if config.in_mpi_job:
+        from fastdecode.cluster.links.mpi_job import join_as_s_worker
+
+        num_ranks = prefill.count if prefill and prefill.kind == "mpi" else 0
+        join_as_s_worker().begin(spec.kind == "mpi", num_ranks, config.key_file)
+    if spec.on_this_machine:
+        from fastdecode.cluster.r_worker.tuning import forced_isa, forced_read_ahead
+
+        forced_isa()
+        forced_read_ahead()
+    if spec.kind == "ray":
+        from fastdecode.cluster.ray.ray_backend import check_installed
+
+        check_installed()
+
+
+def kv_cache_bytes(config: EngineConfig) -> int:
+    """KV cache of each R-worker on this machine, in bytes."""
+    wanted = config.bytes_of("kv_cache_memory")
+    return wanted or int(available_memory_bytes() * KV_CACHE_SHARE) // config.num_r_workers
+
+
+def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
+    """Every R-worker must hold one longest sequence, or all together its ranges; CapacityError says how much memory
+    that takes. ConfigError where there is one R-worker for two copies."""
+    placing = config.placing
+    if not config.pool_listen:
+        placing.check_r_workers(max(len(workers), config.num_r_workers))  # one may be lost since
+    num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
+    one_piece = layout.has_states or not placing.may_cut
+    block_size = workers[0].block_size
+    if not layout.has_states and placing.fits_pool(max_model_len, num_blocks, block_size, layout.chunk_tokens):
+        return
+    worker = min(workers, key=lambda worker: worker.num_blocks)
+    block_bytes = block_size * layout.room_bytes_per_token
+    tokens = max(0, worker.num_blocks - worker.state_blocks) * block_size
+    if tokens >= max_model_len:
+        return
+    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and not one_piece else ""
+    needed = (worker.state_blocks + -(-max_model_len // block_size)) * block_bytes
+    memory = needed + layout.weight_bytes
+    raise CapacityError(
+        f"one sequence of max_model_len {max_model_len} tokens takes {needed / 2**30:.3g} GiB of KV cache, and an "
+        f"R-worker has {worker.num_blocks * block_bytes / 2**30:.3g} GiB{others}: give at least --kv-cache-memory "
+        f"{-(-memory // 2**20)}MiB, or at most --max-model-len {tokens}"
+    )

@@ -1,0 +1,327 @@
+"""The composition root: from settings to the complete parts of an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.request import InFlight
+from fastdecode.core.errors import BackendError
+from fastdecode.core.held import KnownTokens
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.machine import usable_cores
+from fastdecode.core.metrics import StateClock
+from fastdecode.core.placing import UNLIMITED
+from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.state_room import StateRoom
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.cycle import Companion, Membership, Parking
+from fastdecode.drafting.speculation import Speculation, make_drafter
+from fastdecode.engine.compose.backends import (
+    check_room,
+    common_isa,
+    journal_copies,
+    keep_states_here,
+    layer_cache_maker,
+    make_backend,
+    make_draft_backend,
+    make_prefill_backend,
+    make_prompt_backend,
+    parks_of,
+    place_on_ray,
+    pool_layout,
+    prepare,
+    with_key_of,
+)
+from fastdecode.engine.compose.setup import (
+    check_index,
+    make_parking,
+    make_scheduler,
+    pin_s_worker,
+    prompt_tokens,
+    with_absorption,
+)
+from fastdecode.engine.live import LiveRequests, LiveWorld
+from fastdecode.hybrids import check_hybrid
+from fastdecode.journal.journal import Journal, KeptJournal, next_run
+from fastdecode.journal.places import Folder
+from fastdecode.journal.pulse import Listening, Pulse
+from fastdecode.journal.records import Run
+from fastdecode.prefills.policy import make_prefill_policy
+from fastdecode.prefills.remote_prefills import RemotePrefills
+from fastdecode.scheduler import Scheduler
+from fastdecode.scheduler.store.adoption import Held
+from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
+from fastdecode.sworker.part.attention import TIMED_ROWS
+from fastdecode.sworker.run.s_worker import Lead
+from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
+from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
+
+STANDBY_SECONDS = 0.25
+"""Between two looks whether a session is free."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of; ``config`` is this rank's, and ``companions`` are all those beside the steps."""
+
+    config: EngineConfig
+    s_model: SModel
+    num_mini_batches: int
+    scheduler: Scheduler
+    world: LiveWorld
+    requests: LiveRequests
+    membership: Membership
+    prefills: RemotePrefills | None
+    speculation: Speculation | None
+    parking: Parking | None
+
+    @property
+    def companions(self) -> tuple[Companion, ...]:
+        """Those that are there, in the order of their turns."""
+        return tuple(each for each in (self.membership, self.parking, self.prefills, self.speculation) if each)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The R-workers, open for a model; ``ranks``: ``backend``, where several ranks share the model; ``state_room``:
+    where states lie here."""
+
+    backend: AttentionBackend
+    ranks: TensorParallelBackend | None
+    layout: KVLayout
+    r_workers: list[RWorkerInfo]
+    state_room: StateRoom | None
+
+
+def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitStack) -> Parts:
+    """Load the model, open its R-workers (``backend``, or those that ``config`` names) and put all parts together.
+
+    ``cleanup`` frees what was begun, also after an error. Any FastDecodeError that a part raises. On another rank than
+    the first this does not return.
+    """
+    config = with_absorption(config)
+    follow(config)
+    if backend is None:
+        prepare(config)
+    r_cores = usable_cores()
+    cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+    ray_job = None if backend else place_on_ray(config)  # refused before a model is loaded
+    if ray_job:
+        cleanup.callback(ray_job.end)
+        config = with_key_of(ray_job, config, cleanup)
+    prefill_backend = make_prefill_backend(config)  # its processes load their models meanwhile
+    if prefill_backend:
+        cleanup.callback(prefill_backend.close)
+    ranks = begin_ranks(config)
+    if ranks:
+        cleanup.callback(ranks.close)
+        config = ranks.config
+    set_threads(pin_s_worker(config))
+    model = SModel(config, ranks.rank if ranks else None)
+    check_index(config, model.layout)
+    check_hybrid(config, model.layout, model.on_gpu)
+    cores = config.r_core_list or r_cores
+
+    def open_pool(run: Run, insists: bool, opening: ExitStack) -> _Pool:
+        if ranks:
+            ranks.tell(run)
+        own = backend or make_backend(config, cores, prefill_backend, ray_job, model.identity_of_part, run, insists)
+        return _open(config, model, own, ranks, opening)
+
+    pool, run = _first_pool(config, open_pool, cleanup)
+    return _put_together(config, model, pool, prefill_backend, run, cleanup)
+
+
+def _first_pool(
+    config: EngineConfig, open_pool: Callable[[Run, bool, ExitStack], _Pool], cleanup: ExitStack
+) -> tuple[_Pool, Run]:
+    """What ``open_pool`` opens; one that stands by asks until the S-worker before it is gone, and insists once that
+    gives no sign of life in the journal's folder. Without one R-workers notice its silence."""
+    pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
+    reason = ""
+    while True:
+        run = next_run(config.journal_folder)
+        with ExitStack() as opening:
+            try:
+                insists = pulse.is_silent() if pulse else not config.stands_by
+                pool = open_pool(run, insists, opening)
+                cleanup.push(opening.pop_all())
+                return pool, run
+            except BackendError as error:
+                if not config.stands_by:
+                    raise
+                if str(error) != reason:
+                    reason = str(error)
+                    logger.warning("stands by for session %s: %s", config.session, reason)
+        time.sleep(STANDBY_SECONDS)
+
+
+def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
+    """The R-workers of ``own``, or those of all ranks, with caches for ``model``."""
+    shared = ranks.backend(own) if ranks else None
+    backend = shared or own
+    cleanup.callback(backend.close)
+    layout = pool_layout(config, model.layout, ranks is None or ranks.on_one_machine)
+    state_room = keep_states_here(config, backend, layout)
+    r_workers = backend.open(layout)
+    check_room(config, model.max_model_len, model.layout, r_workers)
+    return _Pool(backend, shared, layout, r_workers, state_room)
+
+
+def _put_together(
+    config: EngineConfig,
+    model: SModel,
+    pool: _Pool,
+    prefill_backend: PrefillBackend | None,
+    run: Run,
+    cleanup: ExitStack,
+) -> Parts:
+    own_cores = model.on_gpu or any(worker.own_cores for worker in pool.r_workers)
+    num_mini_batches = config.num_mini_batches or (2 if own_cores else 1)
+    scratch_tokens = prompt_tokens(config, model, pool.r_workers)
+    if pool.ranks:
+        pool.ranks.begin_prompts(scratch_tokens)
+    prompts = _make_prompts(config, model, pool, scratch_tokens, cleanup)
+    s_worker = _make_s_worker(config, model, pool, prompts, num_mini_batches)
+    in_flight = InFlight()
+    lead = partial(pool.ranks.lead, by="first layers") if pool.ranks else None
+    speculation = _make_speculation(config, model, s_worker, num_mini_batches, in_flight, cleanup, lead)
+    prefill_policy = None
+    if prefill_backend:
+        whole = replace(model.whole_layout, isa=common_isa(pool.r_workers))
+        kv_heads = [layer.num_kv_heads for layer in model.layout.layers]
+        num_workers = prefill_backend.open(model.identity, model.max_model_len, model.vocab_size, whole, kv_heads)
+        make_cache = layer_cache_maker(config, 2 * TIMED_ROWS)
+        prefill_policy = make_prefill_policy(config, model, s_worker, pool.r_workers, num_workers, make_cache)
+    scheduler = make_scheduler(
+        config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy, pool.state_room
+    )
+    journal = _make_journal(config, model, pool, run, cleanup)
+    _go_on(scheduler, pool.r_workers, journal, config.keep_session > 0)
+    method = config.prefill_parallel
+    prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
+    world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
+    requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
+    membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
+    parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)
+    return Parts(
+        config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation, parking
+    )
+
+
+def _make_journal(config: EngineConfig, model: SModel, pool: _Pool, run: Run, cleanup: ExitStack) -> Journal:
+    """What keeps requests and tokens for an engine after this one, where ``config`` asks for it. Where R-workers have
+    the session of one before, which may only be stopped, its journal is taken from it."""
+    if config.journal is None:
+        return Journal()
+    fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
+    takes_over = config.stands_by or any(worker.held for worker in pool.r_workers)
+    folder = config.journal_folder
+    place = Folder(folder, takes_over) if folder else journal_copies(pool.backend)
+    cleanup.callback(place.close)
+    journal = KeptJournal(place, fingerprint, run.name, max(worker.epoch for worker in pool.r_workers))
+    cleanup.callback(journal.close)
+    if folder is None and not journal.was_found and (names := [each.name for each in pool.r_workers if each.kept_of]):
+        logger.warning(
+            "session %s: R-worker %s has kept sequences, and the journal is gone with the R-workers that had it: "
+            "requests of the engine before this one are not known",
+            config.session, ", ".join(names),
+        )  # fmt: skip
+    if folder and config.session is not None:
+        cleanup.callback(Pulse(folder).close)
+    return journal
+
+
+def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, keeps: bool) -> None:
+    """Adopt what R-workers hold of sequences that ``journal`` knows; from here on note what an engine after this one
+    has to know, where R-workers are to keep it (``keeps``)."""
+    scheduler.store.names.is_wanted = keeps
+    held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
+    placing = scheduler.limits.placing
+    in_one_place = not placing.twice and placing.segment_tokens == UNLIMITED
+    known = journal.cached_tokens(in_one_place)
+    if held:
+        _adopt(scheduler, r_workers, held, journal, known)
+    elif keeps and any(each.token_ids for each in known.values()):
+        logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
+    if keeps and not in_one_place:
+        # else rows that attended on an R-worker which is lost in their first step would count as right until its end
+        adopted = {each.sequence_id: scheduler.store.prefixes.num_adopted(each.sequence_id) for each in known.values()}
+        journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
+
+
+def _adopt(
+    scheduler: Scheduler, r_workers: list[RWorkerInfo], held: Held, journal: Journal, known: dict[int, KnownTokens]
+) -> None:
+    """Keep what R-workers hold of sequences of ``known`` tokens, and have them forget the rest."""
+    ends = (1 + each.cache_id for several in held.values() for each in several)
+    journal.next_sequence_id = max(journal.next_sequence_id, *ends)
+    lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
+    ours = {index: several for index, several in held.items() if _wrote(journal, r_workers[index])}
+    foreign = {index: several for index, several in held.items() if index not in ours}
+    scheduler.store.prefixes.adopt(foreign, {}, lowest_name)
+    for index, num_tokens in scheduler.store.prefixes.adopt(ours, known, lowest_name).items():
+        r_workers[index] = replace(r_workers[index], held=())
+        name = r_workers[index].name
+        logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)
+
+
+def _wrote(journal: Journal, r_worker: RWorkerInfo) -> bool:
+    """Whether ``r_worker`` has kept what it has of the run that wrote ``journal``, and not of one before or after."""
+    return r_worker.kept_of.rpartition(" ")[2] in ("", journal.before)
+
+
+def _make_prompts(
+    config: EngineConfig, model: SModel, pool: _Pool, num_tokens: int, cleanup: ExitStack
+) -> PromptCache | None:
+    """What attends up to ``num_tokens`` tokens of prompts on this process's cores; None: torch, or nothing does."""
+    if model.on_gpu or not num_tokens:
+        return None
+    backend = make_prompt_backend(config, pool.layout, num_tokens, pool.r_workers)
+    cleanup.callback(backend.close)
+    return PromptCache(backend)
+
+
+def _make_s_worker(
+    config: EngineConfig, model: SModel, pool: _Pool, prompts: PromptCache | None, num_mini_batches: int
+) -> SWorker:
+    """The dense layers of ``model``; where ranks share it, this rank's, with the others led."""
+    clock = StateClock()
+    if pool.ranks:
+        lead = pool.ranks.lead
+        return SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts, lead=lead, in_order=True)
+    s_worker = SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts)
+    if not config.enforce_eager:
+        s_worker.capture_graphs(num_mini_batches, config.max_num_seqs)
+    return s_worker
+
+
+def _make_speculation(
+    config: EngineConfig,
+    model: SModel,
+    s_worker: SWorker,
+    num_mini_batches: int,
+    in_flight: InFlight,
+    cleanup: ExitStack,
+    lead: Lead | None,
+) -> Speculation | None:
+    """What drafts tokens for the requests in flight, where any are to be drafted; ``lead``: see ``make_drafter``."""
+    if config.speculative is None:
+        return None
+
+    def make_own_backend(layout: KVLayout) -> AttentionBackend:
+        return make_draft_backend(config, layout, model.max_model_len)
+
+    drafter = make_drafter(
+        config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup, lead
+    )
+    return Speculation(drafter, in_flight, s_worker.clock)

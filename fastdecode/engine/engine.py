@@ -1,0 +1,216 @@
+"""The engine: requests come in and tokens go out; between them one cycle over the S-worker and its R-workers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.request import make_request
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import PromptType, read_prompt
+from fastdecode.core.errors import BackendError, NoRWorkerError, RequestError, WorkerLostError, interrupts_deferred
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.cycle import Cycle
+from fastdecode.engine.compose.build import build
+from fastdecode.engine.live import Sampled
+from fastdecode.scheduler import Scheduler
+
+END_SECONDS = 10.0
+"""Most time in which an engine that ends parks what is left."""
+
+LOOK_SECONDS = 0.05
+"""Between two looks for an R-worker, while there is none."""
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Continuous batching over one S-worker and its R-workers; used from one thread.
+
+    ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
+    token. ``cycle`` runs the steps in ``world``; ``membership``, and where there are some ``prefills`` and
+    ``speculation``, are its companions. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests
+    that have not ended; ``journal``: what these are written to. ``trouble``: why no step is taken though there are
+    requests, "" where nothing is wrong.
+    """
+
+    def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
+        """Load the model and open the R-workers: ``backend``, or those that ``config`` names."""
+        self.trouble, self._deadline = "", 0.0
+        self._closed = False
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._parts = build(config, backend, self._cleanup)
+        except BaseException:
+            self.close()
+            raise
+        self.config = self._parts.config
+        self.s_model, self.num_mini_batches = self._parts.s_model, self._parts.num_mini_batches
+        self.world, self.prefills, self.speculation = self._parts.world, self._parts.prefills, self._parts.speculation
+        self.membership, self.parking = self._parts.membership, self._parts.parking
+        self.backend, self.r_workers = self.world.backend, self.world.r_workers
+        self._requests, self.in_flight = self._parts.requests, self._parts.requests.in_flight
+        self.journal = self._requests.journal
+        self._ids = itertools.count(self.journal.next_sequence_id)
+        self.cycle: Cycle[Sampled] = Cycle(self._parts.scheduler, self.world, self._requests, self._parts.companions)
+        if config.trace:
+            self.world.start_tracing()
+            self._cleanup.callback(self._write_trace, config.trace)
+        self._cleanup.callback(self._park_rest)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
+        """Return ``LLMEngine(engine_args)``, by vLLM's name."""
+        return cls(engine_args)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What decides which rows the next step has."""
+        return self.cycle.scheduler
+
+    @property
+    def on_step(self) -> Callable[[StepRecord], None] | None:
+        """Called with a :class:`StepRecord` after every step that had rows or sampled."""
+        return self.cycle.on_step
+
+    @on_step.setter
+    def on_step(self, called: Callable[[StepRecord], None] | None) -> None:
+        self.cycle.on_step = called
+
+    def replace_scheduler(self, scheduler: Scheduler) -> None:
+        """Have ``scheduler`` decide from here on; the engine must be idle, its caches empty."""
+        self.cycle = Cycle(scheduler, self.world, self._requests, self._parts.companions, self.on_step)
+
+    def add_request(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_seconds: float | None = None
+    ) -> None:
+        """Queue a request that arrived at ``arrival_seconds`` of ``time.perf_counter`` (now).
+
+        One that the journal has under this id, with the same prompt and parameters, goes on where it was.
+        RequestError or ConfigError when it can never run.
+        """
+        if self._closed:
+            raise RequestError("the engine is closed")
+        if request_id in self.in_flight:
+            raise RequestError(f"request id {request_id!r} is already in use")
+        text, token_ids = read_prompt(
+            prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len
+        )
+        params.check_token_ids(self.s_model.vocab_size)
+        past = self._requests.journal.past(request_id, token_ids, params)
+        first_id, *_ = [past.asked.sequence_id] if past else itertools.islice(self._ids, params.n)
+        request = make_request(self.s_model, request_id, text, token_ids, params, first_id, self.config.seed)
+        for sequence in past.replay(request) if past else [request.completions[0].sequence]:
+            self.scheduler.add(sequence)
+        request.arrival_seconds = request.arrival_seconds if arrival_seconds is None else arrival_seconds
+        self._requests.enter(request)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Drop requests, waiting or running; unknown ids are ignored, as those may just have finished."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self._requests.abort(self.cycle, request_id)
+        if self.prefills:
+            self.prefills.cancel_unwanted(self.scheduler)
+        self._attempt(self.cycle.settle, waits=False)
+
+    def has_unfinished_requests(self) -> bool:
+        """True while any request waits or runs, or has ended and was not handed out."""
+        return len(self._requests) > 0
+
+    def step(self) -> list[RequestOutput]:
+        """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
+        if self.in_flight:
+            self._attempt(self.cycle.turn)
+        return self._requests.take_outputs()
+
+    def look_around(self) -> None:
+        """For an engine that has nothing to do: count workers in that have come, and out that are gone.
+
+        WorkerLostError when none is left, and none has come in time.
+        """
+        if not self.has_unfinished_requests():
+            self._attempt(self.cycle.look_around)
+
+    def drain_r_worker(self, index: int) -> None:
+        """Let R-worker ``index`` of ``r_workers`` go once its sequences have moved to others, which takes some steps.
+
+        ConfigError where there is none. The last one goes on until another has joined.
+        """
+        self.membership.drain(self.scheduler, index)
+
+    def score(self, token_ids: list[int]) -> np.ndarray:
+        """Natural-log probability of every token after the first, given those before it: float32 [len - 1].
+
+        All attention runs on the first R-worker that is left, over the cache as it stores keys and values. The engine
+        must be idle.
+        """
+        if self.has_unfinished_requests():
+            raise RequestError("score needs an idle engine: finish or abort its requests first")
+        read_prompt(token_ids, None, self.s_model.vocab_size, self.s_model.max_model_len + 1)
+        first = self.scheduler.store.workers.present[0]
+        if len(token_ids) > (room := self.r_workers[first].num_blocks * self.config.block_size):
+            raise RequestError(f"score keeps a sequence on one R-worker, which has room for {room} tokens: give fewer")
+        self._forget_prefixes()  # it may fill the cache, and the scheduler knows nothing of what is scored
+        chunk = Chunk(next(self._ids), first, 0, token_ids, scored=True)
+        logprobs = self.world.score(ScheduledStep((MiniBatch.of([chunk]),), tuple(() for _ in self.r_workers)))
+        if self.cycle.tell():
+            raise WorkerLostError("an R-worker was lost while it scored: score once more on those that are left")
+        return logprobs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every retained prefix, for instance when weights were changed; running requests go on. What was parked
+        is found again by another engine alone."""
+        if self.parking:
+            self.parking.renew(self.scheduler, f"{self.s_model.kv_identity} {secrets.token_hex(16)}")
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        self.scheduler.store.prefixes.reset()
+        self._attempt(self.cycle.settle, waits=False)
+
+    def close(self) -> None:
+        """Free the R-workers, write the trace and give this thread its cores back; may be called twice."""
+        self._closed = True
+        self._cleanup.close()
+
+    def _attempt(self, work: Callable[[], object], waits: bool = True) -> None:
+        """Do ``work`` unless no R-worker is there; then it ``waits`` a moment. Too long without one is an error."""
+        try:
+            if not self.trouble or (waits and self._has_come()):
+                work()
+        except NoRWorkerError as error:
+            seconds = self.config.wait_for_r_workers
+            self.trouble, self._deadline = str(error), time.monotonic() + seconds
+            logger.warning("%s: waiting for one, %g s at most", error, seconds)
+
+    def _has_come(self) -> bool:
+        """Whether an R-worker is there again, which is counted in before the loss of the others is."""
+        with interrupts_deferred():
+            if self.membership.admit(self.cycle):
+                self.trouble = ""
+                self.cycle.tell()
+                return True
+        if time.monotonic() > self._deadline:
+            raise WorkerLostError(f"{self.trouble}; none came within {self.config.wait_for_r_workers:g} s")
+        time.sleep(LOOK_SECONDS)
+        return False
+
+    def _park_rest(self) -> None:
+        """What prefixes are left goes to the disks of R-workers that have some, in the time that an end may take."""
+        if self.parking and not self.trouble:
+            with contextlib.suppress(BackendError):
+                self.parking.finish(self.cycle, END_SECONDS)
+
+    def _write_trace(self, path: str) -> None:
+        if self.world.tracer:
+            self.world.tracer.write(path)

@@ -1,0 +1,266 @@
+"""The cycle's real world, that is an S-worker, its R-workers and this process's clock, and an engine's requests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.request import Completion, InFlight, Request
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.metrics import HOST, Pool, StateClock, StepRecord, Tracer, step_record
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import ScheduledStep
+from fastdecode.core.types import RWorkerInfo, StepReport
+from fastdecode.cycle import JoinedWorker, RunningCycle
+from fastdecode.drafting.speculation import num_accepted
+from fastdecode.journal.journal import Journal
+from fastdecode.prefills.remote_prefills import RemotePrefills
+from fastdecode.scheduler import Sequence as ScheduledSequence
+from fastdecode.scheduler import Transfer
+from fastdecode.sworker import SWorker
+from fastdecode.sworker.run.random_prompts import RandomPrompts
+from fastdecode.sworker.sampling import SampledToken
+from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
+
+logger = logging.getLogger(__name__)
+
+Sampled = dict[int, list[SampledToken]]
+"""The tokens that a step sampled, by sequence: one per completion, or one per draft token and one more."""
+
+
+class LiveRequests:
+    """``Requests`` of an engine; ``in_flight`` holds those that have not ended, ``journal`` what they have got."""
+
+    def __init__(
+        self, in_flight: InFlight, eos_token_ids: frozenset[int], clock: StateClock, journal: Journal | None = None
+    ) -> None:
+        self.in_flight = in_flight
+        self.journal = journal or Journal()
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._grown: dict[str, Request] = {}
+        self._ended: list[Request] = []
+
+    def __len__(self) -> int:
+        """Requests in flight, and those that have ended and were not handed out."""
+        return len(self.in_flight) + len(self._ended)
+
+    def enter(self, request: Request) -> None:
+        """``request`` is under way; some of its outputs, or all, may have ended in an engine before this one."""
+        self.journal.enter(request)
+        self.in_flight.add(request)
+        for completion in request.completions:
+            if completion.finish_reason is not None:
+                self.in_flight.end(completion)
+        if request.finished:
+            self._ended.append(request)
+            self.in_flight.remove(request.request_id)
+
+    def begun(self, step: ScheduledStep, now_seconds: float) -> None:
+        """See ``Requests``: those whose prompt begins with this step have waited until now."""
+        if not step.num_starts:
+            return
+        here = [int(chunk["sequence_id"]) for part in step.mini_batches for chunk in part.prompts]
+        for sequence_id in (*here, *(each.sequence_id for each in step.prefills)):
+            request, _ = self.in_flight.family(sequence_id)
+            request.started_seconds = request.started_seconds or now_seconds
+
+    def accepted(self, step: ScheduledStep, computed: Sampled) -> dict[int, int]:
+        return {each: num_accepted(computed[each], tokens) for each, tokens in step.drafts.items()}
+
+    def take(self, cycle: RunningCycle, computed: Sampled, accepted: Mapping[int, int], spoilt: Collection[int]) -> int:
+        now = self._clock.enter(HOST)
+        grown: dict[str, Request] = {}
+        num_tokens = 0
+        for sequence_id, tokens in computed.items():
+            if sequence_id in spoilt:
+                continue
+            request, completions = self.in_flight.family(sequence_id)
+            grown[request.request_id] = request
+            if sequence_id in accepted:
+                num_tokens += self._grow(cycle, request, completions[0], tokens[: 1 + accepted[sequence_id]])
+                continue
+            if len(completions) > 1:
+                cycle.scheduler.store.fork_siblings(completions[0].sequence)
+            for completion, token in zip(completions, tokens, strict=True):
+                num_tokens += self._grow(cycle, request, completion, (token,))
+        for request in grown.values():
+            request.token_seconds.append(now)
+            if request.finished:
+                self.in_flight.remove(request.request_id)
+        self._grown |= grown
+        self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
+        return num_tokens
+
+    def give_up(self, cycle: RunningCycle, sequence: ScheduledSequence) -> None:
+        request, completions = self.in_flight.family(sequence.sequence_id)
+        for completion in completions:
+            completion.stop_reason = "no R-worker that is left has room for it"
+            self._finish(cycle, completion, "error")
+        logger.error("request %s: no R-worker that is left has room for it", request.request_id)
+        self.journal.grew([request])
+        if request.finished:
+            self._ended.append(request)
+            self.in_flight.remove(request.request_id)
+
+    def abort(self, cycle: RunningCycle, request_id: str) -> None:
+        """Drop a request, waiting or running; unknown ones are ignored."""
+        self._ended = [each for each in self._ended if each.request_id != request_id]
+        request = self.in_flight.remove(request_id)
+        if request:
+            self.journal.dropped(request)
+        for completion in request.completions if request else ():
+            if completion.finish_reason is None:
+                self._finish(cycle, completion, "abort")
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Snapshots of the requests that grew or ended otherwise since the last call. They are made while the journal
+        is on its way."""
+        outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
+        self._grown.clear()
+        self._ended.clear()
+        self.journal.settle()
+        return outputs
+
+    def _grow(
+        self, cycle: RunningCycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]
+    ) -> int:
+        """Append ``tokens`` up to one that ends ``completion``; returns how many that were."""
+        for count, token in enumerate(tokens, 1):
+            completion.append(token, request.params, self._eos_token_ids)
+            if completion.finish_reason is not None:
+                self._finish(cycle, completion, completion.finish_reason)
+                return count
+        return len(tokens)
+
+    def _finish(self, cycle: RunningCycle, completion: Completion, reason: str) -> None:
+        completion.finish_reason = reason
+        self.in_flight.end(completion)
+        cycle.finish(completion.sequence, reason)
+
+
+PATIENCE_SECONDS = 0.05
+"""Most time of a step that only waits for prefill workers: its caller may have more requests."""
+
+
+class LiveWorld:
+    """``World`` of an engine.
+
+    ``overlap``: mini-batches take turns, S-worker and R-workers at once; False only to measure what that gains.
+    ``tracer`` keeps what every side does, where there is one; ``clock`` then records intervals.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        s_worker: SWorker,
+        r_workers: list[RWorkerInfo],
+        in_flight: InFlight,
+        prefills: RemotePrefills | None = None,
+        ranks: TensorParallelBackend | None = None,
+    ) -> None:
+        """R-workers that join are entered in ``r_workers``. ``ranks``: ``backend``, where ranks share the model."""
+        self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
+        self.clock: StateClock = s_worker.clock
+        self.tracer: Tracer | None = None
+        self.overlap = True
+        self._in_flight = in_flight
+        self._prefills = prefills
+        self._ranks = ranks
+
+    def now(self) -> float:
+        """Seconds of ``time.perf_counter``."""
+        return time.perf_counter()
+
+    def tell(self, step: ScheduledStep) -> None:
+        self.backend.begin_step(step.to_step_plan())
+
+    def compute(self, step: ScheduledStep) -> Sampled:
+        """Sampled tokens of ``step``, and of the prompts that prefill workers have computed."""
+        sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
+        arrived = self._prefills.logits(step.arrived) if self._prefills else {}
+        sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
+        return self.s_worker.run(step, sampling, self.overlap, arrived)
+
+    def score(self, step: ScheduledStep) -> np.ndarray:
+        """Log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
+
+        Nothing of it stays on the R-workers.
+        """
+        self.tell(step)
+        try:
+            return self.s_worker.score(step).numpy()
+        finally:
+            self.abandon_step()
+
+    def end_step(self) -> StepReport:
+        return self.backend.end_step()
+
+    def abandon_step(self) -> None:
+        self.backend.abandon_step()
+
+    def wait(self) -> None:
+        """Until something has become of a prompt that prefill workers compute, or for ``PATIENCE_SECONDS``."""
+        if self._prefills:
+            self._prefills.wait(PATIENCE_SECONDS)
+
+    def transfer(self, transfer: Transfer) -> float:
+        start, first, count = time.perf_counter(), transfer.num_copied, transfer.num_tokens
+        data = self.backend.export(transfer.source, transfer.cache_id, first, count)
+        self.backend.import_(transfer.target, transfer.cache_id, count, data, first)
+        return time.perf_counter() - start
+
+    def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
+        """See ``World``. The bandwidth that a newcomer measured counts where all R-workers measured theirs."""
+        joined = self.backend.admit(vacant)
+        return {index: self._enter(index, info) for index, info in joined.items()}
+
+    def dismiss(self, worker: int) -> None:
+        self.backend.dismiss(worker)
+
+    def forget(self, sequence_id: int) -> None:
+        if self._ranks and self.s_worker.prompts.sequence_ids:
+            self._ranks.forget(sequence_id)
+        self.s_worker.forget(sequence_id)
+
+    def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
+        """See ``World``; the clock begins the next step's seconds."""
+        seconds = self.clock.snapshot()
+        self.clock.restart()
+        if self.tracer:
+            self.tracer.add(self.clock.intervals, report)
+            self.clock.intervals.clear()
+        return step_record(step, report, seconds, num_output_tokens, self.overlap, pool)
+
+    def start_tracing(self) -> Tracer:
+        """Keep what every side does from now on."""
+        self.tracer = self.tracer or Tracer()
+        self.clock.recording = True
+        return self.tracer
+
+    @contextlib.contextmanager
+    def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
+        """Have another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps meanwhile.
+
+        For measurements that need full caches and not the prompts that fill them. Where ranks share the model the
+        others know ``RandomPrompts`` alone: ConfigError for another.
+        """
+        if self._ranks and make_s_worker is not RandomPrompts:
+            raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
+        own, lead = self.s_worker, {"lead": partial(self._ranks.lead, by="random")} if self._ranks else {}
+        self.s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock, **lead)
+        try:
+            yield
+        finally:
+            self.s_worker = own
+
+    def _enter(self, index: int, info: RWorkerInfo) -> JoinedWorker:
+        measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self.r_workers)
+        self.r_workers[index : index + 1] = [info]
+        return JoinedWorker(info.num_blocks, info.read_gb_per_s if measured else None, info.host, info.name)

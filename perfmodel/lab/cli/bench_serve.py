@@ -1,0 +1,295 @@
+"""``fastdecode bench serve``: the latencies that clients of an OpenAI-compatible server see, as vLLM's.
+
+The client needs neither torch nor the model, only its tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import time
+from dataclasses import replace
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.flags import add_common_flags, add_flags, json_object
+from fastdecode.cli.output import check_output_files, progress_bar, write_json
+from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.measure.dataset import (
+    ARRIVALS,
+    LENGTHS,
+    RAMPS,
+    RampUp,
+    WorkItem,
+    WorkloadSpec,
+    make_workload,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from fastdecode.perfmodel.lab.measure.serving import ServedRequest, Target
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+"""Flags that go into every request, where they are given."""
+
+RAMP_UP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+
+UNBOUNDED_TOKENS = 1 << 60
+"""Longest context of a server that does not say how long its contexts may be."""
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="latency and throughput of a running OpenAI-compatible server")
+    group = parser.add_argument_group("server")
+    group.add_argument("--backend", default="openai", choices=[*ENDPOINTS], help="completions or chats (openai)")
+    group.add_argument("--base-url", metavar="URL", help="(http://HOST:PORT)")
+    group.add_argument("--host", default="127.0.0.1", help="(127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="(8000)")
+    group.add_argument("--endpoint", metavar="PATH", help="(/v1/completions; of openai-chat /v1/chat/completions)")
+    group.add_argument("--model", metavar="NAME", help="(the first that the server names)")
+    group.add_argument("--served-model-name", metavar="NAME", help="its name in requests (--model)")
+    group.add_argument("--tokenizer", metavar="PATH_OR_ID", help="(where the server says its model is, else --model)")
+    group.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="of every request")
+    group.add_argument(
+        "--ready-check-timeout-sec", type=float, default=0, metavar="SECONDS", help="wait for the server (0)"
+    )
+    _add_workload_flags(parser)
+    _add_output_flags(parser)
+    add_common_flags(parser)
+    parser.set_defaults(run=run, num_prompts=1000)
+
+
+def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
+    group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT JSON, or JSONL with a text prompt per line")
+    add_flags(group, WorkloadSpec, (*LENGTHS, *ARRIVALS), num_prompts={"unset": "1000"})
+    group.add_argument("--ramp-up-strategy", choices=RAMPS, help="requests come faster and faster (at one rate)")
+    for name, when in (("start", "first"), ("end", "last")):
+        group.add_argument(
+            f"--ramp-up-{name}-rps", type=float, metavar="RATE", help=f"per second at the {when} request"
+        )
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="requests under way at once (no bound)")
+    group.add_argument("--num-warmups", type=int, default=0, metavar="N", help="requests before the measured ones (0)")
+    group.add_argument("--ignore-eos", action="store_true", help="always the whole output (of random: always on)")
+    group.add_argument("--logprobs", type=int, metavar="K", help="ask for them (none)")
+    for name in SAMPLING:
+        kind = int if name == "top_k" else float
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help="(the server's default)")
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of each request")
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="LIST", help="(%(default)s)")
+    group.add_argument("--metric-percentiles", default="99", metavar="LIST", help="(99)")
+    group.add_argument(
+        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives of ttft, tpot, e2el: ttft:500 tpot:100"
+    )
+    group.add_argument("--save-result", action="store_true", help="write every figure as JSON")
+    group.add_argument("--save-detailed", action="store_true", help="in it, also what each request got")
+    group.add_argument("--result-dir", default=".", metavar="FOLDER", help="(this one)")
+    group.add_argument("--result-filename", metavar="FILE", help="({label}-{request_rate}qps-{model}-{date}.json)")
+    group.add_argument("--label", help="begins the file's name (--backend)")
+    group.add_argument("--metadata", nargs="*", default=[], metavar="NAME=VALUE", help="more keys of the JSON")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the load and print vLLM's table; on Ctrl-C, that of the requests that had ended. 1 where all failed."""
+    if find_spec("aiohttp") is None:
+        raise ConfigError("bench serve needs aiohttp: pip install 'fastdecode[serve]'")
+    from fastdecode.perfmodel.lab.measure.serving import UNFINISHED
+    from fastdecode.perfmodel.lab.measure.serving_report import (
+        DETAILS,
+        parse_goodput,
+        parse_metrics,
+        parse_percentiles,
+        serving_report,
+        table_lines,
+    )
+
+    wanted = parse_goodput(args.goodput), parse_metrics(args.percentile_metrics)
+    percentiles = parse_percentiles(args.metric_percentiles)
+    metadata = _pairs("metadata", args.metadata)
+    spec, ramp_up = _spec(args), _ramp_up(args)
+    target, model = _target(args)
+    result_file = _result_file(args, model["id"])
+    items = _items(args, spec, ramp_up, target, model)
+    served: list[ServedRequest] = []
+    duration, interrupted = _run_load(args, target, items, served)
+    if interrupted:
+        served = [request for request in served if request.error != UNFINISHED]
+    report = _told(args, spec, model) | metadata | serving_report(served, duration, *wanted, percentiles)
+    _print_errors(served)
+    print(*table_lines(report, wanted[1]), sep="\n", flush=True)
+    kept = {key: value for key, value in report.items() if args.save_detailed or key not in DETAILS}
+    write_json(kept, result_file)
+    if interrupted:
+        raise interrupted
+    return int(report["completed"] == 0)
+
+
+def _spec(args: argparse.Namespace) -> WorkloadSpec:
+    """The workload flags, checked."""
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"max_concurrency must be at least 1, not {args.max_concurrency}")
+    if args.num_warmups < 0:
+        raise ConfigError(f"num_warmups must be 0 or more, not {args.num_warmups}")
+    return WorkloadSpec(**{name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__})
+
+
+def _ramp_up(args: argparse.Namespace) -> RampUp | None:
+    """ConfigError where the flags do not go together."""
+    rates = args.ramp_up_start_rps, args.ramp_up_end_rps
+    if args.ramp_up_strategy is None:
+        if rates != (None, None):
+            raise ConfigError("ramp_up_start_rps and ramp_up_end_rps need a --ramp-up-strategy")
+        return None
+    if None in rates:
+        raise ConfigError("ramp_up_strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if not math.isinf(args.request_rate):
+        raise ConfigError("ramp_up_strategy and request_rate exclude each other: give one")
+    return RampUp(args.ramp_up_strategy, *rates)
+
+
+def _pairs(name: str, given: list[str]) -> dict[str, str]:
+    """From ["NAME=VALUE", …]; ConfigError where there is no "="."""
+    if wrong := [pair for pair in given if "=" not in pair]:
+        raise ConfigError(f"{name} must be NAME=VALUE, not {wrong[0]!r}")
+    return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in given)}
+
+
+def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
+    """Return the address and what the server says of its first model. OPENAI_API_KEY is the key, as in vLLM."""
+    from fastdecode.perfmodel.lab.measure.serving import Target
+
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | _pairs("header", args.header)
+    base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    model = _ready_model(base_url, headers, args.ready_check_timeout_sec)
+    model["id"] = args.model or model["id"]
+    asked = {name: getattr(args, name) for name in (*SAMPLING, "logprobs") if getattr(args, name) is not None}
+    if args.ignore_eos or args.dataset_name == "random":
+        asked["ignore_eos"] = True
+    return Target(
+        url=base_url + (args.endpoint or ENDPOINTS[args.backend]),
+        model=args.served_model_name or model["id"],
+        chat=args.backend == "openai-chat",
+        headers=headers,
+        body=asked | args.extra_body,
+    ), model
+
+
+def _ready_model(base_url: str, headers: dict[str, str], seconds: float) -> dict[str, Any]:
+    """The server's first model, asked for once a second until ``seconds`` are over; ServerError after that."""
+    from fastdecode.perfmodel.lab.measure.serving import ServerError, served_model
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return dict(asyncio.run(served_model(base_url, headers)))
+        except ServerError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(1)
+
+
+def _items(
+    args: argparse.Namespace, spec: WorkloadSpec, ramp_up: RampUp | None, target: Target, model: dict[str, Any]
+) -> list[WorkItem]:
+    """The requests. At one rate, the last arrives after exactly their number over it, as in vLLM."""
+    tokenizer = load_tokenizer(args.tokenizer or args.model or model.get("root") or model["id"])
+    longest = model.get("max_model_len") or UNBOUNDED_TOKENS
+    items = make_workload(spec, tokenizer.get_vocab_size(), longest, lambda text: tokenizer.encode(text).ids)
+    if target.chat:
+        items = [replace(each, prompt=each.prompt or tokenizer.decode(each.prompt_token_ids)) for each in items]
+    if ramp_up:
+        times = ramp_up.arrivals(len(items), spec.burstiness, spec.seed)
+        return [replace(each, arrival_seconds=float(time)) for each, time in zip(items, times, strict=True)]
+    end = items[-1].arrival_seconds
+    stretch = len(items) / spec.request_rate / end if end else 1.0
+    return [replace(each, arrival_seconds=each.arrival_seconds * stretch) for each in items]
+
+
+def load_tokenizer(place: str) -> Tokenizer:
+    """The tokenizer.json of a model's folder, of a file, or of a model on the Hugging Face hub."""
+    from tokenizers import Tokenizer
+
+    path = Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
+    try:
+        return Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(place)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"tokenizer: cannot read {path} ({error}); give --tokenizer the folder that has the model's tokenizer.json"
+        ) from None
+
+
+def _run_load(
+    args: argparse.Namespace, target: Target, items: list[WorkItem], served: list[ServedRequest]
+) -> tuple[float, KeyboardInterrupt | None]:
+    """Warm up, then fill ``served``; returns seconds and the Ctrl-C that came, if one did."""
+    from fastdecode.perfmodel.lab.measure.serving import run_load
+
+    warm = [replace(items[0], arrival_seconds=0.0)] * args.num_warmups
+    asyncio.run(run_load(target, warm, args.max_concurrency, []))
+    start = time.perf_counter()
+    interrupted: KeyboardInterrupt | None = None
+    with progress_bar(len(items), "req", **({"disable": True} if args.disable_tqdm else {})) as bar:
+        try:
+            asyncio.run(run_load(target, items, args.max_concurrency, served, bar.update))
+        except KeyboardInterrupt as stop:
+            interrupted = stop
+    return time.perf_counter() - start, interrupted
+
+
+def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run as vLLM writes them down."""
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": args.backend,
+        "backend": args.backend,
+        "label": args.label,
+        "model_id": model["id"],
+        "tokenizer_id": args.tokenizer or args.model or model.get("root") or model["id"],
+        "num_prompts": spec.num_prompts,
+        "request_rate": "inf" if math.isinf(spec.request_rate) else spec.request_rate,
+        "burstiness": spec.burstiness,
+        "max_concurrency": args.max_concurrency,
+        **({name: getattr(args, name) for name in RAMP_UP} if args.ramp_up_strategy else {}),
+    }
+
+
+def _result_file(args: argparse.Namespace, model: str) -> str | None:
+    """Return the file to save, with vLLM's name; ConfigError where nothing can be written there."""
+    if not args.save_result:
+        return None
+    folder = Path(args.result_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"result_dir: {error}") from None
+    at_once = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+    date = datetime.now().strftime("%Y%m%d-%H%M%S")
+    rate = f"{args.request_rate}qps"
+    if args.ramp_up_strategy:
+        rate = f"ramp-up-{args.ramp_up_strategy}-{args.ramp_up_start_rps:g}qps-{args.ramp_up_end_rps:g}qps"
+    name = f"{args.label or args.backend}-{rate}{at_once}-{model.split('/')[-1]}-{date}.json"
+    path = str(folder / (args.result_filename or name))
+    check_output_files(path)
+    return path
+
+
+def _print_errors(served: list[ServedRequest], most: int = 10) -> None:
+    failed = [request.error for request in served if request.error]
+    for error in failed[:most]:
+        print(f"Failed request: {error}")
+    if len(failed) > most:
+        print(f"… and {len(failed) - most} more failed requests")

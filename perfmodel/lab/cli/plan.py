@@ -1,0 +1,81 @@
+"""``fastdecode plan``: how many R-workers for this model, GPU and workload, and whether to use them at all."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fastdecode.cli.flags import add_common_flags, add_placing_flags
+from fastdecode.cli.output import check_output_files, write_json
+from fastdecode.perfmodel.lab.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.perfmodel.lab.cli.plan_answer import answer_of, plan_figures
+from fastdecode.perfmodel.lab.cli.plan_emit import FORMATS, emit
+from fastdecode.perfmodel.lab.cli.plan_text import plan_text
+from fastdecode.perfmodel.lab.cli.shape_inputs import check_state_flags
+from fastdecode.perfmodel.lab.cli.variants.prefill_workers import add_prefill_flags
+from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_speculation_flags
+from fastdecode.perfmodel.lab.cli.variants.variant import as_json
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="how many R-workers for this model, GPU and workload",
+        description="Sizes a FastDecode installation by the paper's equations, in under a second and without any "
+        "hardware, and sets it beside the GPU alone. docs/planning.md has the equations.",
+    )
+    group = parser.add_argument_group("model and machine, by name")
+    add_machine_flags(group)
+    group.add_argument(
+        "--num-r-workers", type=int, metavar="N", help="of a pool that is there (as many as keep up with the S-worker)"
+    )
+    group.add_argument("--gpu-price", type=float, metavar="PRICE", help="of one hour of one GPU, in any currency")
+    group.add_argument("--cpu-price", type=float, metavar="PRICE", help="of one hour of one host of R-workers")
+    add_number_flags(parser.add_argument_group("or as measured"))
+    _add_workload_flags(parser.add_argument_group("workload"))
+    add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=True)
+    add_speculation_flags(parser.add_argument_group("speculative decoding"))
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-json", metavar="FILE", help="write every figure")
+    group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
+    group.add_argument("--emit", choices=FORMATS, help="print this in place of the plan")
+    add_common_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_workload_flags(group: Any) -> None:
+    group.add_argument("--seq-len", type=float, metavar="TOKENS", help="prompt + output, the mean (needed)")
+    group.add_argument("--prompt-len", type=float, default=0.0, metavar="TOKENS", help="of those, the prompt's (0)")
+    group.add_argument("--shared-prefix-len", type=float, default=0.0, metavar="TOKENS", help="all prompts' start (0)")
+    group.add_argument(
+        "--output-len-cv", type=float, default=0.0, metavar="CV", help="deviation of output lengths over their mean (0)"
+    )
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--mini-batch-size", type=int, metavar="B", help="sequences (the knee of B / T(B))")
+    size.add_argument(
+        "--latency-limit", type=float, metavar="SECONDS", help="of a whole sequence: the largest B for it"
+    )
+    group.add_argument(
+        "--tpot", type=float, metavar="MS",
+        help="longest time per output token of each user, inf for any (100; any beside the two flags above)",
+    )  # fmt: skip
+    group.add_argument("--ttft", type=float, metavar="SECONDS", help="longest time to the first token (any)")
+    add_placing_flags(group, "auto: as the engine chooses")
+    group.add_argument("--interval-steps", type=int, metavar="F", help="between micro-batches (a 32nd of the output)")
+    add_pipeline_flags(group)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, or what ``--emit`` asks for; write its figures, and draw it."""
+    check_output_files(args.output_json, plots=(args.plot,))
+    check_state_flags(args)
+    answer = answer_of(args)
+    print(emit(answer.case, answer.found) if args.emit else plan_text(answer))
+    if args.output_json:
+        figures = {name: as_json(each) for name, each in answer.found.items()}
+        write_json(plan_figures(answer) | figures, args.output_json)
+    if args.plot:
+        from fastdecode.perfmodel.lab.measure.plots import plot_plan
+
+        plot_plan(answer.case.planner, answer.case.plan, answer.alone, args.plot)
+    return 0

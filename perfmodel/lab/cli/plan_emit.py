@@ -1,0 +1,132 @@
+"""The files of ``fastdecode plan --emit``: the hosts of a plan and the lines that start it, on placeholders."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdecode.api.settings import parse_kv_cache_memory
+from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
+from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, ray_lines, slurm_script
+from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.equations import TILE_TOKENS
+from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.cli.named_machine import host_of
+from fastdecode.perfmodel.lab.cli.variants import VARIANTS
+from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
+from fastdecode.perfmodel.sizing import Plan
+
+KEY_FILE = "pool.key"
+FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
+
+
+def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
+    """Return the plan in the format that was asked for; ``found``: figures of its features, by their variants' names.
+
+    Each prefill worker has a host of its own, so that all ranks need a key.
+    """
+    args = case.args
+    num_prefill_workers = found["prefill"].num_prefill_workers if "prefill" in found else 0
+    s_flags = shlex.join(word for pair in _s_flags(case, found).items() for word in pair)
+    memory = _kv_cache_memory(case)
+    _check_simple(args, num_prefill_workers)
+    if args.emit == "kubernetes":
+        return kubernetes_manifests(_pod_plan(case, found))
+    job = JobShape(
+        "s-worker",
+        tuple(_hosts(case.plan)),
+        f"{S_COMMAND} {_model_words(args)}{s_flags}",
+        f" --kv-cache-memory {shlex.quote(memory)}" if memory else "",
+        named=False,
+        p_hosts=tuple(HostSlots(f"prefill-host-{index + 1}", 1) for index in range(num_prefill_workers)),
+        p_flags=f" {_model_words(args).rstrip()}" if args.model else "",
+        p_gpu=bool(args.prefill_gpu or args.gpu),
+        guard=f" --key-file {KEY_FILE}" if num_prefill_workers else "",
+    )
+    if args.emit == "ray":
+        cores = _r_cores(args)
+        return ray_lines(replace(job, r_flags=f"{f' --r-threads {cores}' if cores else ''}{job.r_flags}"))
+    if args.emit == "hostfile":
+        return "\n".join(map(str, (HostSlots(job.s_host, 1), *job.r_hosts, *job.p_hosts)))
+    return openmpi_line(job, "hostfile") if args.emit == "mpirun" else slurm_script(job)
+
+
+def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
+    """ConfigError for what the format does not start."""
+    if args.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size: --emit {args.emit} has an S-worker of one rank")
+    if num_prefill_workers and args.emit in ("kubernetes", "ray"):
+        raise ConfigError(f"num_prefill_workers: --emit {args.emit} has an S-worker and its R-workers alone")
+
+
+def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
+    """Without a limit of the KV load: that is found while the pool grows and shrinks."""
+    args, memory = case.args, _kv_cache_memory(case)
+    flags = {name: value for name, value in _s_flags(case, found).items() if name != "--kv-load-limit"}
+    return PodPlan(
+        num_r_workers=case.plan.num_r_workers,
+        s_flags=[f"{name}={value}" for name, value in flags.items()],
+        model=Path(_model_path(args.model)).name if args.model else "",
+        num_gpus=1 if args.gpu else 0,
+        r_cores=_r_cores(args),
+        kv_cache_bytes=parse_kv_cache_memory(memory) if memory else None,
+    )
+
+
+def _r_cores(args: argparse.Namespace) -> int | None:
+    """Return the cores of an R-worker; None where the plan does not say."""
+    return host_of(args).cores if args.cpu else None
+
+
+def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
+    """Flags of the S-worker and their values: what the plan's inputs fix, but the model, and what the plan gives."""
+    plan, dtype = case.plan, case.args.kv_cache_dtype
+    rows = plan.in_flight * case.planner.workload.rows_per_output_token
+    figures = {
+        "--schedule": "sls",
+        "--num-mini-batches": plan.num_mini_batches,
+        "--max-num-seqs": plan.in_flight,
+        "--max-num-batched-tokens": math.ceil(rows / TILE_TOKENS) * TILE_TOKENS,
+        "--kv-load-limit": plan.kv_load_limit,
+    }
+    given: dict[str, object] = {} if dtype == "auto" else {"--kv-cache-dtype": dtype}
+    if case.args.latent_absorption == "r":
+        given["--latent-absorption"] = "r"
+    for variant in VARIANTS:
+        if variant.name in found:
+            given |= variant.s_flags(case, found[variant.name])
+    return {name: str(value) for name, value in (given | figures).items()}
+
+
+def _model_words(args: argparse.Namespace) -> str:
+    """The flag, with a space behind it. A model known here by name alone is asked of the shell that runs the line."""
+    if not args.model:
+        return ""
+    if args.model.lower() in BUILT_IN:
+        return f'--model "${{MODEL:?set it to a folder of {args.model}}}" '
+    return f"--model {shlex.quote(_model_path(args.model))} "
+
+
+def _model_path(model: str) -> str:
+    """Return the model's path, which of a config.json is its folder."""
+    path = Path(model)
+    return str(path.parent if path.name == "config.json" else path)
+
+
+def _kv_cache_memory(case: PlanCase) -> str | None:
+    """Return the memory that was asked for, else the one that the plan gave a preset; None where it counted on none."""
+    tokens, kv_bytes = case.planner.capacity_tokens, case.planner.kv_bytes_per_token
+    found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
+    return case.args.kv_cache_memory or found
+
+
+def _hosts(plan: Plan) -> Iterator[HostSlots]:
+    """R-workers are spread as evenly as they go."""
+    least, more = divmod(plan.num_r_workers, plan.num_hosts)
+    for index in range(plan.num_hosts):
+        yield HostSlots(f"r-host-{index + 1}", least + (index < more))

@@ -1,0 +1,70 @@
+"""The model that the flags of ``plan`` and ``simulate`` name, and what of its shape the planner's inputs need."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.deployment import check_alike
+from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.profile import HardwareProfile
+from fastdecode.perfmodel.sizing import Workload
+
+
+def named_shape(name: str) -> ModelShape:
+    """``find_shape``, of a GGUF file too; only that needs transformers."""
+    if Path(name).suffix != ".gguf":
+        return find_shape(name)
+    from fastdecode.sworker.model.loader import model_shape
+
+    return model_shape(EngineConfig(model=name))
+
+
+def asked_shape(args: argparse.Namespace) -> ModelShape:
+    """The shape of ``--model``, its states in the dtype that is asked for, its latents absorbed where it is."""
+    dtype = args.mamba_ssm_cache_dtype
+    shape = named_shape(args.model).with_state_dtype("float32" if dtype == "auto" else dtype)
+    if args.latent_absorption == "r" and not shape.latent:
+        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {shape.name} has none")
+    if args.state_on == "s" and not shape.state:
+        raise ConfigError(f"state_on: s needs recurrent layers, and {shape.name} has none")
+    return shape.absorbing(args.latent_absorption == "r").keeping_states(args.state_on == "s")
+
+
+def check_state_flags(args: argparse.Namespace) -> None:
+    """ConfigError where ``--state-memory`` is for states that lie on R-workers."""
+    if args.state_memory and args.state_on == "r":
+        raise ConfigError("state_memory: it is for states that lie with the S-worker (state_on s); leave it out")
+
+
+def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
+    """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
+    if args.model is None:
+        return profile.shape
+    shape = asked_shape(args)
+    check_alike(profile, shape)
+    return shape
+
+
+def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[float, float]:
+    """Bytes of a token that GPUs alone hold, and the part of them that a step reads.
+
+    They free what no window sees; what an index did not pick may be picked in the next step.
+    """
+    held = shape.kv_bytes_per_token(kv_dtype)
+    return (held, read_share) if shape.index else (read_share * held, 1.0)
+
+
+def mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
+    """A prompt's rows attend on the S-worker, and send k and v alone; those of hybrids attend on R-workers."""
+    if shape.state:
+        return shape.attending_row_bytes
+    of_prompt = 1.0 - 1.0 / workload.rows_per_output_token
+    return shape.attending_row_bytes * (1.0 - of_prompt) + shape.appending_row_bytes * of_prompt
+
+
+def kv_dtype_of(args: argparse.Namespace, shape: ModelShape) -> str:
+    return shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype

@@ -1,0 +1,166 @@
+"""Copies in a plan: what two of each sequence cost, and what a lost R-worker costs with one and with two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.sizing import Plan
+
+RESTART_SECONDS = 60.0
+"""Seconds until a lost R-worker is replaced, as `simulate` takes it unless ``--restart-seconds`` says otherwise."""
+
+
+@dataclass(frozen=True)
+class CopiesNeed:
+    """The needs and the yield of a number of copies, which takes ``memory_r_workers`` for memory alone."""
+
+    num_r_workers: int
+    memory_r_workers: int
+    num_hosts: int
+    output_tokens_per_second: float
+    price_per_million_tokens: float | None
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """One copy and two beside each other; ``kv_replicas`` is the plan's number.
+
+    ``one`` and ``two`` copies; where there is no plan with two, ``lacks`` says why. ``link_growth``: growth of the
+    bytes on the way to R-workers; None where the model is not known. A lost R-worker leaves ``speed_after_loss`` of the
+    speed, None where it was the only one; with one copy ``lost_sequences`` stop until ``recomputed_tokens`` are
+    computed again, which takes the S-worker ``recompute_seconds`` at least; with two copies all these are 0.
+    ``lost_tokens_per_second_at_one_hour``: output tokens that losses cost in a second where each R-worker is lost once
+    an hour in the mean, and replaced after ``RESTART_SECONDS``; with an MTBF of h hours it is one h-th of that.
+    """
+
+    kv_replicas: int
+    one: CopiesNeed
+    two: CopiesNeed | None
+    link_growth: float | None
+    lost_sequences: float
+    recomputed_tokens: float
+    recompute_seconds: float
+    speed_after_loss: float | None
+    lost_tokens_per_second_at_one_hour: float
+    lacks: str | None = None
+
+
+class CopyVariant(Variant[ReplicaPlan]):
+    """Two copies of each sequence (``--kv-replicas 2``) beside one."""
+
+    name = "replicas"
+
+    def figures(self, case: PlanCase) -> ReplicaPlan:
+        """Return both plans and the price of a loss."""
+        planner, plan = case.planner, case.plan
+        two, lacks = None, None
+        try:
+            two = _need(case, 2)
+        except PlanError as error:
+            lacks = str(error)
+        has_one = plan.kv_replicas == 1
+        tokens = _recomputed_tokens(case) if has_one else 0.0
+        recompute = planner.num_layers * planner.s_part.layer_seconds(tokens) if has_one else 0.0
+        speed = _speed_after_loss(case)
+        return ReplicaPlan(
+            kv_replicas=plan.kv_replicas,
+            one=_need(case, 1),
+            two=two,
+            link_growth=_link_growth(planner),
+            lost_sequences=_lost_sequences(case) if has_one else 0.0,
+            recomputed_tokens=tokens,
+            recompute_seconds=recompute,
+            speed_after_loss=speed,
+            lost_tokens_per_second_at_one_hour=_lost_in_an_hour(plan, recompute, speed),
+            lacks=lacks,
+        )
+
+    def lines(self, case: PlanCase, figures: ReplicaPlan) -> Iterator[Line]:
+        """Yield what two copies cost, and what a loss costs; nothing on one host, which is lost as a whole."""
+        if case.inputs.one_host:
+            return
+        yield "copies", _cost(figures)
+        yield "a lost R-worker", _loss(figures)
+        lost = figures.lost_tokens_per_second_at_one_hour
+        yield (
+            "losses cost",
+            f"{lost:.3g} tokens/s where each R-worker is lost once an hour (MTBF), {lost / 720:.2g} once a month",
+        )
+
+    def s_flags(self, case: PlanCase, figures: ReplicaPlan) -> dict[str, object]:
+        """Return the number of copies where it is not the engine's own."""
+        return {"--kv-replicas": figures.kv_replicas} if figures.kv_replicas > 1 else {}
+
+
+def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
+    planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
+    plan = planner.plan(case.plan.mini_batch_size)
+    return CopiesNeed(
+        plan.num_r_workers, planner.memory_r_workers(plan.in_flight), plan.num_hosts, plan.output_tokens_per_second,
+        plan.price_per_million_tokens,
+    )  # fmt: skip
+
+
+def _lost_sequences(case: PlanCase) -> float:
+    """Sequences that have a range, or all they cache, on one R-worker."""
+    in_flight, planner = case.plan.in_flight, case.planner
+    ranges = max(1, math.ceil(planner.workload.mean_context / planner.placing.segment_tokens))
+    return min(in_flight, in_flight * ranges / case.plan.num_r_workers)
+
+
+def _recomputed_tokens(case: PlanCase) -> float:
+    """Return the tokens that a lost R-worker alone held: a shared prefix is in the others' caches."""
+    workload, plan = case.planner.workload, case.plan
+    return plan.in_flight / plan.num_r_workers * (workload.mean_context - workload.shared_prefix_len)
+
+
+def _link_growth(planner: Planner) -> float | None:
+    """Return the part that second copies add to the bytes to and from R-workers; None where these are not known."""
+    row_bytes = planner.transport.row_bytes
+    return planner.storage.copied_bytes / row_bytes if row_bytes else None
+
+
+def _lost_in_an_hour(plan: Plan, recompute_seconds: float, speed_after_loss: float | None) -> float:
+    """Return the output tokens per second that losses cost where each R-worker is lost once an hour."""
+    seconds_of_each = recompute_seconds + RESTART_SECONDS * (1.0 - (speed_after_loss or 0.0))
+    losses_per_second = plan.total_r_workers / 3600.0
+    return plan.output_tokens_per_second * min(1.0, losses_per_second * seconds_of_each)
+
+
+def _speed_after_loss(case: PlanCase) -> float | None:
+    """The part of the tokens per second that one R-worker less gives for the same sequences in flight."""
+    if case.plan.num_r_workers == 1:
+        return None
+    left = case.planner.candidate(case.plan.mini_batch_size, case.plan.num_r_workers - 1)
+    return left.output_tokens_per_second / case.plan.output_tokens_per_second
+
+
+def _cost(replicas: ReplicaPlan) -> str:
+    one, two = replicas.one, replicas.two
+    copies = "1 of each sequence; 2 (--kv-replicas 2)" if replicas.kv_replicas == 1 else "2 of each sequence"
+    if two is None:
+        return f"{copies}: {replicas.lacks}"
+    memory = f"memory x 2 ({two.memory_r_workers} R-worker(s) for {one.memory_r_workers})"
+    needs = f"{memory}, {two.num_r_workers} R-worker(s) for {one.num_r_workers} in all"
+    link = "" if replicas.link_growth is None else f", link +{replicas.link_growth:.0%}"
+    speed = f", {two.output_tokens_per_second / one.output_tokens_per_second:.3g} x the tokens/s"
+    prices = one.price_per_million_tokens, two.price_per_million_tokens
+    paid = "" if None in prices else f", {prices[1]:.3g} per million for {prices[0]:.3g}"
+    host = "; both on one host" if two.num_hosts == 1 else ""
+    return f"{copies}: {needs}{link}{speed}{paid}{host}"
+
+
+def _loss(replicas: ReplicaPlan) -> str:
+    left = replicas.speed_after_loss
+    rest = "nothing is left until it is replaced" if left is None else f"{left:.0%} of the speed until it is replaced"
+    if replicas.kv_replicas == 2:
+        return f"nothing is computed again; {rest}"
+    return (
+        f"{replicas.lost_sequences:.0f} sequences wait for {replicas.recomputed_tokens:.0f} tokens to be computed "
+        f"again, at least {replicas.recompute_seconds:.3g} s of the S-worker; {rest}"
+    )

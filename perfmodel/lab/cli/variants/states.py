@@ -1,0 +1,110 @@
+"""Who keeps the states of recurrent layers in a plan: R-workers, or the S-worker, and what either gives."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
+
+
+@dataclass(frozen=True)
+class StatesNeed:
+    """The needs and the yield of states on one side; ``link_bytes_per_token``: of all layers, both directions."""
+
+    num_r_workers: int
+    in_flight: int
+    output_tokens_per_second: float
+    bottleneck: str
+    link_bytes_per_token: float
+    price_per_million_tokens: float | None
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """States on R-workers beside those with the S-worker; ``state_on`` is the plan's side, "r" or "s".
+
+    ``r`` and ``s``: None where there is no such plan, of which ``lacks`` says why. ``s_worker_states``: for so many the
+    S-worker has memory; None where that is not known, or where R-workers keep them.
+    """
+
+    state_on: str
+    r: StatesNeed | None
+    s: StatesNeed | None
+    s_worker_states: int | None
+    lacks: str | None = None
+
+
+class StateVariant(Variant[StatePlan]):
+    """Who keeps states (``--state-on``)."""
+
+    name = "states"
+
+    def figures(self, case: PlanCase) -> StatePlan | None:
+        """Return both sides; None for a model without recurrent layers."""
+        if not case.planner.state_bytes_per_sequence:
+            return None
+        chosen = "s" if case.planner.states else "r"
+        other = "r" if chosen == "s" else "s"
+        cases, lacks = {chosen: case}, None
+        try:
+            cases[other] = PlanCase.of(argparse.Namespace(**vars(case.args) | _on(other)))
+        except FastDecodeError as error:
+            lacks = str(error)
+        places = cases["s"].planner.states if "s" in cases else None
+        known = places is not None and places.num_places < float("inf")
+        needs = {side: _need(each) for side, each in cases.items()}
+        return StatePlan(
+            chosen, needs.get("r"), needs.get("s"), int(places.num_places) if places and known else None, lacks
+        )
+
+    def lines(self, case: PlanCase, figures: StatePlan) -> Iterator[Line]:
+        """Yield who keeps states, and what the other side would give."""
+        sides = {"r": ("on R-workers", figures.r), "s": ("with the S-worker", figures.s)}
+        other = "r" if figures.state_on == "s" else "s"
+        (own_name, own), (other_name, rest) = sides[figures.state_on], sides[other]
+        yield "states", f"{own_name} (--state-on {figures.state_on}){_yield(own)}"
+        yield (
+            "",
+            f"{other_name} ({other}): {figures.lacks}" if rest is None else f"{other_name} ({other}){_yield(rest)}",
+        )
+        if figures.r and figures.s:
+            sent, left = figures.r.link_bytes_per_token / 1e6, figures.s.link_bytes_per_token / 1e6
+            moved = 2e-6 * case.planner.state_bytes_per_sequence
+            yield (
+                "",
+                f"(s: {left:.3g} MB of a token on the link, not {sent:.3g}; the S-worker moves {moved:.4g} MB for it)",
+            )
+        if case.args.gpu and not case.args.profile:
+            yield "", "(what would be: an engine runs models with recurrent layers on a CPU alone so far)"
+
+    def s_flags(self, case: PlanCase, figures: StatePlan) -> dict[str, object]:
+        """Return the side where it is not the engine's own, and the memory that was asked for."""
+        if figures.state_on == "r":
+            return {}
+        memory = case.args.state_memory
+        return {"--state-on": "s"} | ({"--state-memory": memory} if memory else {})
+
+
+def _on(side: str) -> dict[str, object]:
+    return {"state_on": side} | ({"state_memory": None} if side == "r" else {})
+
+
+def _need(case: PlanCase) -> StatesNeed:
+    plan, planner = case.plan, case.planner
+    return StatesNeed(
+        plan.num_r_workers, plan.in_flight, plan.output_tokens_per_second, plan.bottleneck,
+        planner.num_layers * planner.transport.row_bytes, plan.price_per_million_tokens,
+    )  # fmt: skip
+
+
+def _yield(need: StatesNeed | None) -> str:
+    if need is None:
+        return ""
+    price = "" if need.price_per_million_tokens is None else f", {need.price_per_million_tokens:.3g} per million"
+    return (
+        f": {need.output_tokens_per_second:.0f} tokens/s with {need.num_r_workers} R-worker(s) and {need.in_flight} "
+        f"sequences{price}; {need.bottleneck} binds"
+    )

@@ -1,0 +1,139 @@
+"""An engine whose decode steps are measured at a batch size and a context, without computing the prompts for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.errors import BackendError
+from fastdecode.core.layout import WIRE_DTYPE, KVLayout
+from fastdecode.core.metrics import StepRecord
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.engine.engine import LLMEngine
+from fastdecode.sworker import set_threads
+from fastdecode.sworker.run.random_prompts import RandomPrompts
+
+WARM_UP_STEPS = 2
+
+
+class DecodeRig:
+    """A real engine, from scheduler to sampler; only its caches are filled with random keys and values."""
+
+    def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
+        """``config``: its schedule should be "prefill-first", so that all prompts are there before any sequence
+        decodes."""
+        self.engine = LLMEngine(config, backend)
+        self._cores = os.sched_getaffinity(0)
+        self._num_requests = 0
+
+    def decode(
+        self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None = None
+    ) -> list[StepRecord]:
+        """``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
+
+        As many tokens less as a model of so short a reach demands, or more where there is no room for the steps. On the
+        cores that this engine's thread got, whatever another one made of it since.
+        """
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)
+        try:
+            return self._decode(batch_size, context_len, num_steps, s_threads)
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+    def _decode(self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None) -> list[StepRecord]:
+        engine = self.engine
+        records: list[StepRecord] = []
+        if s_threads is not None:
+            set_threads(s_threads)
+        engine.on_step = records.append
+        context_len = min(context_len, engine.s_model.max_model_len - 1)
+        before = num_steps + WARM_UP_STEPS + 1  # the prompts' stand-in decodes once, too
+        ids = self._add(batch_size, max(context_len - before, 1), before + 1)
+        try:
+            with engine.world.computed_by(RandomPrompts):
+                while not records or not records[-1].is_decode:
+                    engine.step()
+            for _ in range(WARM_UP_STEPS + num_steps):
+                engine.step()
+        finally:
+            engine.on_step = None
+            engine.abort_request(ids)
+        return records[-num_steps:]
+
+    def _add(self, batch_size: int, prompt_len: int, output_len: int) -> list[str]:
+        params = SamplingParams(
+            temperature=0, max_tokens=output_len, min_tokens=output_len, ignore_eos=True, detokenize=False
+        )
+        ids = [f"rig-{self._num_requests + index}" for index in range(batch_size)]
+        self._num_requests += batch_size
+        for request_id in ids:
+            self.engine.add_request(request_id, {"prompt_token_ids": [1] * prompt_len}, params)
+        self.engine.world.clock.restart()
+        return ids
+
+
+ENDLESS_BLOCKS = 1 << 40
+
+
+class InstantBackend:
+    """One R-worker that keeps nothing; every method is as ``AttentionBackend`` says."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._num_mini_batches = 1
+        self._outputs: dict[int, np.ndarray] = {}
+        self._zeros: dict[tuple[int, int], np.ndarray] = {}
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        self._layers, self._dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
+        return [RWorkerInfo("instant", ENDLESS_BLOCKS, self._block_size, 1, "none", own_cores=False)]
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self._num_mini_batches = len(plan.workers[0].mini_batches)
+
+    def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        of = self._layers[layer]
+        key, rows = (mini_batch, of.output_dim), (len(q), of.num_heads if of.state else q.shape[1])
+        zeros = self._zeros.get(key)
+        if zeros is None or zeros.shape[:2] != rows:
+            zeros = self._zeros[key] = np.zeros((*rows, key[1]), self._dtype)
+        self._outputs[mini_batch] = zeros
+
+    def ready(self, mini_batch: int) -> bool:
+        return True
+
+    def collect(self, mini_batch: int) -> np.ndarray:
+        return self._outputs[mini_batch]
+
+    def end_step(self) -> StepReport:
+        never = np.zeros((self._num_mini_batches, len(self._layers)))
+        return StepReport((WorkerReport(never, never, 0.0, 0, ENDLESS_BLOCKS),))
+
+    def abandon_step(self) -> None:
+        """Nothing is kept, so there is nothing to do."""
+
+    def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
+        """Refused: there is nothing."""
+        raise BackendError("export: this backend keeps nothing")
+
+    def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
+        """Nothing is kept, so there is nothing to do."""
+
+    def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
+        return {}
+
+    def dismiss(self, worker: int) -> None:
+        """Nothing is kept, so there is nothing to do."""
+
+    def close(self) -> None:
+        """Nothing is kept, so there is nothing to do."""

@@ -1,0 +1,236 @@
+"""The pictures that commands draw: the timeline of a step, a run's steps, the roofline, a plan, a validation,
+times to the first token."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdecode.core.errors import naming
+from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
+from fastdecode.perfmodel.lab.gpu_only import GpuOnly
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.sizing import Candidate, Plan
+
+if TYPE_CHECKING:  # plans are drawn without torch
+    from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillRow
+    from fastdecode.perfmodel.lab.measure.validation import ValidatedRow
+
+COLOURS = ("#2f6db3", "#e08a2e", "#4c9f70", "#a05195")
+STATE_COLOURS = {WAIT: "#eeeeee", HOST: "#9a9a9a"}
+SHOWN_LAYERS = 8
+
+
+@contextmanager
+def _picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
+    """The axes of a figure, which is saved at ``path`` in the format of its suffix; OSError where that fails."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(*grid, layout="constrained", **options)
+    try:
+        yield axes
+        with naming(path):
+            figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)
+
+
+def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[StepRecord]) -> Sequence[Event]:
+    """The overlapped decode step (after the first) whose duration is the median one; any step when there is none."""
+    typical = [step for step, record in zip(steps, records, strict=True) if record.is_decode and record.overlapped]
+    decode = typical[1:] or list(steps)
+    median = statistics.median_low([_end(step) - _start(step) for step in decode])
+    return next(step for step in decode if _end(step) - _start(step) == median)
+
+
+def plot_timeline(events: Sequence[Event], path: str) -> None:
+    """Draw one step, up to the end of its first ``SHOWN_LAYERS`` layers; OSError when the file cannot be written."""
+
+    num_layers = 1 + max(event.interval.layer for event in events if event.interval.state == R_BUSY)
+    shown = _first_layers(events) if num_layers > SHOWN_LAYERS else events
+    layers = f"the first {SHOWN_LAYERS} of {num_layers}" if num_layers > SHOWN_LAYERS else f"all {num_layers}"
+    start = _start(shown)
+    lanes = sorted({event.lane for event in shown})
+    with _picture(path, figsize=(12, 1.2 + 0.7 * len(lanes))) as axes:
+        for event in shown:
+            _draw(axes, event, lanes.index(event.lane), start)
+        axes.set_yticks(range(len(lanes)), [lane_name(lane) for lane in lanes])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        axes.set_title(f"One decode step, {layers} layers: each worker's mini-batch", fontsize=11)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.legend(handles=_legend(shown), loc="upper center", bbox_to_anchor=(0.5, -0.25), ncol=6, frameon=False)
+
+
+def _first_layers(events: Sequence[Event]) -> list[Event]:
+    """The events of the first ``SHOWN_LAYERS`` layers, and waiting and host work until these end."""
+    end = max(event.interval.end_seconds for event in events if 0 <= event.interval.layer < SHOWN_LAYERS)
+    return [event for event in events if event.interval.layer < SHOWN_LAYERS and event.interval.start_seconds < end]
+
+
+def _draw(axes: Any, event: Event, row: int, start: float) -> None:
+    interval = event.interval
+    left, width = (interval.start_seconds - start) * 1e3, (interval.end_seconds - interval.start_seconds) * 1e3
+    axes.barh(row, width, left=left, height=0.7, color=_colour(event), edgecolor="white", linewidth=0.4)
+    if interval.state in (MODEL, R_BUSY) and interval.mini_batch >= 0 and interval.layer >= 0:
+        label = f"{mini_batch_name(interval.mini_batch)}{interval.layer}"
+        axes.text(left + width / 2, row, label, ha="center", va="center", color="white", fontsize=7, clip_on=True)
+
+
+def _colour(event: Event) -> str:
+    interval = event.interval
+    if interval.state in STATE_COLOURS or interval.mini_batch < 0:
+        return STATE_COLOURS.get(interval.state, STATE_COLOURS[HOST])
+    return COLOURS[interval.mini_batch % len(COLOURS)]
+
+
+def _legend(events: Sequence[Event]) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    mini_batches = sorted({event.interval.mini_batch for event in events if event.interval.mini_batch >= 0})
+    named = [Patch(color=COLOURS[i % len(COLOURS)], label=f"mini-batch {mini_batch_name(i)}") for i in mini_batches]
+    return [*named, Patch(color=STATE_COLOURS[WAIT], label="waiting"), Patch(color=STATE_COLOURS[HOST], label="host")]
+
+
+def _start(events: Sequence[Event]) -> float:
+    return min(event.interval.start_seconds for event in events if event.interval.state != HOST)
+
+
+def _end(events: Sequence[Event]) -> float:
+    return max(event.interval.end_seconds for event in events if event.interval.state != HOST)
+
+
+def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str) -> None:
+    """Draw the steps of a run; OSError when the file cannot be written."""
+    with _picture(path, 2, 1, figsize=(10, 6), sharex=True) as (load, seconds):
+        load.plot([step.kv_load for step in steps], color="#3b6ea5")
+        load.set_ylabel("KV tokens attended")
+        load.set_ylim(bottom=0)
+        if kv_load_limit and kv_load_limit < 2 * max(step.kv_load for step in steps):
+            load.axhline(kv_load_limit, color="#9a9a9a", linewidth=0.8, linestyle="--")
+        for label, color, values in (
+            ("step", "#555555", [step.wall_seconds for step in steps]),
+            ("S-worker", "#d98c3f", [step.s_seconds for step in steps]),
+            ("mean R-worker", "#9db8d2", [sum(step.r_seconds) / len(step.r_seconds) for step in steps]),
+            ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
+        ):
+            seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)
+        decode_only = [step.wall_seconds * 1e3 for step in steps if step.is_decode]
+        if decode_only:
+            seconds.set_ylim(0, 2 * max(sorted(decode_only)[: max(1, len(decode_only) * 99 // 100)]))
+        seconds.set_ylabel("milliseconds")
+        seconds.set_xlabel("step")
+        seconds.legend(loc="upper left", frameon=False, fontsize=8)
+
+
+LINE_KEYS = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
+"""Keys that, with the group, make rows a line of their own."""
+
+NAMES = {"head_dim": "head dim {}", "threads": "{} thread(s)", "q_len": "q_len {}", "shared_prefix_len": "{} shared"}
+
+
+def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """Draw the rows; OSError when the file cannot be written."""
+    with _picture(path, figsize=(10, 5)) as axes:
+        for label, points in roofline_lines(rows).items():
+            contexts = sorted(points)
+            axes.plot(contexts, [points[context] for context in contexts], marker="o", label=label)
+        axes.axhline(1.0, color="#9a9a9a", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        contexts = sorted({_mean_context(row) for row in rows})
+        axes.set_xticks(contexts, [f"{context:g}" for context in contexts])
+        axes.set_ylim(bottom=0.0)
+        axes.set_xlabel("context length, tokens")
+        axes.set_ylabel("fraction of roofline")
+        axes.figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+
+
+def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, float]]:
+    """Label of each line → context length → the mean fraction; what all rows share is not in the labels."""
+    varying = [key for key in LINE_KEYS if len({row[key] for row in rows}) > 1]
+    found: dict[str, dict[float, list[float]]] = {}
+    for row in sorted(rows, key=_group):
+        label = ", ".join([f"group {_group(row)}", *(NAMES.get(key, "{}").format(row[key]) for key in varying)])
+        found.setdefault(label, {}).setdefault(_mean_context(row), []).append(row["fraction_of_roofline"])
+    return {
+        label: {context: statistics.fmean(values) for context, values in points.items()}
+        for label, points in found.items()
+    }
+
+
+def _group(row: dict[str, Any]) -> int:
+    return row["num_heads"] // row["num_kv_heads"]
+
+
+def _mean_context(row: dict[str, Any]) -> float:
+    """The context length of a row; of a range LOW-HIGH, its middle."""
+    return statistics.fmean(int(part) for part in str(row["context_len"]).split("-"))
+
+
+MOST_POINTS = 100
+
+
+def plot_plan(planner: Planner, plan: Plan, alone: GpuOnly | None, path: str) -> None:
+    """Draw from one R-worker to twice the plan's; OSError when the file cannot be written."""
+    from matplotlib.ticker import MaxNLocator
+
+    rows = plan_curve(planner, plan)
+    workers = [row.num_r_workers for row in rows]
+    with _picture(path, figsize=(8, 4.5)) as axes:
+        axes.plot(workers, [row.output_tokens_per_second for row in rows], color="#2f6db5", label="throughput")
+        axes.axvline(plan.num_r_workers, color="#9a9a9a", linewidth=0.8)
+        axes.plot(plan.num_r_workers, plan.output_tokens_per_second, "o", color="#2f6db5", label="the plan (knee)")
+        if alone and alone.max_batch_size:
+            axes.axhline(alone.output_tokens_per_second, color="#b5542f", linestyle="--", label="GPU alone")
+        axes.set(xlabel="R-workers", ylabel="output tokens/s", ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        prices = [row.price_per_million_tokens for row in rows if row.price_per_million_tokens is not None]
+        if prices:
+            right = axes.twinx()
+            right.plot(workers, prices, color="#4a9a5b", label="price")
+            right.set(ylabel="price per million output tokens", ylim=(0, None))
+        axes.figure.legend(loc="outside upper center", ncols=4, frameon=False)
+
+
+def plan_curve(planner: Planner, plan: Plan) -> list[Candidate]:
+    """The candidates of the picture."""
+    workers = np.unique(np.linspace(1, 2 * plan.num_r_workers, MOST_POINTS).round().astype(int))
+    return [planner.candidate(plan.mini_batch_size, int(number)) for number in sorted({*workers, plan.num_r_workers})]
+
+
+def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
+    """Draw measured over predicted, on logarithms, with bands of 10 % and 25 %; OSError when it cannot be written."""
+    with _picture(path, figsize=(6, 6)) as axes:
+        seconds = np.array([(row.predicted_step_seconds, row.measured_step_seconds) for row in rows]) * 1e3
+        ends = np.array([seconds.min() * 0.7, seconds.max() * 1.4])
+        for part, shade in ((0.25, 0.12), (0.10, 0.22)):
+            axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color="tab:blue", alpha=shade, lw=0)
+        axes.plot(ends, ends, color="black", lw=0.8)
+        for name in dict.fromkeys(row.configuration.name for row in rows):
+            mine = [row.configuration.name == name for row in rows]
+            axes.scatter(*seconds[mine].T, s=24, label=name)
+        axes.set(
+            xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="predicted step, ms", ylabel="measured step, ms"
+        )
+        axes.legend(title="S and R")
+
+
+def plot_prefill(rows: Sequence[PrefillRow], path: str) -> None:
+    """Draw the time to the first token over the context, measured and predicted (dashed), a line for each method and
+    number of workers; OSError when the file cannot be written."""
+    with _picture(path, figsize=(8, 5)) as axes:
+        for index, key in enumerate(dict.fromkeys((row.num_workers, row.method) for row in rows)):
+            own = [row for row in rows if (row.num_workers, row.method) == key]
+            lengths, colour = [row.prefill_len for row in own], f"C{index}"
+            label = f"{key[1]}, {key[0]} workers" if key[0] > 1 else "1 worker"
+            axes.plot(lengths, [row.ttft_seconds_p50 for row in own], "o-", color=colour, label=label)
+            axes.plot(lengths, [row.predicted_ttft_seconds for row in own], "--", color=colour, linewidth=0.8)
+        axes.set(xlabel="prompt tokens", ylabel="seconds to the first token", xlim=(0, None), ylim=(0, None))
+        axes.legend(title="measured; predicted dashed", frameon=False)

@@ -1,0 +1,97 @@
+"""Calibration of prefill workers: how fast each is, what they take from each other, and the best parts of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fastdecode.perfmodel.calibration import summary
+from fastdecode.perfmodel.lab.measure.prefill_runs import PrefillRunner, in_order
+from fastdecode.perfmodel.measurements import PrefillPoint
+from fastdecode.perfmodel.partition import PartitionEntry, Parts, balanced, searched
+from fastdecode.perfmodel.prefill_rates import measured_prefill_model
+from fastdecode.perfmodel.profile import HardwareProfile
+
+FIRST_STRIDE, LEAST_STRIDE = 32, 128
+"""Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start."""
+
+LEAST_ROWS = 16
+"""A search moves by no fewer tokens: what that changes is lost in the noise."""
+
+
+@dataclass(frozen=True)
+class PrefillCalibration:
+    """``lengths``: prompts, in tokens, of the rates. ``table_lengths``: of the partition table, searched for each of
+    ``worker_counts`` above 1. ``rounds``: of each rate and of each partition tried."""
+
+    lengths: tuple[int, ...]
+    table_lengths: tuple[int, ...]
+    worker_counts: tuple[int, ...]
+    rounds: int = 3
+    search_rounds: int = 1
+
+
+def calibrate_prefill(
+    profile: HardwareProfile,
+    runner: PrefillRunner,
+    plan: PrefillCalibration,
+    advance: Callable[[], object] = lambda: None,
+) -> HardwareProfile:
+    """``profile`` with the rates of ``runner``'s prefill workers, and with the partition table found on them."""
+    points = measure_rates(runner, plan.lengths, plan.worker_counts, plan.rounds, advance)
+    found = replace(profile, prefill=points, partitions=())
+    entries = []
+    for count in plan.worker_counts:
+        for num_tokens in plan.table_lengths if count > 1 else ():
+            entries.append(search_parts(found, runner, num_tokens, count, plan.search_rounds))
+            advance()
+    return replace(found, partitions=tuple(entries))
+
+
+def measure_rates(
+    runner: PrefillRunner,
+    lengths: Sequence[int],
+    worker_counts: Sequence[int],
+    rounds: int,
+    advance: Callable[[], object] = lambda: None,
+) -> tuple[PrefillPoint, ...]:
+    """Whole prompts on one worker alone, and one on each of the first ones at the same time; the shortest one on every
+    worker, for their speeds."""
+    points = []
+    for num_tokens in sorted(set(lengths)):
+        for worker in range(runner.num_workers if num_tokens == min(lengths) else 1):
+            runs = [runner.run([in_order((num_tokens,), worker)])[0].seconds for _ in range(rounds)]
+            points.append(_point(num_tokens, runs, worker, 1))
+            advance()
+        for count in sorted({each for each in worker_counts if each > 1}):
+            jobs = [in_order((num_tokens,), worker) for worker in range(count)]
+            together = [float(np.mean([run.seconds for run in runner.run(jobs)])) for _ in range(rounds)]
+            points.append(_point(num_tokens, together, 0, count))
+            advance()
+    return tuple(points)
+
+
+def search_parts(
+    profile: HardwareProfile, runner: PrefillRunner, num_tokens: int, num_workers: int, rounds: int
+) -> PartitionEntry:
+    """KVR-S on the first ``num_workers``, from where the model balances them; medians of ``rounds`` runs."""
+
+    def seconds(parts: Parts) -> float:
+        return float(np.median([runner.run([in_order(parts)])[0].seconds for _ in range(rounds)]))
+
+    start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
+    strides = [max(num_tokens // part, LEAST_ROWS) for part in (LEAST_STRIDE, FIRST_STRIDE)]
+    return PartitionEntry(num_tokens, searched(seconds, start, *strides))
+
+
+def num_measurements(plan: PrefillCalibration, num_workers: int) -> int:
+    """Times that ``advance`` is called."""
+    several = sum(count > 1 for count in set(plan.worker_counts))
+    return len(set(plan.lengths)) * (1 + several) + num_workers - 1 + len(plan.table_lengths) * several
+
+
+def _point(num_tokens: int, seconds: Sequence[float], worker: int, num_busy: int) -> PrefillPoint:
+    found = summary(np.array(seconds))
+    return PrefillPoint(num_tokens, found.seconds, worker, num_busy, found.spread)

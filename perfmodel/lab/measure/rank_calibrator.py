@@ -1,0 +1,162 @@
+"""Several ranks on this machine: their S-part with the collectives calibrated, and configurations to validate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ProfileError
+from fastdecode.core.machine import usable_cores
+from fastdecode.perfmodel.calibration import Anchor, Measured, steadily
+from fastdecode.perfmodel.deployment import Deployment
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig, InstantBackend
+from fastdecode.perfmodel.lab.measure.samples import (
+    FEW_LAYERS,
+    MANY_LAYERS,
+    SAMPLE_STEPS,
+    SHORT_CONTEXT,
+    measuring,
+    s_anchor_seconds,
+    with_layers,
+)
+from fastdecode.perfmodel.lab.measure.validation import KV_DTYPES, SIZES, Configuration, kv_head_counts
+from fastdecode.perfmodel.measurements import HostPoint, SPartPoint
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.profile import HardwareProfile
+
+LAYERS = (MANY_LAYERS, FEW_LAYERS)
+
+
+@dataclass(frozen=True)
+class RankCalibration:
+    """``batch_sizes`` of the S-part of ``num_ranks`` ranks; ``rounds`` of SAMPLE_STEPS steps each, taken again up to
+    ``most_tries`` times while the anchor, the S-part of one rank on ``anchor_threads`` threads, moves. All with
+    ``num_engines`` engines of each of LAYERS, in turns."""
+
+    num_ranks: int
+    batch_sizes: tuple[int, ...]
+    anchor_threads: int
+    rounds: int
+    most_tries: int
+    num_engines: int = 2
+
+    @property
+    def num_measurements(self) -> int:
+        """Ticks of the progress bar."""
+        return self.num_engines * len(LAYERS) * len(self.batch_sizes)
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """Float arrays [num_batch_sizes, 2]: seconds of S and of the host in a step of MANY_LAYERS and of FEW_LAYERS, and
+    the spread of the former over the engines; ``threads`` of each rank's S-worker."""
+
+    threads: int
+    many: np.ndarray
+    few: np.ndarray
+    spread: np.ndarray
+
+
+def rank_threads(num_ranks: int) -> int:
+    """Return the threads of each rank's S-worker and R-worker, where ``num_ranks`` share this machine's cores."""
+    return max(1, len(usable_cores()) // num_ranks)
+
+
+def calibrate_ranks(
+    profile: HardwareProfile, config: EngineConfig, plan: RankCalibration, advance: Callable[[], object]
+) -> HardwareProfile:
+    """``profile`` with the points of ``plan.num_ranks`` ranks."""
+    return with_rank_points(profile, plan, measure_ranks(profile, config, plan, advance))
+
+
+def measure_ranks(
+    profile: HardwareProfile, config: EngineConfig, plan: RankCalibration, advance: Callable[[], object]
+) -> RankSeconds:
+    """Runs engines of ``plan.num_ranks`` ranks and times their steps.
+
+    One process has one group of ranks at a time, so models of few and of many layers are measured one after the other,
+    each beside an anchor that says how fast the machine is.
+    """
+    with closing(DecodeRig(with_layers(measuring(config), MANY_LAYERS), InstantBackend(config.block_size))) as single:
+        threads = 1 if single.engine.s_model.on_gpu else rank_threads(plan.num_ranks)
+        call = partial(s_anchor_seconds, single, plan.anchor_threads)
+        anchor = Anchor(call, profile.anchor_seconds("s", plan.anchor_threads))
+        found: dict[int, list[np.ndarray]] = {layers: [] for layers in LAYERS}
+        for _ in range(plan.num_engines):
+            for layers in LAYERS:
+                with _rank_rig(config, plan, layers, threads) as rig:
+                    found[layers].append(_measured(rig, anchor, plan, advance))
+    many, few = (np.median(found[layers], axis=0) for layers in LAYERS)
+    return RankSeconds(threads, many, few, np.ptp(found[MANY_LAYERS], axis=0) / many)
+
+
+def with_rank_points(profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds) -> HardwareProfile:
+    """``profile`` with the points that ``measured`` gives; ProfileError where more layers took no longer than fewer."""
+    s_part, host = _points(profile, plan, measured)
+    return replace(profile, s_part=(*profile.s_part, *s_part), host=(*profile.host, *host))
+
+
+def rank_configurations(shape: ModelShape, cores: Sequence[int], num_ranks: int) -> list[Configuration]:
+    """``num_ranks`` ranks that share ``cores``, each with an R-worker in its own process, S and R in turn."""
+    threads = rank_threads(num_ranks)
+    deployment, heads = Deployment(threads, threads, num_ranks=num_ranks, cores=len(cores)), kv_head_counts(shape)
+    return [
+        Configuration(
+            f"{num_ranks} ranks", deployment, "inproc", None, *size, KV_DTYPES[index % len(KV_DTYPES)],
+            heads[index % len(heads)],
+        )
+        for index, size in enumerate(SIZES)
+    ]  # fmt: skip
+
+
+def _measured(rig: DecodeRig, anchor: Anchor, plan: RankCalibration, advance: Callable[[], object]) -> np.ndarray:
+    """[num_batch_sizes, 2]: seconds of S and of the host in a step, at the anchor's reference."""
+    rows = []
+    for batch_size in plan.batch_sizes:
+        steadied = steadily([anchor], partial(_samples, rig, batch_size, plan), plan.most_tries)[0]
+        found: Sequence[Measured] = [steadied.measured(column) for column in range(2)]
+        rows.append([each.seconds for each in found])
+        advance()
+    return np.array(rows)
+
+
+def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarray:
+    """[steps, 2]: seconds of S and of the host; of the S-worker's own threads, which the anchor has changed."""
+    steps = rig.decode(batch_size, SHORT_CONTEXT, plan.rounds * SAMPLE_STEPS, rig.engine.config.s_threads)
+    return np.array([(step.s_seconds, step.host_seconds) for step in steps])
+
+
+def _points(
+    profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds
+) -> tuple[list[SPartPoint], list[HostPoint]]:
+    """The ranks' R-workers are inproc ones, and what a plan takes there is a point of its own."""
+    s_part, host = [], []
+    many, few, spread = measured.many, measured.few, measured.spread
+    once, per_row = replace(profile, host=()).step_overhead_seconds("inproc")
+    for index, batch_size in enumerate(plan.batch_sizes):
+        layer = (many[index, 0] - few[index, 0]).item() / (MANY_LAYERS - FEW_LAYERS)
+        if layer <= 0:
+            raise ProfileError(
+                f"tensor_parallel_size: {MANY_LAYERS} layers at batch size {batch_size} took no longer than "
+                f"{FEW_LAYERS}: other processes use this machine's cores; calibrate while they are idle"
+            )
+        head = max(few[index, 0].item() - FEW_LAYERS * layer, 0.0)
+        s_part.append(SPartPoint(batch_size, layer, head, spread[index, 0].item(), measured.threads, plan.num_ranks))
+        own = max(many[index, 1].item() - once - per_row * batch_size, 0.0)
+        host.append(HostPoint(batch_size, own, spread[index, 1].item(), plan.num_ranks))
+    return s_part, host
+
+
+def _rank_rig(config: EngineConfig, plan: RankCalibration, num_layers: int, threads: int) -> closing[DecodeRig]:
+    """With an R-worker in each rank's process, whose sequences are short."""
+    most = max(plan.batch_sizes)
+    own = replace(
+        with_layers(measuring(config), num_layers), tensor_parallel_size=plan.num_ranks, num_mini_batches=1,
+        s_threads=threads, r_threads=threads, max_num_seqs=most, kv_cache_memory="1GiB",
+    )  # fmt: skip
+    return closing(DecodeRig(own))

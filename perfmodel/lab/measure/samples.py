@@ -1,0 +1,183 @@
+"""The samples of calibration and validation: rows of seconds from a rig, and the anchors they are held against."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ProfileError
+from fastdecode.core.machine import usable_cores
+from fastdecode.perfmodel.calibration import Measured, summary
+from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
+from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig, InstantBackend
+from fastdecode.perfmodel.measurements import ContentionPoint
+from fastdecode.perfmodel.model_shape import ModelShape
+
+FEW_LAYERS, MANY_LAYERS = 1, 5
+"""The time of a layer is a fourth of what models of so many layers differ by."""
+
+NUM_LAYERS = 4
+"""Layers of the models that are validated."""
+
+R_LAYERS = 2
+"""Layers of each head shape in the cache that is measured: the next one's tokens drive the last one's out of caches."""
+
+SHORT_CONTEXT = 16
+SAMPLE_STEPS = 4
+FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 8.0
+MOST_DISTURBED = 20
+BETWEEN_LAYERS_SECONDS = 5e-4
+"""An S-worker computes between two calls, so R-workers have gone to sleep when the next one comes."""
+
+MANY_SEQUENCES = 1 << 14
+"""Places in the engine, and prompt tokens of a step: more than anything here asks for."""
+
+ANCHOR_ROWS, ANCHOR_SEQUENCES, ANCHOR_CONTEXT, ANCHOR_STEPS = 64, 64, 512, 16
+
+
+def measuring(config: EngineConfig) -> EngineConfig:
+    """``config`` for a :class:`DecodeRig`: random weights, and all prompts before any decode."""
+    here = replace(config, r_workers="inproc", key_file=None, security=None, pool_listen=None, trace=None)
+    return replace(
+        here, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, schedule="prefill-first",
+        kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=MANY_SEQUENCES,
+        max_num_batched_tokens=MANY_SEQUENCES, tensor_parallel_size=1,
+    )  # fmt: skip
+
+
+def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
+    """Return this configuration's model with another number of layers."""
+    return replace(config, hf_overrides={**config.hf_overrides, "num_hidden_layers": num_layers})
+
+
+def r_worker_config(config: EngineConfig, r_worker: str, threads: int | None, kv_bytes: int) -> EngineConfig:
+    """One R-worker, "here" or "inproc", "spawn" or "host:port", with room for ``kv_bytes`` where it is ours."""
+    if r_worker not in ("here", "inproc", "spawn"):
+        return replace(config, r_workers=r_worker)
+    spec = "spawn:1" if r_worker == "spawn" else "inproc"
+    return replace(config, r_workers=spec, r_threads=threads, kv_cache_memory=int(1.1 * kv_bytes) + (64 << 20))
+
+
+def core_list(cores: Sequence[int]) -> str:
+    """As ``--s-cores`` takes them."""
+    return ",".join(map(str, cores))
+
+
+def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, rounds: int) -> np.ndarray:
+    """[rounds, 3]: seconds of a layer, of everything else of the S-part, and of the host, in a step; A B A B.
+
+    Fewer rounds, but FEWEST_ROUNDS of them, where they take more than ENOUGH_SECONDS. A round in which more layers took
+    no longer than fewer was disturbed and is measured again; ProfileError after MOST_DISTURBED of them.
+    """
+    rows: list[tuple[float, float, float]] = []
+    disturbed = 0
+    begin = time.perf_counter()
+    while len(rows) < min(rounds, FEWEST_ROUNDS) or (
+        len(rows) < rounds and time.perf_counter() - begin < ENOUGH_SECONDS
+    ):
+        short, long = (rig.decode(batch_size, SHORT_CONTEXT, SAMPLE_STEPS, threads) for rig in (few, many))
+        few_seconds, many_seconds = (float(np.median([step.s_seconds for step in steps])) for steps in (short, long))
+        layer = (many_seconds - few_seconds) / (MANY_LAYERS - FEW_LAYERS)
+        if layer <= 0.0:
+            disturbed += 1
+            if disturbed > MOST_DISTURBED:
+                raise ProfileError(
+                    f"{MANY_LAYERS} layers at batch size {batch_size} took no longer than {FEW_LAYERS}, {disturbed} "
+                    "times: other processes use this machine's cores; calibrate while they are idle"
+                )
+            continue
+        host = float(np.median([step.host_seconds for step in long]))
+        rows.append((layer, few_seconds - FEW_LAYERS * layer, host))
+    return np.array(rows)
+
+
+def r_samples(rig: AttentionRig, num_shapes: int, num_steps: int) -> np.ndarray:
+    """[num_steps, num_shapes]: busy seconds of a layer of each shape; the rig has as many layers of each."""
+    steps = [rig.step().busy_seconds.reshape(num_shapes, -1).mean(axis=1) for _ in range(num_steps)]
+    return np.array(steps)
+
+
+def link_measured(rig: AttentionRig, num_steps: int) -> tuple[Measured, Measured]:
+    """The way to the R-worker and back, over all layers, and beginning and ending a step."""
+    steps = [rig.step(BETWEEN_LAYERS_SECONDS) for _ in range(num_steps)]
+    ways = np.concatenate([step.link_seconds for step in steps])
+    return summary(ways), summary(np.array([step.plan_seconds for step in steps]))
+
+
+def s_anchor_seconds(rig: DecodeRig, threads: int) -> float:
+    """The S-part of a step of ANCHOR_ROWS rows."""
+    steps = rig.decode(ANCHOR_ROWS, SHORT_CONTEXT, SAMPLE_STEPS, threads)
+    return float(np.median([step.s_seconds for step in steps]))
+
+
+def r_anchor_seconds(rig: AttentionRig) -> float:
+    """One layer over ANCHOR_SEQUENCES sequences of ANCHOR_CONTEXT tokens."""
+    rig.rewind(ANCHOR_CONTEXT)
+    return float(np.median([np.mean(rig.step().busy_seconds) for _ in range(ANCHOR_STEPS)]))
+
+
+SEQUENCES, CONTEXT = 32, 1024
+
+
+def measure_contention(
+    config: EngineConfig, shape: ModelShape, s_threads: int, r_threads: int, rounds: int
+) -> ContentionPoint:
+    """S on the first cores and a spawned R-worker on the last: each alone, then both at once, A B A B."""
+    cores = usable_cores()
+    s_cores, r_cores = cores[:s_threads], cores[-r_threads:]
+    pinned = replace(config, s_cores=core_list(s_cores), r_cores=core_list(r_cores), s_threads=s_threads)
+    layout = shape.some_layers(2)
+    kv_bytes = SEQUENCES * (CONTEXT + 4096) * layout.kv_bytes_per_token
+    r_rig = AttentionRig(r_worker_config(pinned, "spawn", r_threads, kv_bytes), layout)
+    s_rig = DecodeRig(with_layers(pinned, MANY_LAYERS), InstantBackend(config.block_size))
+    try:
+        r_rig.fill(SEQUENCES, CONTEXT)
+        found = np.array([_round(s_rig, r_rig) for _ in range(rounds)])
+    finally:
+        s_rig.close()
+        r_rig.close()
+    s_part, r_part = summary(found[:, 0]), summary(found[:, 1])
+    return ContentionPoint(
+        s_threads,
+        r_threads,
+        max(s_part.seconds, 1.0),
+        max(r_part.seconds, 1.0),
+        max(s_part.spread, r_part.spread),
+        shape.num_kv_heads,
+    )
+
+
+def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
+    """Times as slow as alone: S, R."""
+    r_rig.rewind(CONTEXT)
+    s_alone = _s_seconds(s_rig)
+    r_alone = _r_seconds(r_rig)
+    busy: list[float] = []
+    done = threading.Event()
+
+    def keep_busy() -> None:
+        while not done.is_set():
+            busy.append(float(np.mean(r_rig.step().busy_seconds)))
+
+    r_side = threading.Thread(target=keep_busy)
+    r_side.start()
+    try:
+        s_beside = _s_seconds(s_rig)
+    finally:
+        done.set()
+        r_side.join()
+    return s_beside / s_alone, float(np.median(busy[:-1] or busy)) / r_alone
+
+
+def _s_seconds(rig: DecodeRig) -> float:
+    steps = rig.decode(ANCHOR_ROWS, SHORT_CONTEXT, 2 * SAMPLE_STEPS)
+    return float(np.median([step.s_seconds for step in steps]))
+
+
+def _r_seconds(rig: AttentionRig) -> float:
+    return float(np.median([np.mean(rig.step().busy_seconds) for _ in range(2 * SAMPLE_STEPS)]))

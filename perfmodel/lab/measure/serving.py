@@ -1,0 +1,242 @@
+"""The client of ``bench serve``: requests sent to an OpenAI-compatible server when they are due, and what came back.
+
+It knows no engine and no torch: the server may be FastDecode's, vLLM's, or any other that speaks the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.perfmodel.lab.measure.dataset import WorkItem
+
+LONGEST_SECONDS = 6 * 3600.0
+"""A request that takes longer counts as failed."""
+
+KEEP_ALIVE_SECONDS = 2.0
+"""An idle connection is used again for so long: many servers close it after 5, and a request sent just then is lost."""
+
+UNFINISHED = "not finished"
+
+LONGEST_ERROR = 300
+"""Characters of a server's error that are kept."""
+
+_FAILURES = (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, asyncio.TimeoutError, OSError)
+"""Errors that a connection raises."""
+
+_LINE_BYTES = 1 << 20
+"""Bytes of the read buffer; a line of a stream may be twice as long."""
+
+
+class ServerError(FastDecodeError):
+    """The server cannot be reached, or does not answer as an OpenAI-compatible server does."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server that requests go to, and what is the same in all of them.
+
+    ``chat``: a chat with one message of the user, else a completion. ``body``: more fields of every request.
+    """
+
+    url: str
+    model: str
+    chat: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ServedRequest:
+    """The outcome of one request; moments in seconds of ``time.perf_counter``.
+
+    ``token_seconds``: when each chunk with new text arrived. ``error``: "" once it has ended well. ``queue_seconds``:
+    how long the client held it back for ``max_concurrency``. Lengths in tokens are the server's own count where it
+    gives one, else those of the workload and the number of chunks.
+    """
+
+    prompt_len: int
+    output_len: int = 0
+    start_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    token_seconds: list[float] = field(default_factory=list)
+    text: str = ""
+    error: str = UNFINISHED
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.token_seconds[0] - self.start_seconds if self.token_seconds else 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the last token."""
+        return self.token_seconds[-1] - self.start_seconds if self.token_seconds else 0.0
+
+    @property
+    def itls(self) -> list[float]:
+        """Seconds between one chunk and the next."""
+        return [end - start for start, end in zip(self.token_seconds, self.token_seconds[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per token after the first; 0 for a single token."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _StreamedChoice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_StreamedChoice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+async def run_load(
+    target: Target,
+    items: Sequence[WorkItem],
+    max_concurrency: int | None,
+    served: list[ServedRequest],
+    on_done: Callable[[], object] = lambda: None,
+) -> None:
+    """Send every item at its arrival time, at most ``max_concurrency`` at once, and wait until all have ended.
+
+    ``served`` is filled with one entry per request as it is sent, in the order of ``items``.
+    """
+    room: Any = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    async with session(target) as client:
+        start = time.perf_counter()
+
+        async def send(item: WorkItem, request: ServedRequest, due_seconds: float) -> None:
+            async with room:
+                request.queue_seconds = time.perf_counter() - due_seconds
+                await ask(client, target, item, request)
+            on_done()
+
+        tasks = []
+        for item in items:
+            due = start + item.arrival_seconds
+            if (wait := due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            served.append(ServedRequest(len(item.prompt_token_ids)))
+            tasks.append(asyncio.create_task(send(item, served[-1], time.perf_counter())))
+        await asyncio.gather(*tasks)
+
+
+def session(target: Target) -> aiohttp.ClientSession:
+    """Connections without a bound on their number, kept open from one request to the next if that comes soon."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=LONGEST_SECONDS, sock_connect=60),
+        headers=dict(target.headers),
+        read_bufsize=_LINE_BYTES,
+        trust_env=True,
+    )
+
+
+async def ask(client: aiohttp.ClientSession, target: Target, item: WorkItem, request: ServedRequest) -> None:
+    """Send one request and follow its stream to the end; a failure is in ``request.error``, not raised."""
+    request.start_seconds = time.perf_counter()
+    try:
+        async with client.post(target.url, json=request_body(target, item)) as response:
+            if response.status != 200:
+                text = " ".join((await response.text(errors="replace")).split())
+                request.error = f"{response.status} {response.reason}: {text}"[:LONGEST_ERROR]
+                return
+            await _follow(response, request)
+    except (*_FAILURES, ValueError, msgspec.MsgspecError) as error:
+        request.error = f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+
+
+def request_body(target: Target, item: WorkItem) -> dict[str, Any]:
+    """The JSON of one request. A prompt without text goes as token ids, which a chat has no place for."""
+    if target.chat:
+        asked = {"messages": [{"role": "user", "content": item.prompt}], "max_completion_tokens": item.output_len}
+    else:
+        prompt = item.prompt_token_ids if item.prompt is None else item.prompt
+        asked = {"prompt": prompt, "max_tokens": item.output_len}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": target.model, **asked, **streamed, **target.body}
+
+
+async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> None:
+    """Read a stream of server-sent events; it ended well when it said [DONE] after at least one chunk of text."""
+    chunks = 0
+    async for line in response.content:
+        if not line.startswith(b"data:"):  # an empty line between events, or a comment that keeps the connection
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            request.output_len = request.output_len or chunks
+            request.error = "" if request.token_seconds else "the stream ended without a token"
+            return
+        chunk = _CHUNK.decode(data)
+        if chunk.error is not None:
+            request.error = f"the stream ended with an error: {chunk.error}"[:LONGEST_ERROR]
+            return
+        chunks += _take(chunk, request)
+    request.error = "the stream ended before its [DONE]"
+
+
+def _take(chunk: _Chunk, request: ServedRequest) -> bool:
+    """Enter what a chunk brought; True where it brought a token.
+
+    A chat's first chunk only names the role; text may be "" in a completion, since a token need not complete a
+    character.
+    """
+    if chunk.usage is not None:
+        request.output_len = chunk.usage.completion_tokens or request.output_len
+        request.prompt_len = chunk.usage.prompt_tokens or request.prompt_len
+    if not chunk.choices:
+        return False
+    choice = chunk.choices[0]
+    text = choice.delta.content if choice.text is None else choice.text
+    if choice.text is None and not text:
+        return False
+    request.token_seconds.append(time.perf_counter())
+    request.text += text or ""
+    return True
+
+
+async def served_model(base_url: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the server's words on its first model: ``id``, and where it says so ``root`` and ``max_model_len``.
+
+    ServerError when it cannot be asked.
+    """
+    url = f"{base_url}/v1/models"
+    try:
+        async with (
+            aiohttp.ClientSession(headers=dict(headers), trust_env=True) as client,
+            client.get(url, timeout=aiohttp.ClientTimeout(total=60)) as response,
+        ):
+            if response.status != 200:
+                raise ServerError(f"{url} answers {response.status} {response.reason}")
+            models = (await response.json(content_type=None))["data"]
+            return {"id": str(models[0]["id"]), **models[0]}
+    except _FAILURES as error:
+        raise ServerError(f"cannot reach {url}: {error or type(error).__name__}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServerError(f"{url} does not answer as an OpenAI-compatible server does") from error

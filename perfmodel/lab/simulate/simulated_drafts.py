@@ -1,0 +1,70 @@
+"""Drafts in simulated time: how many of them are accepted, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fastdecode.core.step import ScheduledStep
+from fastdecode.cycle import Companion, Cycle
+from fastdecode.perfmodel.lab.draft_times import Drafting
+from fastdecode.perfmodel.lab.simulate.tokens import Clock
+
+
+class SimulatedDrafter:
+    """Proposes what the scheduler wants, and draws how much of it is accepted."""
+
+    def __init__(self, drafting: Drafting, num_r_workers: int) -> None:
+        self.drafting = drafting
+        self._num_r_workers = num_r_workers
+        self._rng = np.random.default_rng(0)
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return so many tokens for each sequence; which ones has no effect."""
+        return {each: [0] * count for each, count in wanted.items()}
+
+    def seconds(self, wanted: Mapping[int, int], kv_tokens: float) -> float:
+        """Return the seconds of drafting for sequences with ``kv_tokens`` in all."""
+        passes = max(wanted.values(), default=0)
+        return self.drafting.cost.seconds(len(wanted), passes, kv_tokens, self._num_r_workers) if passes else 0.0
+
+    def accepted(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """How many draft tokens of each sequence are accepted."""
+        if not drafts:
+            return {}
+        counts = np.array([len(tokens) for tokens in drafts.values()])
+        draws = self._rng.random((len(drafts), int(counts.max()))) < self.drafting.acceptance_rate
+        runs = np.minimum(np.cumprod(draws, axis=1).sum(axis=1), counts)
+        return dict(zip(drafts, runs.tolist(), strict=True))
+
+    def kv_loads(self, step: ScheduledStep) -> list[float]:
+        """Cached tokens that each R-worker attends in ``step``; further rows over the same reading count as the part of
+        it that they take."""
+        loads = np.array(step.kv_loads, np.float64)
+        for mini_batch in step.mini_batches if step.drafts else ():
+            chunks = mini_batch.chunks
+            more = (chunks["num_rows"] - 1) * chunks["is_decode"] * chunks["context_len"]
+            loads += self.drafting.row_share * np.bincount(chunks["worker"], more, len(loads))
+        return loads.tolist()
+
+
+class SimulatedSpeculation(Companion):
+    """Before each step: asks the scheduler for whom to draft, and lets the time of drafting pass."""
+
+    def __init__(self, drafter: SimulatedDrafter, clock: Clock) -> None:
+        self._drafter, self._clock = drafter, clock
+
+    def prepare(self, cycle: Cycle) -> None:
+        """Draft as ``Speculation`` does for a live engine."""
+        scheduler = cycle.scheduler
+        wanted = scheduler.drafts.wanted()
+        if not wanted:
+            return
+        scheduler.drafts.propose(self._drafter.propose(wanted))
+        decoding = scheduler.store.residents.decoding
+        kv_tokens = sum(decoding[sequence_id].num_cached for sequence_id in wanted)
+        seconds = self._drafter.seconds(wanted, kv_tokens)
+        if policy := scheduler.drafts.policy:
+            policy.observe_drafting(len(wanted), max(wanted.values()), seconds)
+        self._clock.work(seconds)

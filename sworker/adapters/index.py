@@ -1,0 +1,222 @@
+"""Trained sparsity: a layer's queries see only the tokens that an index picks.
+
+An indexer has queries and one key for each token of its own. Its keys are kept where the rows are that they pick, so
+indexers hand over queries and keys, as a layer of their own (``LayerLayout.picks``), in place of what they pick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from fastdecode.core.layout import LayerLayout
+from fastdecode.sworker.adapters.latents import LatentRows
+
+PROOF_ROWS = 24
+"""Random rows over which an indexer's picks are compared with those made here."""
+
+INDEX_ARGUMENTS = ("indices", "block_indices")
+"""Names of what an indexer picked among an attention call's arguments."""
+
+ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+"""Functions of a model's own module, of which an indexer uses one."""
+
+
+@dataclass
+class IndexRows:
+    """What an indexer hands over: q [1, heads, T, query_dim] and k [1, 1, T, dim], scored by ``scale``, and what its
+    queries pick (see ``LayerLayout``); ``is_sent``: they were handed over before, for another layer."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    scale: float
+    rule: dict[str, int]
+    is_sent: bool = False
+
+    def send(self, attend: Callable[..., torch.Tensor], module: torch.nn.Module) -> None:
+        """Hand them over, once, as a layer before that of ``module``."""
+        if not self.is_sent:
+            self.is_sent = True
+            attend(module, self.q, self.k, self.k[..., :0], None, scaling=self.scale, values_in_keys=1, **self.rule)
+
+
+def index_of(kwargs: dict[str, Any]) -> IndexRows | None:
+    """Take the index that came with an attention call, if one did, from its arguments."""
+    for name in INDEX_ARGUMENTS:
+        if isinstance(kwargs.get(name), IndexRows):
+            return kwargs.pop(name)
+    return None
+
+
+class TokenIndexer:
+    """DeepSeek's: heads with weights pick tokens. Mixed into the module's own class.
+
+    ``rotates_last``: the dims that are rotated follow the others (Hunyuan 4), which changes no product.
+    """
+
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotates_last: bool
+
+    def forward(
+        self, hidden_states: torch.Tensor, q_resid: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any
+    ) -> IndexRows:
+        """``hidden_states`` [1, T, hidden_size], ``q_resid`` [1, T, rank of queries]."""
+        own: Any = self
+        q_rot, q_pass = self._parts(own.wq_b(q_resid).unflatten(-1, (-1, own.head_dim)))
+        k_rot, k_pass = self._parts(own.k_norm(own.wk(hidden_states)).unsqueeze(2))
+        q_rot, k_rot = type(self).rotate(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
+        weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float() * own.n_heads**-0.5
+        q = torch.cat((q_rot, q_pass, _as_elements(weights, q_rot.dtype)), -1)
+        k = torch.cat((k_rot, k_pass), -1)
+        return IndexRows(q.transpose(1, 2), k.transpose(1, 2), own.softmax_scale, {"picks": own.index_topk})
+
+    def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of ``rows`` [..., head_dim] is rotated, and the rest."""
+        own: Any = self
+        width = own.head_dim - own.qk_rope_head_dim if self.rotates_last else own.qk_rope_head_dim
+        first, last = rows[..., :width], rows[..., width:]
+        return (last, first) if self.rotates_last else (first, last)
+
+
+class BlockIndexer:
+    """MiniMax-M3's: each head picks blocks of tokens for its KV head. Mixed into the module's own class."""
+
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any) -> IndexRows:
+        """``hidden_states`` [1, T, hidden_size]."""
+        own: Any = self
+        q = own.q_norm(own.q_proj(hidden_states).unflatten(-1, (-1, own.head_dim))).transpose(1, 2)
+        k = own.k_norm(own.k_proj(hidden_states).unflatten(-1, (-1, own.head_dim))).transpose(1, 2)
+        cos, sin = (each[..., : own.head_dim] for each in position_embeddings)
+        q, k = type(self).rotate(q, k, cos, sin)
+        rule = {"picks": own.topk_blocks, "pick_block": own.block_size, "pick_local": own.local_blocks}
+        return IndexRows(q, k, 1.0, rule)
+
+
+def _as_elements(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 [...] as [..., 2] of ``dtype``, the bits in the first of them that take 4 bytes."""
+    if dtype == torch.float32:
+        return torch.stack((weights, torch.zeros_like(weights)), -1)
+    return weights.unsqueeze(-1).contiguous().view(dtype)
+
+
+def picked(q: torch.Tensor, k: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """Which keys each row sees: the oracle, in plain operations, float32 inside.
+
+    ``q`` [rows, heads, query_dim], ``k`` [keys, 1, dim] of an index layer, the rows' own keys last; returns bool
+    [heads, rows, keys], [1, rows, keys] where all heads pick together. Of equal scores which are taken is open.
+    """
+    dim = layer.key_head_dim
+    scores = torch.einsum("rhd,kd->hrk", q[..., :dim].float(), k[:, 0].float()) * layer.scale
+    positions = torch.arange(len(k) - len(q), len(k), device=q.device)
+    seen = torch.arange(len(k), device=q.device) <= positions[:, None]
+    if not layer.pick_block:
+        weights = q[..., dim:].contiguous().view(torch.float32)[..., :1].transpose(0, 1)
+        return _best((scores.relu() * weights).sum(0, keepdim=True), seen, layer.picks)
+    size = layer.pick_block
+    own = positions // size
+    blocks = torch.arange(-(-len(k) // size), device=q.device)
+    scores = torch.nn.functional.pad(scores.masked_fill(~seen, -torch.inf), (0, -len(k) % size), value=-torch.inf)
+    maxima = scores.unflatten(-1, (-1, size)).amax(-1)
+    maxima = maxima.masked_fill(blocks > (own - layer.pick_local)[:, None], torch.inf)
+    kept = _best(maxima, blocks <= own[:, None], layer.picks)
+    return kept.repeat_interleave(size, -1)[..., : len(k)] & seen
+
+
+def _best(scores: torch.Tensor, seen: torch.Tensor, most: int) -> torch.Tensor:
+    """The ``most`` best scores [heads, rows, places] of each row, of those that are ``seen``: bool, as scores."""
+    scores = scores.masked_fill(~seen, -torch.inf)
+    best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
+
+
+def use_index(model: torch.nn.Module) -> None:
+    """Have every indexer of ``model`` hand over its queries and keys, where that proves to pick the same.
+
+    Others stay as they are.
+    """
+    owners = [module for module in model.modules() if isinstance(getattr(module, "indexer", None), torch.nn.Module)]
+    for owner in owners:
+        found = _proven(owner.indexer, isinstance(owner, LatentRows))
+        if found is not None:
+            owner.indexer.__class__ = found
+            owner.register_forward_pre_hook(_with_some_mask, with_kwargs=True)
+
+
+def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
+    """Styles, as in transformers' plans for ranks, of attention where each head of an index picks for a KV head.
+
+    A rank has its own heads of both, and of layers beside them that see all. transformers' own plan leaves all heads to
+    every rank, since its masks are of all.
+    """
+    named = dict(model.named_modules())
+    indexers = [name for name, module in named.items() if isinstance(module, BlockIndexer)]
+    kinds = tuple({type(named[name.rpartition(".")[0]]) for name in indexers})
+    owners = [name for name, module in named.items() if isinstance(module, kinds)]
+    styles = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+    plan = {f"{owner}.{name}": style for owner in owners for name, style in styles.items()}
+    return plan | {f"{name}.q_proj": "colwise" for name in indexers}
+
+
+def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Such layers cut their mask for their indexer, and here there is none."""
+    if kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
+    return args, kwargs
+
+
+def _proven(indexer: Any, over_latents: bool) -> type | None:
+    """The class of ``indexer`` with ``forward`` from here, where both pick the same on random rows."""
+    own, mixin = type(indexer), TokenIndexer if hasattr(indexer, "wq_b") else BlockIndexer
+    if over_latents != (mixin is TokenIndexer):
+        return None
+    for name, last in product(ROTATIONS, (False, True) if mixin is TokenIndexer else (False,)):
+        if rotate := getattr(sys.modules[own.__module__], name, None):
+            parts = {"__module__": own.__module__, "rotate": staticmethod(rotate), "rotates_last": last}
+            found = type(own.__name__, (mixin, own), parts)
+            if _picks_the_same(indexer, found):
+                return found
+    return None
+
+
+@torch.no_grad()
+def _picks_the_same(indexer: Any, found: type) -> bool:
+    """Say whether ``indexer`` picks on random rows, few of them, what its rows as a ``found`` do."""
+    own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
+    places = torch.arange(PROOF_ROWS)
+    seen = places <= places[:, None]
+    try:
+        vars(indexer).update({"index_topk": 5} if tokens else {"block_size": 4, "topk_blocks": 3})
+        arguments = [*_random_rows(indexer, tokens), seen[None] if tokens else None, places[None]]
+        indices = indexer(*arguments)[0]
+        indexer.__class__ = found
+        rows = indexer(*arguments)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    finally:
+        indexer.__class__ = own
+        vars(indexer).update(before)
+    q, k = (each[0].transpose(0, 1) for each in (rows.q, rows.k))
+    layer = LayerLayout(q.shape[1], 1, k.shape[2], 1, rows.scale, values_in_keys=True, **rows.rule)
+    wanted = indices if indices.ndim == 3 else indices[None]
+    size = layer.pick_block or 1
+    mask = torch.zeros(len(wanted), PROOF_ROWS, PROOF_ROWS // size + 1, dtype=torch.bool)
+    mask.scatter_(-1, wanted.long().remainder(mask.shape[-1]), True)
+    return torch.equal(picked(q, k, layer), mask[..., :-1].repeat_interleave(size, -1) & seen)
+
+
+def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
+    """Hidden states [1, rows, hidden size], those that queries of tokens are made of, and cosines and sines."""
+    generator = torch.Generator().manual_seed(1)
+    linears = [indexer.wk, indexer.wq_b] if tokens else [indexer.k_proj]
+    sizes = [each.in_features for each in linears]
+    dim = indexer.qk_rope_head_dim if tokens else indexer.head_dim
+    *rows, angles = (torch.randn(1, PROOF_ROWS, size, generator=generator) for size in (*sizes, dim // 2))
+    dtype, angles = linears[0].weight.dtype, torch.cat((angles, angles), -1)
+    return [*(each.to(dtype) for each in rows), (angles.cos().to(dtype), angles.sin().to(dtype))]

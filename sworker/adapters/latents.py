@@ -1,0 +1,136 @@
+"""Multi-head latent attention (MLA): a token's cache is its latent, not the keys and values that are made of it.
+
+Such a layer keeps c, ``kv_lora_rank`` values, and a rotary key r that all heads share; a head's key is (K·c, r), its
+value V·c. Its scores are then (Kᵀ·q, q_r)·(c, r), and its output V·(weighted sum of c). So R-workers keep one row
+(c, r) for each token and layer and attend as one KV head, whose values are the row's first part. K and V are multiplied
+with queries and outputs here ("absorbed"), or by R-workers, to which less travels then (``--latent-absorption r``).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from fastdecode.core.absorption import Absorption
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding, has_fast_products
+from fastdecode.sworker.run.staging import to_numpy
+
+logger = logging.getLogger(__name__)
+
+
+class Absorbed(torch.nn.Linear):
+    """``kv_b_proj``, K and V of all heads: weight [num_heads · (nope + value dims), rank]; never called again."""
+
+
+class LatentRows:
+    """The part of an MLA module that hands over latent rows in place of keys and values.
+
+    Mixed into the module's own class, whose ``forward`` stays.
+    """
+
+    kv_b_proj: Absorbed
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    absorbs_here = True
+    """Whether this process multiplies K and V with queries and outputs; else R-workers do."""
+
+    @property
+    def absorption(self) -> Absorption:
+        """What R-workers need to multiply them."""
+        return Absorption(self.qk_nope_head_dim, self.v_head_dim, lambda: to_numpy(self._heads().cpu()))
+
+    def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [1, 1, T, rank] and rotary keys [1, 1, T, rope] → rows [1, 1, T, rank + rope], and no values."""
+        return torch.cat((kv_nope, k_rot), -1), kv_nope[..., :0]
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """[1, num_heads, T, nope + rope] → [1, num_heads, T, rank + rope]."""
+        nope, rotary = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        return torch.cat((multiplied_by_head(nope, self._heads()[:, : self.qk_nope_head_dim]), rotary), -1)
+
+    def expand_output(self, o: torch.Tensor) -> torch.Tensor:
+        """[1, T, num_heads, rank] → [1, T, num_heads, value dims]."""
+        return multiplied_by_head(o.transpose(1, 2), self._heads()[:, self.qk_nope_head_dim :].mT).transpose(1, 2)
+
+    def _heads(self) -> torch.Tensor:
+        """K and V of each head, [num_heads, nope + value dims, rank]; fewer heads once ranks have cut them."""
+        return self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+
+
+def multiplied_by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``rows @ weights`` of each head; where the CPU has no products of 16 bits in float32, rounded once, since torch's
+    take 3 to 15 times as long there."""
+    if rows.device.type != "cpu" or has_fast_products(rows.dtype):
+        return rows @ weights
+    return (rows.float() @ weights.float()).to(rows.dtype)
+
+
+def use_latent_rows(model: torch.nn.Module) -> None:
+    """Have every MLA module of ``model`` hand over its latent rows, where that proves to be the same.
+
+    Modules stay as they are where ``expand_kv`` is not what is known here.
+    """
+    modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    if not modules:
+        return
+    if not all(map(_is_known, modules)):
+        logger.info("%s: keys and values are kept expanded: its latents are not of a known kind", type(model).__name__)
+        return
+    classes: dict[type, type] = {}
+    for module in modules:
+        own: Any = type(module)
+        if own not in classes:
+            classes[own] = type(own.__name__, (LatentRows, own), {"__module__": own.__module__})
+        module.__class__ = classes[own]
+        module.kv_b_proj.__class__ = Absorbed
+    logger.info("%d layers keep latent rows", len(modules))
+
+
+def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
+    """Have every module of latent rows hand over its queries as they are; say whether ``model`` has such modules."""
+    modules = [module for module in model.modules() if isinstance(module, LatentRows)]
+    for module in modules:
+        module.absorbs_here = False
+    return bool(modules)
+
+
+def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
+    """Styles, as in transformers' plans for ranks, of modules of latent rows: a rank has some heads and whole rows.
+
+    transformers' own plans leave all heads of some architectures to every rank.
+    """
+    styles = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+    owners = [(name, module) for name, module in model.named_modules() if isinstance(module, LatentRows)]
+    parts = (
+        (f"{name}.{part}", getattr(module, part, None), style)
+        for name, module in owners
+        for part, style in styles.items()
+    )
+    return {name: style for name, linear, style in parts if isinstance(linear, torch.nn.Linear)}
+
+
+@torch.no_grad()
+def _is_known(module: Any) -> bool:
+    """Say whether scores and outputs over latent rows are those over what ``module`` expands, on random rows."""
+    projection = getattr(module, "kv_b_proj", None)
+    if type(projection) is not torch.nn.Linear or projection.bias is not None:
+        return False
+    weight, generator = projection.weight, torch.Generator()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
+
+    try:
+        latents, rotary = (random(1, 1, PROOF_ROWS, dim) for dim in (module.kv_lora_rank, module.qk_rope_head_dim))
+        keys, values = module.expand_kv(latents, rotary)
+        nope, num_heads = module.qk_nope_head_dim, keys.shape[1]
+        heads = weight.view(num_heads, nope + module.v_head_dim, -1)
+        expanded = latents @ heads.mT
+        wanted = torch.cat((expanded[..., :nope], rotary.expand(-1, num_heads, -1, -1)), -1)
+        return equal_within_rounding(wanted, keys) and equal_within_rounding(expanded[..., nope:], values)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False

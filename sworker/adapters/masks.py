@@ -1,0 +1,134 @@
+"""Masks that a model asks transformers for, read as scoring rules: which tokens each layer's queries see.
+
+Most models tell their sliding windows to the attention call as well; some tell only transformers' mask functions, and
+those that compute with masks (``generate``) heed nothing else. FastDecode's forwards build no masks. So a probe asks
+for them once, under an attention of another name, and each layer's rule is that of the mask which comes with its call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
+
+from fastdecode.sworker.run.pipeline import ModelGreenlet, attend
+from fastdecode.sworker.run.prompts import Sight
+
+PROBE_NAME = "fastdecode_probe"
+"""The ``attn_implementation`` under which a model that is probed asks for masks."""
+
+SQUARE = 48
+"""Tokens of a text over which each mask is looked at whole."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A mask that was given to the model, and what it was made of."""
+
+    mask: torch.Tensor
+    function: Callable[..., torch.Tensor]
+    local_size: int
+
+    def is_whole(self, mask: torch.Tensor) -> bool:
+        """Say whether ``mask`` is this one, or some first columns of it, unchanged."""
+        return mask.dtype == torch.bool and mask.data_ptr() == self.mask.data_ptr() and bool(mask.all())
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a text over which the rule is looked at."""
+        return max(SQUARE, 3 * self.local_size + 3)
+
+    def sight(self) -> Sight | None:
+        """Return the rule that the mask's function follows at every position; None where no rule is known for it."""
+        queries, keys = _pairs(self.local_size, self.mask.device)
+        nought = torch.zeros_like(queries)
+        try:
+            seen = self.function(nought, nought, queries, keys)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return None  # it looks up the tokens of one text
+        seen = seen.broadcast_to(keys.shape)
+        rules = Sight(), Sight(self.local_size), Sight(self.local_size, chunked=True)
+        return next((rule for rule in rules if torch.equal(seen, rule.sees(queries, keys))), None)
+
+
+def _pairs(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of queries and of keys: all of a short text, and those about where windows of ``size`` begin."""
+    square = torch.arange(SQUARE, device=device)
+    edges = torch.tensor([each for times in range(4) for each in range(times * size - 2, times * size + 3)])
+    edges = edges[edges >= 0].unique().to(device)
+    both = [torch.cartesian_prod(each, each) for each in (square, edges)]
+    return torch.cat([each[:, 0] for each in both]), torch.cat([each[:, 1] for each in both])
+
+
+class MaskProbe:
+    """The masks that one forward asks for, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+
+    def give(
+        self, function: Callable[..., torch.Tensor], shape: tuple[int, ...], size: int, device: Any
+    ) -> torch.Tensor:
+        """Return a mask of ``shape`` that hides nothing, to be known again by its place in memory."""
+        mask = torch.ones(shape, dtype=torch.bool, device=device)
+        self.asked.append(Asked(mask, function, size))
+        return mask
+
+    def find(self, mask: torch.Tensor) -> int | None:
+        """Return the number of the mask that came with an attention call; None where the model made or changed it."""
+        return next((number for number, asked in enumerate(self.asked) if asked.is_whole(mask)), None)
+
+
+class ProbedGreenlet(ModelGreenlet):
+    """A greenlet whose forward gets masks of ``masks``."""
+
+    def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor], masks: MaskProbe) -> None:
+        super().__init__(run, attend)
+        self.masks = masks
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    device: Any = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    """Stand as the mask function of ``PROBE_NAME``, as transformers calls it."""
+    current = getcurrent()
+    if not isinstance(current, ProbedGreenlet):
+        raise RuntimeError("a model loaded by FastDecode asks for masks only in its probe")
+    return current.masks.give(mask_function, (batch_size, 1, q_length, kv_length), local_size or 0, device)
+
+
+def cached_windows(hf_config: Any) -> list[int]:
+    """Tokens of each layer that the cache of ``generate`` keeps; 0 where it keeps all."""
+    try:
+        layers = DynamicCache(config=hf_config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []  # a model of somebody else's, with a cache of its own
+    return [int(getattr(layer, "sliding_window", None) or 0) for layer in layers]
+
+
+@contextlib.contextmanager
+def asking_for_masks(model: torch.nn.Module) -> Iterator[None]:
+    """Let the model's forwards ask for masks meanwhile."""
+    AttentionInterface.register(PROBE_NAME, attend)
+    AttentionMaskInterface.register(PROBE_NAME, _mask)
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(each): each for each in found if isinstance(each, PretrainedConfig)}.values()
+    names = [(config, config._attn_implementation) for config in configs]
+    for config, _ in names:
+        config._attn_implementation = PROBE_NAME
+    try:
+        yield
+    finally:
+        for config, name in names:
+            config._attn_implementation = name

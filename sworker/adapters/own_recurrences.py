@@ -1,0 +1,68 @@
+"""Recurrences that are code of modules rather than functions: lightning attention (MiniMax) and the RG-LRU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdecode.sworker.adapters.states import Recurrence, advance, as_heads, convolved, payload, replace
+
+
+def _lightning_attention(
+    self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """MiniMax's linear attention: a scan whose heads decay at a rate of their own and take each token whole."""
+    heads, dim = self.num_attention_heads, self.head_dim
+    rows = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * dim))
+    query, key, value = rows.split(dim, -1)
+    decays = -self.slope_rate.flatten().expand(1, len(rows[0]), heads)
+    out = advance(
+        payload((value, key, query), (decays, torch.ones_like(decays))),
+        Recurrence("scan", None, heads, dim, heads, dim, 1),
+    )
+    out = self.norm(out.flatten(2))
+    return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+
+def _linear_recurrence(
+    self: Any, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """The RG-LRU over ``hidden_states`` [1, T, channels], which are gated; ``recurrent_gate`` says how each decays."""
+    heads, dim = as_heads(hidden_states.shape[2])
+    rows = payload((hidden_states,), (recurrent_gate,))
+    return advance(rows, Recurrence("lru", None, heads, dim, 0, 1)).flatten(2), None
+
+
+class _Convolved(nn.Module):
+    """A convolution of each channel by itself, [1, channels, T], as R-workers compute it in forwards of ours."""
+
+    def __init__(self, own: nn.Conv1d) -> None:
+        super().__init__()
+        self.weight, self.bias = own.weight, own.bias
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return convolved(hidden_states, self.weight.squeeze(1), self.bias)
+
+
+METHODS = {
+    "MiniMaxLightningAttention": ("forward", _lightning_attention),
+    "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
+}
+"""Methods of transformers' modules, by their class, and what they are in our forwards."""
+
+CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
+"""Modules that convolve by a module of their own."""
+
+
+def use_own_recurrences(model: nn.Module) -> bool:
+    """Have modules with a recurrence of their own leave the forwards of ``model``; False where it has none."""
+    found = [each for each in model.modules() if type(each).__name__ in {*METHODS, *CONVOLUTIONS}]
+    for each in found:
+        name = type(each).__name__
+        if name in METHODS:
+            replace(type(each), *METHODS[name])
+        else:
+            setattr(each, CONVOLUTIONS[name], _Convolved(getattr(each, CONVOLUTIONS[name])))
+    return bool(found)

@@ -1,0 +1,229 @@
+"""Recurrent layers: their convolution and recurrence are computed by the R-worker that holds the sequence's state.
+
+transformers computes both in functions of its modeling modules, the convolution over rows and then the recurrence over
+what it made of them. Within a forward of ours these functions are others: the convolution hands its rows on as they
+are, and the recurrence leaves the greenlet with a payload of them, its decays and rates, as attention does with q, k
+and v. Where the model computes more of what is convolved before the recurrence (Mamba-1, the RG-LRU), both leave it, as
+two layers. Projections, gates and norms around both stay the model's own code. Recurrences that are methods of modules
+have adapters in `own_recurrences.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from greenlet import getcurrent
+
+from fastdecode.core.layout import LayerLayout, StateLayout
+from fastdecode.sworker.run.pipeline import ModelGreenlet
+
+CONVOLUTION = "causal_conv1d_fn"
+
+WINDOW_DIMS = (64, 32, 16)
+"""Channels that count as a head where a layer is a convolution alone: R-workers' threads share a sequence by heads."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A causal convolution of each channel by itself: ``weight`` [channels, taps], ``bias`` [channels] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What the R-worker is to do with rows of one layer, as a forward finds it."""
+
+    kind: Literal["delta", "scan", "window", "selective", "lru"]
+    convolution: Convolution | None
+    heads: int
+    value_dim: int
+    groups: int = 0
+    key_dim: int = 0
+    decays: int = 0
+    norm: bool = False
+    skip: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    def layout(self, row_elements: int) -> LayerLayout:
+        """What R-workers are told of it."""
+        first = self.convolution
+        taps, silu, weight, bias = (
+            (first.weight.shape[1], first.silu, first.weight.T, first.bias) if first else (1, False, None, None)
+        )
+        state = StateLayout(
+            self.kind, self.groups, self.key_dim, taps, self.decays, silu, self.norm, row_elements,
+            _bytes_of(weight), _bytes_of(bias), _bytes_of(self.skip), _bytes_of(self.factors),
+        )  # fmt: skip
+        scale = self.key_dim**-0.5 if self.kind == "delta" else 1.0
+        return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, scale, state=state)
+
+
+def _bytes_of(tensor: torch.Tensor | None) -> bytes:
+    return b"" if tensor is None else tensor.detach().float().contiguous().cpu().numpy().tobytes()
+
+
+def advance(rows: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+    """Leave the greenlet with ``rows`` [T, elements]; come back with o [1, T, heads, value_dim]."""
+    none = rows.new_empty(1, 1, len(rows), 0)
+    return _forward().attend(None, none, rows[None, None], none, None, recurrence=recurrence)
+
+
+def _forward() -> ModelGreenlet:
+    current = getcurrent()
+    if not isinstance(current, ModelGreenlet):
+        raise RuntimeError("a model loaded by FastDecode runs only inside its pipeline")
+    return current
+
+
+def payload(channels: tuple[torch.Tensor, ...], numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Payload rows of ``channels`` [1, T, …] each, and ``numbers`` [1, T, …] as the bits of float32: [T, elements]."""
+    parts = [part[0].flatten(1) for part in channels]
+    bits = [number[0].float().flatten(1) for number in numbers]
+    return torch.cat([*parts, torch.cat(bits, -1).view(parts[0].dtype)], -1)
+
+
+def _convolution(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Note the convolution of ``hidden_states`` [1, channels, T], and hand them on as they are."""
+    _forward().convolution = Convolution(weight, bias, activation is not None)
+    return hidden_states
+
+
+def convolved(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Have the R-worker convolve ``hidden_states`` [1, channels, T]; the same shape."""
+    heads, dim = as_heads(hidden_states.shape[1])
+    convolution = Convolution(weight, bias, activation is not None)
+    recurrence = Recurrence("window", convolution, heads, dim)
+    rows = hidden_states[0].T.contiguous()
+    return advance(rows, recurrence).flatten(2).transpose(1, 2)
+
+
+def as_heads(channels: int) -> tuple[int, int]:
+    """Heads, and channels of each, where each channel goes by itself."""
+    dim = next((dim for dim in WINDOW_DIMS if channels % dim == 0), 1)
+    return channels // dim, dim
+
+
+def _delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *_: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """The gated delta rule over rows that are not convolved yet; ``g`` [1, T, heads] or [1, T, heads, key_dim]."""
+    heads, value_dim = value.shape[2:]
+    groups, key_dim = key.shape[2:]
+    decays = key_dim if g.dim() == 4 else 1
+    rows = payload((query, key, value), (g, beta))
+    recurrence = Recurrence(
+        "delta", _forward().convolution, heads, value_dim, groups, key_dim, decays, use_qk_l2norm_in_kernel
+    )
+    return advance(rows, recurrence), None
+
+
+def _scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *_: Any,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **__: Any,
+) -> torch.Tensor:
+    """Mamba-2's scan over rows that are not convolved yet, its time steps made as transformers makes them."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, min=dt_limit[0], max=dt_limit[1]).float()
+    heads, value_dim = hidden_states.shape[2:]
+    groups, key_dim = B.shape[2:]
+    rows = payload((hidden_states, B, C), (A.float() * dt, dt))
+    return advance(rows, Recurrence("scan", _forward().convolution, heads, value_dim, groups, key_dim, 1, skip=D))
+
+
+def _selective_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """Mamba-1's scan over ``hidden_states`` [1, channels, T] that are convolved; ``A`` [channels, key_dim]."""
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+    dt = F.softplus(dt) if delta_softplus else dt
+    heads, dim = as_heads(hidden_states.shape[1])
+    skipped = 0.0 if D is None else hidden_states * D[:, None]  # before these outputs of an R-worker give way to others
+    rows = payload(tuple(each.transpose(1, 2) for each in (hidden_states, B, C)), (dt.transpose(1, 2),))
+    recurrence = Recurrence("selective", None, heads, dim, 1, A.shape[1], factors=A.T)
+    out = advance(rows, recurrence).flatten(2).transpose(1, 2) + skipped
+    return out if z is None else out * F.silu(z)
+
+
+RECURRENCES: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+    "mamba_selective_scan": _selective_scan,
+}
+"""Functions of transformers' modeling modules, and what they are in our forwards."""
+
+OF_CONVOLVED = frozenset(("mamba_selective_scan",))
+"""Recurrences there whose inputs are made of what is convolved."""
+
+
+def use_states(model: torch.nn.Module) -> bool:
+    """Have recurrent layers of ``model`` leave its forwards; False where it has none that are known."""
+    modules = {sys.modules[type(each).__module__] for each in model.modules()}
+    found = [each for each in modules if hasattr(each, CONVOLUTION)]
+    for module in found:
+        names = {name for name in RECURRENCES if hasattr(module, name)}
+        for name in names:
+            replace(module, name, RECURRENCES[name])
+        replace(module, CONVOLUTION, _convolution if names - OF_CONVOLVED else convolved)
+    return bool(found)
+
+
+def replace(module: ModuleType | type, name: str, ours: Callable[..., Any]) -> None:
+    """Have ``module``, or a class, call ``ours`` within forwards of ours, and what it called before elsewhere."""
+    theirs = getattr(module, name)
+    if hasattr(theirs, "in_forwards"):
+        return
+
+    @functools.wraps(theirs)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (ours if isinstance(getcurrent(), ModelGreenlet) else theirs)(*args, **kwargs)
+
+    either.in_forwards = ours  # type: ignore[attr-defined]
+    setattr(module, name, either)

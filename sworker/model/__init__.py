@@ -1,0 +1,1 @@
+"""The model: loading, checkpoints, packed products, probes, shards, and its tokenizer."""

@@ -1,0 +1,190 @@
+"""Norms and rotary embeddings in one pass each, where torch makes five to ten (CPU, float32 and bfloat16).
+
+The model's code is untouched: a norm gets a ``forward`` of its own, and an attention layer its own class's ``forward``
+with another ``apply_rotary_pos_emb``. Each is held against the model's own on random rows first, and left out where
+they differ by more than rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastdecode import _sworker
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.run.staging import rows_of, to_numpy
+
+logger = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"
+"""The name under which nearly all models of transformers rotate q and k."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+ONE_THREAD = 1 << 18, 4
+"""Elements, and torch's threads, up to which one thread here is faster than torch's own operations on all."""
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FusedRows:
+    """The norms and rotary embeddings of a model that were replaced; they can be put back."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Replace whatever proves equal."""
+        self.num_norms = self.num_rotary = 0
+        self._replaced: list[torch.nn.Module] = []
+        self._norm_forms: dict[tuple[object, ...], Callable[[torch.nn.Module], Forward] | None] = {}
+        self._rotations: dict[tuple[object, ...], Rotary | None] = {}
+        dtype = next(model.parameters()).dtype
+        for module in model.modules() if next(model.parameters()).device.type == "cpu" and dtype in DTYPES else ():
+            if type(module).__name__.endswith("RMSNorm"):
+                self._replace_norm(module)
+            elif ROTARY in getattr(getattr(type(module).forward, "__code__", None), "co_names", ()):
+                self._replace_rotary(module, dtype)
+        logger.info("%d norms and %d rotary embeddings in one pass", self.num_norms, self.num_rotary)
+
+    def undo(self) -> None:
+        """Give every module its class's ``forward`` back."""
+        for module in self._replaced:
+            del module.__dict__["forward"]
+        self._replaced.clear()
+
+    def _replace_norm(self, module: torch.nn.Module) -> None:
+        weight = getattr(module, "weight", None)
+        if (
+            not isinstance(weight, torch.Tensor)
+            or weight.ndim != 1
+            or weight.dtype not in DTYPES
+            or _eps(module) is None
+        ):
+            return
+        key = type(module), weight.shape, weight.dtype
+        if key not in self._norm_forms:
+            self._norm_forms[key] = _proven_norm(module)
+        form = self._norm_forms[key]
+        if form is not None:
+            self._attach(module, form(module))
+            self.num_norms += 1
+
+    def _replace_rotary(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        forward, head_dim = type(module).forward, getattr(module, "head_dim", None)
+        own = forward.__globals__.get(ROTARY)
+        if own is None or not isinstance(head_dim, int) or head_dim % 2:
+            return
+        key = own, head_dim
+        if key not in self._rotations:
+            rotary = Rotary(own)
+            self._rotations[key] = rotary if rotates_alike(rotary, head_dim, dtype) else None
+        rotary_or_none = self._rotations[key]
+        if rotary_or_none is not None:
+            self._attach(module, types.MethodType(_with_global(forward, ROTARY, rotary_or_none), module))
+            self.num_rotary += 1
+
+    def _attach(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        module.__dict__["forward"] = forward
+        self._replaced.append(module)
+
+
+class Rotary:
+    """``apply_rotary_pos_emb`` in one pass; whatever it does not know goes to the model's own."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **options: Any
+    ) -> Any:
+        """q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
+        fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
+        if more or options or not fits or cos.shape != (1, q.shape[2], q.shape[3]) or _is_large(q):
+            return self._own(q, k, cos, sin, *more, **options)
+        angles = to_numpy(cos[0]), to_numpy(sin[0])
+        return _rotated(q, *angles), _rotated(k, *angles)
+
+
+def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
+    """[1, heads, T, dim], of any strides from row to row."""
+    rows = rows_of(heads)
+    if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
+        rows = rows.contiguous()
+    out = torch.empty(rows.shape, dtype=rows.dtype)
+    _sworker.rotate(_array(rows), cos, sin, _array(out))
+    return out.transpose(0, 1)[None]
+
+
+def _array(rows: torch.Tensor) -> Any:
+    """Return the tensor's memory as a numpy array, with its strides; bfloat16 as its bits."""
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+
+
+def _is_large(x: torch.Tensor) -> bool:
+    """Say whether torch's many threads are faster than one here."""
+    elements, threads = ONE_THREAD
+    return x.numel() > elements and torch.get_num_threads() > threads
+
+
+def _eps(norm: torch.nn.Module) -> float | None:
+    return next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
+
+
+def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
+    """The form of RMSNorm that gives what ``norm`` gives: its weight after rounding or before, or one plus it."""
+    rows = torch.randn(1, PROOF_ROWS, len(norm.weight), generator=torch.Generator()).to(norm.weight.dtype)
+    for offset, round_first in ((0.0, True), (0.0, False), (1.0, False)):
+
+        def form(module: torch.nn.Module, offset: float = offset, round_first: bool = round_first) -> Forward:
+            return _norm_forward(module, offset, round_first)
+
+        with torch.inference_mode():
+            if equal_within_rounding(form(norm)(rows), type(norm).forward(norm, rows)):
+                return form
+    logger.info("%s is left as it is: no known form of RMSNorm gives the same", type(norm).__name__)
+    return None
+
+
+def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
+    """``norm``'s forward in one pass."""
+    dtype, eps = norm.weight.dtype, float(_eps(norm) or 0.0)
+    weight = (norm.weight.detach().float() + offset).numpy()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != dtype or _is_large(x):
+            own: torch.Tensor = type(norm).forward(norm, x)
+            return own
+        rows = x.reshape(-1, len(weight)).contiguous()
+        out = torch.empty(rows.shape, dtype=dtype)
+        _sworker.rms_norm(_array(rows), weight, eps, round_first, _array(out))
+        return out.view(x.shape)
+
+    return forward
+
+
+def rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
+    """Say whether ``rotary`` gives what the model's own gives, for random q, k, cos and sin."""
+    generator = torch.Generator()
+    shapes = ((1, 4, PROOF_ROWS, head_dim), (1, 2, PROOF_ROWS, head_dim), *[(1, PROOF_ROWS, head_dim)] * 2)
+    arguments = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    try:
+        pairs = zip(rotary(*arguments), rotary._own(*arguments), strict=True)
+        return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
+    except Exception as error:  # another kind of function under that name
+        logger.info("%s is left as it is: %s", ROTARY, error)
+        return False
+
+
+def _with_global(function: Any, name: str, value: object) -> types.FunctionType:
+    """``function`` as it is, but for one name of its module."""
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, name: value},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

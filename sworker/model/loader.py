@@ -1,0 +1,282 @@
+"""Loading an unmodified transformers causal LM whose attention will be ours."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.perfmodel.model_config import read_shape
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.sworker.adapters.experts import use_padded_experts
+from fastdecode.sworker.adapters.index import use_index
+from fastdecode.sworker.adapters.latents import use_latent_rows
+from fastdecode.sworker.adapters.own_recurrences import use_own_recurrences
+from fastdecode.sworker.adapters.states import use_states
+from fastdecode.sworker.model import checkpoints, gguf, lora, sharding
+from fastdecode.sworker.model.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
+from fastdecode.sworker.model.sharding import Rank
+from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
+from fastdecode.sworker.run.staging import DTYPE_NAME, TORCH_DTYPE
+
+WITH_PICTURES = ("kimi_k25", "mistral4")
+"""Models of text that transformers lists among those of pictures and text."""
+
+ONE_BY_ONE = ("HF_DEACTIVATE_ASYNC_LOAD", "1")
+"""Has transformers read a checkpoint's tensors one by one, where the user has not said otherwise. By default threads
+read ahead as far as they get, so the experts of all layers lie in memory before the first are put together: 1.8 times
+the weights, measured with FP8."""
+
+DIGEST_NUMBERS = 64
+"""Numbers of each parameter that the digest of a model is made of."""
+
+
+def load_hf_config(config: EngineConfig) -> Any:
+    """The model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
+    lora.check_folder(Path(config.model))
+    with _one_clear_error(config.model):
+        name, named = gguf.source(config.model)
+        hf_config = AutoConfig.from_pretrained(
+            name, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
+        )
+    _apply_overrides(hf_config, config.hf_overrides)
+    check_config(hf_config)
+    return hf_config
+
+
+def auto_class(model_type: str) -> Any:
+    """The class of transformers that builds and loads models of this type."""
+    return AutoModelForImageTextToText if model_type in WITH_PICTURES else AutoModelForCausalLM
+
+
+def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
+    """The whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own), wherever it was loaded:
+    ``place_model`` is to follow."""
+    device = resolve_device(config.device)
+    adapt = _register(hf_config)
+    dtype = resolve_dtype(config.dtype, hf_config)
+    with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
+        if config.load_format == "dummy":
+            torch.manual_seed(config.seed)
+            with device:  # random numbers come much faster from a GPU
+                model = auto_class(hf_config.model_type).from_config(
+                    hf_config,
+                    dtype=dtype,
+                    attn_implementation=ATTENTION_NAME,
+                    trust_remote_code=config.trust_remote_code,
+                )
+        else:
+            loads, name, named = _weights_source(config, hf_config, dtype)
+            os.environ.setdefault(*ONE_BY_ONE)
+            model, info = loads.from_pretrained(
+                name,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **named,
+            )
+            _check_complete(config.model, info)
+    has_states = use_states(model) or use_own_recurrences(model)
+    if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
+        refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
+    with _one_clear_error(config.model):
+        model = lora.merged(gguf.unpacked(model), config.lora)
+        adapt(model)
+        use_latent_rows(model)
+        use_index(model)
+        if device.type == "cpu":
+            use_padded_experts(model)
+        return model.eval().requires_grad_(False)
+
+
+def _weights_source(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
+    """Return whose ``from_pretrained`` loads, and its arguments that say where weights are, or themselves, unpacked."""
+    name, named = gguf.weights_source(config.model)
+    loads = auto_class(hf_config.model_type)
+    remote = {"trust_remote_code": config.trust_remote_code}
+    if not named and (weights := checkpoints.unpacked(config.model, config.revision, hf_config, dtype)):
+        with torch.device("meta"):  # transformers' automatic classes take no weights but files
+            return type(loads.from_config(hf_config, **remote)), None, {"state_dict": weights}
+    return loads, name, named | remote | {"revision": config.revision}
+
+
+def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
+    """``model``, or the part of ``rank``, of tensor parallelism, on ``config.device``."""
+    with _one_clear_error(config.model):  # a device may be too small
+        if rank:
+            sharding.shard(model, hf_config, rank)
+        return model.to(resolve_device(config.device))
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        numbers = parameter.detach().reshape(-1)
+        some = numbers[:: max(1, len(numbers) // DIGEST_NUMBERS)][:DIGEST_NUMBERS]
+        digest.update(some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
+    """Make our attention known to transformers; returns what is left to do to a loaded model."""
+    register_attention()
+    if hf_config.model_type in ("llama4", "llama4_text"):
+        from fastdecode.sworker.adapters.own_positions import use_given_positions
+
+        return use_given_positions
+    if hf_config.model_type not in OWN_ATTENTION:
+        return lambda model: None
+    from fastdecode.sworker.adapters import own_attention
+
+    own_attention.register()
+    return own_attention.adapt
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is a GPU where torch has one it can use, else the CPU; ConfigError for ``cuda`` without one."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(f"device: 'cuda' was asked for, and torch {torch.__version__} finds no GPU it can use")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def device_name(config: EngineConfig) -> str:
+    """The GPU that ``config`` would use; "" for the CPU."""
+    return torch.cuda.get_device_name() if resolve_device(config.device).type == "cuda" else ""
+
+
+def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
+    """``auto`` is the checkpoint's dtype, float32 where it names none."""
+    if name != "auto":
+        return TORCH_DTYPE[name]
+    dtype = getattr(hf_config, "dtype", None) or torch.float32
+    return dtype if dtype in DTYPE_NAME else torch.float32
+
+
+def max_position_embeddings(hf_config: Any) -> int:
+    """The longest sequence the model was made for, in tokens."""
+    text_config = hf_config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"):
+        if (getattr(text_config, name, None) or 0) > 0:
+            return int(getattr(text_config, name))
+    return 2048
+
+
+def num_layers(config: EngineConfig) -> int:
+    """Layers of the whole model, before ``hf_overrides``."""
+    return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
+
+
+def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
+    """The sizes of the model that ``config`` loads, as the performance model sees them.
+
+    UnsupportedModelError for a kind of model that its equations do not know.
+    """
+    hf_config = hf_config or load_hf_config(config)
+    shape = read_shape(hf_config.to_dict(), config.model)
+    return replace(shape, dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)])
+
+
+def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
+    """Set known configuration keys; per-layer lists are cut, or repeated, to a smaller or larger
+    ``num_hidden_layers``."""
+    for name, value in overrides.items():
+        if not hasattr(hf_config, name):
+            raise ModelLoadError(f"hf_overrides: {hf_config.model_type} has no configuration key {name!r}")
+        try:
+            setattr(hf_config, name, value)
+        except Exception as error:
+            raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {_one_line(error)}") from error
+    text_config = hf_config.get_text_config()
+    layer_types = vars(text_config).get("layer_types")  # some models compute it instead
+    if layer_types and "layer_types" not in overrides:
+        number = text_config.num_hidden_layers
+        text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
+
+
+def _check_complete(model: str, info: dict[str, Any]) -> None:
+    """transformers fills tensors that a checkpoint lacks with random numbers; an engine must not."""
+    for name, found, wanted in info["mismatched_keys"]:
+        raise ModelLoadError(
+            f"cannot load {model!r}: {name} has the shape {tuple(found)}, and config.json asks for {tuple(wanted)}"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelLoadError(f"cannot load {model!r}: {len(missing)} tensors are missing, {missing[0]} first")
+
+
+@contextlib.contextmanager
+def _one_clear_error(model: str) -> Iterator[None]:
+    """Whatever loading raises becomes one line that names the model."""
+    try:
+        yield
+    except (ModelLoadError, UnsupportedModelError, ConfigError):
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"cannot load {model!r}: {_reason(model, error)}") from error
+
+
+def _reason(model: str, error: Exception) -> str:
+    folder = Path(model)
+    if not folder.exists() and (folder.is_absolute() or model.startswith(".")):
+        return "no such folder; give a folder with config.json and safetensors files, a GGUF file, or a model id"
+    if folder.suffix == ".gguf":
+        return f"it is no complete GGUF file: fetch it again ({_one_line(error)})"
+    if folder.is_file():
+        return "this is a file; give the folder it is in"
+    if folder.is_dir() and not (folder / "config.json").exists():
+        return "the folder has no config.json"
+    if isinstance(error, json.JSONDecodeError):
+        return f"config.json is not valid JSON ({error})"
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        return (
+            "the folder has its weights as .bin files, which can hold code; convert them to safetensors once, where "
+            "you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    """The first line of an error, and the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
+@contextlib.contextmanager
+def _refusing_strangers(hf_config: Any) -> Iterator[None]:
+    """Models with attention tables of their own do not know our name."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        refuse(hf_config, "does not call transformers' attention interface", ADAPTER)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and advice."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()

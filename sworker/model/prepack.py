@@ -1,0 +1,186 @@
+"""Linear layers with their weights packed once, where torch would pack them at every call (CPU only).
+
+The model's code is untouched: each ``nn.Linear`` gets a ``forward`` of its own, and layers that read the same rows
+(q, k and v) share one product. What was packed is not kept twice: see :class:`PackedWeight`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
+
+logger = logging.getLogger(__name__)
+
+ROWS_HINT = 64
+"""Rows the packed layout is chosen for; it serves any number of them (within 3 per cent of layouts for 16 to 1024)."""
+
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"),)
+"""Names of sibling layers that read the same rows. Gate and up gain nothing: both are wide already."""
+
+PROOF_ROWS = 16
+"""Random rows on which a packed product is held against torch's own."""
+
+PROOF_OUTPUTS = 512
+"""The first columns of the product, which are compared: torch packs what it reads, and heads are large."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest difference between two ways to compute the same rows, over the largest value: a few units of rounding."""
+
+
+class PackedLinears:
+    """The linear layers of a model that have been packed; they can be unpacked again."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Pack every plain ``nn.Linear`` on the CPU whose product proves equal; no effect on other devices."""
+        self.num_layers = 0
+        self.num_shared = 0
+        self._undo: list[Callable[[], None]] = []
+        self._proofs: dict[tuple[object, ...], bool] = {}
+        self._owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._maps = FileMaps()
+        if torch.backends.mkldnn.is_available():
+            for linears in list(_groups(model)):
+                self._pack(linears)
+        logger.info("%d linear layers packed, %d of them in shared products", self.num_layers, self.num_shared)
+
+    def undo(self) -> None:
+        """Give every layer its own weight and ``forward`` back."""
+        while self._undo:
+            self._undo.pop()()
+        self.num_layers = self.num_shared = 0
+
+    def _pack(self, linears: list[torch.nn.Linear]) -> None:
+        product = SharedProduct(linears)
+        if not self._proves_equal(product, linears):
+            logger.info("%s is left as it is: its packed product differs from torch's own", linears[0])
+            return
+        for index, linear in enumerate(linears):
+            linear.__dict__["forward"] = product.forward_of(index)
+            self._undo.append(lambda linear=linear: linear.__dict__.pop("forward"))  # type: ignore[misc]
+            if self._owners[id(linear.weight)] == 1:
+                self._release(linear, product, index)
+        self.num_layers += len(linears)
+        self.num_shared += len(linears) if len(linears) > 1 else 0
+
+    def _proves_equal(self, product: SharedProduct, linears: list[torch.nn.Linear]) -> bool:
+        """Once for each shape and dtype: the same code over other weights of that shape rounds alike."""
+        first = linears[0]
+        key = (first.weight.dtype, first.in_features, *(linear.out_features for linear in linears))
+        if key not in self._proofs:
+            rows = torch.randn(1, PROOF_ROWS, first.in_features, generator=torch.Generator()).to(first.weight.dtype)
+            self._proofs[key] = all(
+                equal_within_rounding(
+                    product.forward_of(index)(rows)[..., :PROOF_OUTPUTS], _first_outputs(linear, rows)
+                )
+                for index, linear in enumerate(linears)
+            )
+        return self._proofs[key]
+
+    def _release(self, linear: torch.nn.Linear, product: SharedProduct, index: int) -> None:
+        """Let the layer's own weight go."""
+        weight = linear.weight
+        linear.weight = PackedWeight.of(weight, lambda: product.weight(index))
+        self._maps.let_go(weight)
+
+        def restore() -> None:
+            linear.weight = torch.nn.Parameter(product.weight(index), requires_grad=False)
+
+        self._undo.append(restore)
+
+
+class SharedProduct:
+    """One packed product for the layers that read the same rows: the first one called computes it for all."""
+
+    def __init__(self, linears: list[torch.nn.Linear]) -> None:
+        """In the layers' dtype, or in float32 where the CPU multiplies only that at full speed."""
+        self._own_dtype = linears[0].weight.dtype
+        self._dtype = self._own_dtype if has_fast_products(self._own_dtype) else torch.float32
+        self._widths = [linear.out_features for linear in linears]
+        weights = [linear.weight.data for linear in linears]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype).contiguous(), ROWS_HINT)
+        biases = [linear.bias.data for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases).to(self._dtype) if biases else None
+        self._rows: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return layer ``index``'s function: [..., in_features] → [..., out_features], in the dtype of its rows."""
+        return self._compute if len(self._widths) == 1 else lambda rows: self._part(index, rows)
+
+    def weight(self, index: int) -> torch.Tensor:
+        """A copy of layer ``index``'s weight as it was, [out_features, in_features]."""
+        dense = self._packed.to_dense().to(self._own_dtype)
+        return dense if len(self._widths) == 1 else dense.split(self._widths)[index].clone()
+
+    def _part(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """A view of the columns of layer ``index``; each part is handed out once, and then forgotten."""
+        if rows is not self._rows or index not in self._parts:
+            self._rows, self._parts = rows, dict(enumerate(self._compute(rows).split(self._widths, -1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._rows = None
+        return part
+
+    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.numel() == 0:
+            return rows.new_empty((*rows.shape[:-1], sum(self._widths)))
+        rows_in = rows.to(self._dtype).contiguous()
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows_in, self._packed, self._bias, "none", [], "")
+        return product.to(rows.dtype)
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Say whether this CPU multiplies matrices of ``dtype`` at full speed; else float32 is several times faster."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
+def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Say whether two ways to compute the same rows differ by no more than rounding in their dtype may."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    largest, apart = wanted.detach().abs().max(), (found.detach().double() - wanted.detach().double()).abs().max()
+    return bool(apart <= TOLERANCE[wanted.dtype] * largest)
+
+
+def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    """torch's own product, [rows, at most PROOF_OUTPUTS]."""
+    bias = None if linear.bias is None else linear.bias[:PROOF_OUTPUTS]
+    return F.linear(rows, linear.weight[:PROOF_OUTPUTS], bias)
+
+
+def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
+    """Every plain ``nn.Linear`` on the CPU, together with those that share its rows."""
+    seen: set[int] = set()
+    for module in model.modules():
+        children = dict(module.named_children())
+        for names in SHARED_INPUTS:
+            linears = [children[name] for name in names if name in children]
+            if len(linears) == len(names) and _can_share(linears):
+                seen.update(map(id, linears))
+                yield linears  # type: ignore[misc]
+        if _is_plain(module) and id(module) not in seen:
+            yield [module]  # type: ignore[list-item]
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """A subclass may compute something else."""
+    return type(module) is torch.nn.Linear and module.weight.device.type == "cpu"
+
+
+def _can_share(linears: list[torch.nn.Module]) -> bool:
+    """Plain layers of one input size and one dtype, all with a bias or none."""
+    if not all(map(_is_plain, linears)):
+        return False
+    kinds = {(each.in_features, each.weight.dtype, each.bias is None) for each in linears}
+    return len(kinds) == 1

@@ -1,0 +1,100 @@
+"""Refusals of models that cannot be split into S-part and R-part, and what their configuration alone tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from fastdecode.core.errors import UnsupportedModelError
+
+OWN_ATTENTION = (
+    "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
+    "rembert", "xglm",
+)  # fmt: skip
+"""Models whose attention is code of their own and has an adapter (`own_attention.py`)."""
+
+SUPPORTED = (
+    "decoder-only causal language models whose attention goes through transformers' AttentionInterface, "
+    f"and {', '.join(OWN_ATTENTION)}"
+)
+
+STATE = "this recurrence in the R-workers' kernels, and its rows handed to them (`sworker/adapters/states.py`)"
+ADAPTER = "an adapter (`sworker/adapters/own_attention.py`)"
+OTHER_MASK = "such a rule in the kernels"
+
+KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse"}
+KNOWN |= {"attention", "moe", "mlp"}
+"""Kinds of layers that run, where the probe finds nothing against them; some cache nothing."""
+
+NEEDS = {
+    "hybrid_sliding": STATE,
+    "compressed_sparse_attention": "rows that stand for several tokens in the cache",
+    "heavily_compressed_attention": "rows that stand for several tokens in the cache",
+}
+"""Kinds of layers that do not run yet, and what each would take."""
+
+STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid", "mamba"))
+"""Names that they have for layers with a state per sequence; whether it is known its modeling code tells."""
+
+
+def has_state_types(hf_config: Any) -> bool:
+    """Say whether some layers keep a state per sequence."""
+    return not STATE_TYPES.isdisjoint(getattr(hf_config.get_text_config(), "layer_types", None) or ())
+
+
+def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
+    """Raise UnsupportedModelError with the reason, what it would take (``needs``) and what would be right."""
+    taking = f" (it would take {needs})" if needs else ""
+    raise UnsupportedModelError(
+        f"{hf_config.model_type}: this model {what_it_does}, so its attention cannot be handed to R-workers{taking}; "
+        f"supported are {SUPPORTED}"
+    )
+
+
+def check_config(hf_config: Any) -> None:
+    """Refuse what the probe could not see: wrong results rather than missing calls."""
+    text_config = hf_config.get_text_config()
+    if getattr(hf_config, "is_encoder_decoder", False):
+        refuse(hf_config, "is an encoder-decoder model", "attention to an encoder's states")
+    if getattr(text_config, "alibi", False) and hf_config.model_type not in OWN_ATTENTION:
+        refuse(hf_config, "adds a position bias to its scores (ALiBi)")
+    if hf_config.model_type == "mpt":
+        _check_mpt(hf_config)
+    if getattr(text_config, "num_hidden_layers", 1) < 1:
+        refuse(hf_config, "has no layers")
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - KNOWN - STATE_TYPES
+    if unknown:
+        needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
+        refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))
+
+
+def _check_mpt(hf_config: Any) -> None:
+    """Refuse what transformers' own code of MPT leaves out without a word."""
+    usual = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
+    for name, value in usual.items():
+        found = getattr(hf_config.attn_config, name, value)
+        if found != value:
+            refuse(hf_config, f"has {name} {found}, which transformers ignores")
+
+
+def check_rope(hf_config: Any, max_model_len: int) -> None:
+    """Refuse rotary embeddings whose frequencies depend on the longest position of the whole batch."""
+    text_config = hf_config.get_text_config()
+    for rope in _rope_settings(text_config):
+        kind = rope.get("rope_type", "default")
+        own = getattr(text_config, "max_position_embeddings", 0)
+        short = rope.get("original_max_position_embeddings") or own
+        limit = {"longrope": short, "dynamic": own}.get(kind)
+        if limit is not None and max_model_len > limit:
+            refuse(
+                hf_config,
+                f"changes its {kind} rotary frequencies beyond {limit} tokens for a whole batch at once; "
+                f"it runs with --max-model-len {limit} or less",
+            )
+
+
+def _rope_settings(text_config: Any) -> Iterator[dict[str, Any]]:
+    """The model's rope settings, one per layer type where they differ."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    yield from nested or [rope]

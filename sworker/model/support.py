@@ -1,0 +1,295 @@
+"""The probe that tells which models can be split into S-part and R-part.
+
+It is one forward that proves that every layer reaches our attention, and reads off the model's KV layout; what the
+configuration alone tells, before anything is loaded, is in `refusals.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from fastdecode.core.absorption import Absorption
+from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
+from fastdecode.core.layout import MAX_HEAD_DIM, KVLayout, LayerLayout
+from fastdecode.sworker.adapters.index import INDEX_ARGUMENTS
+from fastdecode.sworker.adapters.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
+from fastdecode.sworker.adapters.states import Recurrence
+from fastdecode.sworker.model.refusals import ADAPTER, OTHER_MASK, STATE, refuse
+from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.prompts import Sight
+from fastdecode.sworker.run.staging import DTYPE_NAME
+
+MORE_ROWS = 21
+"""Beside the first 16 in the forward that tells whether rows repeat."""
+
+TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
+POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
+"""Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
+
+LONGEST_TEXT = 1 << 14
+"""Tokens that a model's embeddings and first projections are given, to see what masks make of a text."""
+
+HARMLESS = frozenset(
+    [
+        "dropout",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_router_logits",
+        "logits_to_keep",
+    ]
+)
+"""Keyword arguments of attention calls that do not change what is computed here."""
+
+
+def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:
+    """Run a packed row through ``model`` and return what its attention calls said.
+
+    ``kv_dtype`` "auto" is the model's. UnsupportedModelError when the model does not call us exactly once per
+    layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention; ModelLoadError when
+    its weights give no finite logits.
+    """
+    recorder, logits = _probe(model, hf_config)
+    _check_calls(hf_config, recorder, hf_config.get_text_config().num_hidden_layers)
+    if not bool(logits.isfinite().all()):
+        raise ModelLoadError(
+            f"cannot load {getattr(hf_config, '_name_or_path', '') or hf_config.model_type!r}: its logits are NaN or "
+            f"infinite in {DTYPE_NAME[recorder.dtype]}; the weights are damaged, or need another --dtype"
+        )
+    same, other = logits[0].float(), logits[3].float()
+    if not torch.allclose(same, other, rtol=0, atol=1e-2 * float(same.abs().max())):
+        what = "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution, or it heeds no "
+        refuse(hf_config, what + "position_ids)", f"positions that it is given, or {STATE}")
+    model_dtype = DTYPE_NAME[recorder.dtype]
+    return KVLayout(recorder.in_order(), model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
+
+
+def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
+    """Refuse a model whose calls are not one per layer, or whose ``generate`` forgets what its masks show."""
+    num_calls = recorder.num_calls
+    if recorder.has_states:  # layers may have a state and attention, or neither
+        return
+    if sorted(recorder.layers) != list(range(num_layers)) or num_calls != num_layers:
+        most = f", and counts {len(recorder.layers)} layers there" if num_calls == num_layers else ""
+        needs = "several entries per layer in the cache" if num_calls else ADAPTER
+        what = f"calls the attention interface {num_calls} times for its {num_layers} layers{most}"
+        refuse(hf_config, what, needs)
+    for index, kept in enumerate(cached_windows(hf_config)[:num_layers]):
+        if kept and not 0 < recorder.layers[index].window <= kept:
+            what = f"shows layer {index} more tokens than the {kept} that generate's cache keeps of it"
+            refuse(hf_config, what, "a model whose forward and generate agree")
+
+
+def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
+    """Say whether ``model`` gives rows the same bits in forwards of 16 rows and of more, attention apart.
+
+    Products may take another order of additions among other numbers of rows; then a sequence that is computed again
+    among others rounds differently, which shows in 16 bits.
+    """
+    num_rows = len(TOKENS) + MORE_ROWS
+    vocab_size = int(hf_config.get_text_config().vocab_size)
+    tokens = torch.arange(7, 7 + num_rows) * 31 % vocab_size
+    few, more = (
+        _forward(model, hf_config, ModelGreenlet, _Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
+        for count in (len(TOKENS), num_rows)
+    )
+    return torch.equal(few, more[: len(few)])
+
+
+def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, ...]:
+    """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
+    recorder, _ = _probe(model, hf_config)
+    return recorder.in_order()
+
+
+def _probe(model: torch.nn.Module, hf_config: Any) -> tuple[_Recorder, torch.Tensor]:
+    """Record a forward over the probe row, whose masks are known from one over a plain text; and its logits."""
+    rows = MaskProbe()
+    with asking_for_masks(model):
+        recorder = _Recorder(hf_config, rows, _sights(model, hf_config))
+        return recorder, _forward(model, hf_config, partial(ProbedGreenlet, masks=rows), recorder.record)
+
+
+def _sights(model: torch.nn.Module, hf_config: Any) -> list[Sight | None]:
+    """The rule of each mask that a forward asks for, in order; the forward ends at its first attention call."""
+    length = len(TOKENS)
+    while True:
+        texts = MaskProbe()
+        with contextlib.suppress(_FirstCallError):
+            tokens = (TOKENS * length)[:length]
+            _forward(model, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
+        sights = [asked.sight() for asked in texts.asked]
+        needed = max((asked.reach for asked in texts.asked), default=0)
+        if None not in sights or not length < needed <= LONGEST_TEXT:
+            return sights
+        length = needed  # masks that look up their text's tokens need them all
+
+
+class _FirstCallError(Exception):
+    """A forward came to its first attention call, with all its masks made."""
+
+
+def _stop(*_: Any, **__: Any) -> NoReturn:
+    raise _FirstCallError
+
+
+def _forward(
+    model: torch.nn.Module,
+    hf_config: Any,
+    kind: Callable[..., ModelGreenlet],
+    attend: Callable[..., torch.Tensor],
+    token_ids: Sequence[int] = TOKENS,
+    places: Sequence[int] = POSITIONS,
+) -> torch.Tensor:
+    """Logits [rows, vocab] of the probe row, its attention answered by ``attend``, in a greenlet of ``kind``."""
+    device = next(model.parameters()).device
+    tokens, positions = (torch.tensor([ids], device=device) for ids in (token_ids, places))
+    asked = {"use_cache": False, "logits_to_keep": torch.tensor([0, *range(len(token_ids))], device=device)}
+    running = kind(lambda: model(input_ids=tokens, position_ids=positions, **asked), attend)
+    try:
+        with torch.inference_mode():
+            logits: torch.Tensor = running.switch().logits[0]
+    except (UnsupportedModelError, _FirstCallError):
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        refuse(hf_config, f"fails in a forward over packed rows ({reason})", "a forward of tokens and positions alone")
+    if len(logits) != 1 + len(token_ids):
+        refuse(hf_config, "heeds no logits_to_keep", "logits of the rows that sample")
+    return logits[1:]
+
+
+class _Recorder:
+    """Answers attention calls with the values themselves and notes shapes and scoring rules."""
+
+    def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
+        """``masks``: those that the forward asks for; ``sights``: the rule of each, None where it is none we know."""
+        self.hf_config = hf_config
+        self.layers: dict[int, LayerLayout] = {}
+        self._indexes: dict[int, LayerLayout] = {}
+        self._picked: set[int] = set()
+        self.num_calls = 0
+        self.has_states = False
+        self.dtype = torch.float32
+        self._masks = masks or MaskProbe()
+        self._sights = sights
+
+    def record(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        alibi_slopes: tuple[float, ...] = (),
+        values_in_keys: int = 0,
+        is_picked: bool = False,
+        picks: int = 0,
+        pick_block: int = 0,
+        pick_local: int = 0,
+        absorption: Absorption | None = None,
+        recurrence: Recurrence | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer's call, or that of an index; see :func:`fastdecode.sworker.run.pipeline.attend` for shapes."""
+        if recurrence:
+            self._record_state(recurrence, key)
+            return self.answer(module, query, key, value, recurrence=recurrence)
+        self._check(module, query, key, kwargs)
+        sight = Sight(sliding_window or 0) if attention_mask is None else self._sight(attention_mask)
+        number = self.num_calls if self.has_states else int(getattr(module, "layer_idx", self.num_calls))
+        self.num_calls += not picks
+        self.dtype = query.dtype
+        if is_picked:
+            self._picked.add(number)
+        (self._indexes if picks else self.layers)[number] = LayerLayout(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_head_dim=key.shape[3],
+            value_head_dim=values_in_keys or value.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
+            window=sight.window,
+            soft_cap=float(softcap or 0.0),
+            sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
+            alibi_slopes=alibi_slopes,
+            values_in_keys=values_in_keys > 0,
+            chunked=sight.chunked,
+            picks=picks,
+            pick_block=pick_block,
+            pick_local=pick_local,
+            absorption=absorption,
+        )
+        return self.answer(module, query, key, value, values_in_keys=values_in_keys, absorption=absorption)
+
+    def _record_state(self, recurrence: Recurrence, key: torch.Tensor) -> None:
+        self.layers[self.num_calls] = recurrence.layout(key.shape[3])
+        self.num_calls += 1
+        self.dtype, self.has_states = key.dtype, True
+
+    def in_order(self) -> tuple[LayerLayout, ...]:
+        """The layers as they are called, indexes before those that see what they pick."""
+        found: list[LayerLayout] = []
+        index = -1
+        for number, layer in sorted(self.layers.items()):
+            if number in self._indexes:
+                index = len(found)
+                found.append(self._indexes[number])
+            found.append(replace(layer, picked_by=index) if number in self._picked else layer)
+        return tuple(found)
+
+    @staticmethod
+    def answer(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        values_in_keys: int = 0,
+        absorption: Absorption | None = None,
+        recurrence: Recurrence | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Each query head's values, [1, T, num_heads, value_head_dim], one row after another as ours are; of a
+        recurrent layer its first channels."""
+        if recurrence:
+            shape = recurrence.heads, recurrence.value_dim
+            return key[0, :, :, : shape[0] * shape[1]].unflatten(-1, shape).contiguous()
+        value = key[..., :values_in_keys] if values_in_keys else value
+        if absorption:
+            return module.expand_output(value.expand(-1, query.shape[1], -1, -1).transpose(1, 2)).contiguous()
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+
+    def _sight(self, mask: torch.Tensor) -> Sight:
+        """The rule of the mask that came with a call: ``generate`` heeds it, whatever window the call names."""
+        number = self._masks.find(mask)
+        if number is None:
+            refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)", OTHER_MASK)
+        sight = self._sights[number] if number < len(self._sights) else None
+        if sight is None:
+            refuse(
+                self.hf_config, "asks for a mask that is neither causal nor a sliding window nor chunked", OTHER_MASK
+            )
+        return sight
+
+    def _check(self, module: Any, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        if getattr(module, "is_causal", True) is False or kwargs.pop("is_causal", True) is False:
+            refuse(self.hf_config, "attends in both directions", "attention that is causal")
+        if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+            refuse(self.hf_config, "does not hand over one key and value per token")
+        unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
+        if unknown:
+            needs = "an adapter of its indexer (`sworker/adapters/index.py`)" if {*unknown} & {*INDEX_ARGUMENTS} else ""
+            refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}", needs)
+        if key.shape[3] > MAX_HEAD_DIM:
+            refuse(self.hf_config, f"has keys of {key.shape[3]} dims", f"more than {MAX_HEAD_DIM} in the kernels")

@@ -1,0 +1,1 @@
+"""One part of a prompt on a prefill worker."""

@@ -1,0 +1,279 @@
+"""How the rows of a prompt's part attend on a prefill worker: to the keys and values before them, and to their own.
+
+On a CPU an R-worker's own kernels compute it, over keys and values as the R-workers' caches store them: a token gets
+the bits there that the S-worker or an R-worker would give it (``PromptCache``). On a GPU torch's attention does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.core.remote_prefill import PromptKV
+from fastdecode.core.types import SpanMode, Verb
+from fastdecode.sworker.adapters.index import picked
+from fastdecode.sworker.run.prompts import (
+    Sight,
+    causal_mask,
+    prompt_attention,
+    reference_attention,
+    rows_by_head,
+    values_of,
+)
+from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
+
+TIMED_ROWS = 512
+"""Rows of the attention that is timed, over as many keys before them."""
+
+SEQUENCE_ID = 0
+"""Number of the one sequence that a layer's cache holds at a time."""
+
+
+class LayerCache(Protocol):
+    """The part of ``_rworker.RWorker``, which says more, that a layer uses, and its index."""
+
+    def begin_step(self, controls: np.ndarray, mini_batches: list[np.ndarray]) -> None:
+        """Begin a step: int64 CONTROL [n, 4], and SPAN [m, 4] of each mini-batch."""
+
+    def run(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
+        """Store ``k`` and ``v``, and attend ``q``, into ``out``."""
+
+    def end_step(self) -> object:
+        """Commit what was stored."""
+
+    def abandon_step(self) -> None:
+        """Forget what was stored."""
+
+    def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
+        """A new sequence from stored bits."""
+
+    def read_tokens(self, sequence_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values as float32 [tokens, num_kv_heads, …]."""
+
+    def export(self, sequence_id: int, start: int, num_tokens: int) -> np.ndarray:
+        """Tokens as stored bits, and the state of recurrent layers if it is that after them."""
+
+    def sequence_ids(self) -> list[int]:
+        """Sequences that it holds."""
+
+    def close(self) -> None:
+        """Free everything; may be called twice."""
+
+
+MakeCache = Callable[[KVLayout], LayerCache]
+"""Makes a cache for the few layers of a layout, which holds the longest prompt, with threads that attend to it."""
+
+
+class Rows(NamedTuple):
+    """The rows of a part in one layer: ``q`` [rows, num_heads, query_dim]; ``kv`` has their keys and values."""
+
+    layer: int
+    q: np.ndarray
+    kv: PromptKV
+
+
+class PartAttention(Protocol):
+    """Attends the rows of one part of a prompt, layer by layer."""
+
+    def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
+        """o [rows, num_heads, value_head_dim] of the rows ``q`` [rows, num_heads, query_dim].
+
+        These are at positions ``start`` and on; ``kv`` has their own keys and values, and may reach beyond them. An
+        index layer's o is zeros; the layers that it picks for come after it.
+        """
+
+    def close(self) -> None:
+        """Free everything; may be called twice."""
+
+
+class LayerCaches:
+    """A cache for each kind of layer, which holds one layer of one prompt at a time.
+
+    Nothing of a layer is needed once its rows have attended, so that this takes a layer's keys and values, not a
+    model's. Layers alike, as most models' all are, share one. A layer that sees what an index picks has its index
+    beside it, which picks anew for each such layer.
+    """
+
+    def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
+        """``layout``: with the dtype of the R-workers' caches, and their arithmetic."""
+        self.layout = layout
+        self._make_cache = make_cache
+        self._caches: dict[tuple[LayerLayout, ...], LayerCache] = {}
+
+    def filled(self, rows: Sequence[Rows], num_tokens: int) -> LayerCache:
+        """A cache of these layers with their first ``num_tokens``, as R-workers would store them."""
+        shapes = self._shapes(rows)
+        if shapes not in self._caches:
+            self._caches[shapes] = self._make_cache(replace(self.layout, layers=shapes, kv_port=""))
+        cache, context_len = self._caches[shapes], len(rows[0].kv.prefix)
+        if context_len:
+            cache.import_(SEQUENCE_ID, context_len, np.concatenate([each.kv.prefix.reshape(-1) for each in rows]))
+        if num_tokens > context_len:
+            none = [each._replace(q=each.q[:0]) for each in rows]
+            _step(cache, SpanMode.APPEND, shapes, none, slice(0, num_tokens - context_len))
+        return cache
+
+    def attend(self, rows: Sequence[Rows], start: int) -> np.ndarray:
+        """o of the last layer's rows, at positions ``start`` and on, as ``PartAttention.attend`` has it."""
+        first = start - len(rows[0].kv.prefix)
+        try:
+            cache = self.filled(rows, start)
+            return _step(cache, SpanMode.ATTEND, self._shapes(rows), rows, slice(first, first + len(rows[0].q)))
+        finally:
+            self.clear(rows)
+
+    def clear(self, rows: Sequence[Rows]) -> None:
+        """The cache of these layers holds nothing any more."""
+        if cache := self._caches.get(self._shapes(rows)):
+            release(cache)
+
+    def close(self) -> None:
+        """Free all caches; may be called twice."""
+        for cache in self._caches.values():
+            cache.close()
+        self._caches.clear()
+
+    def _shapes(self, rows: Sequence[Rows]) -> tuple[LayerLayout, ...]:
+        """The layers as those of a cache of their own, an index first."""
+        *index, last = (self.layout.layers[each.layer] for each in rows)
+        return (*index, replace(last, picked_by=0 if index else -1))
+
+
+@contextmanager
+def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Iterator[None]:
+    """A step of the cache's sequence with ``num_rows`` rows from ``start`` on; abandoned where what it is for fails."""
+    span = [SEQUENCE_ID, start, num_rows, mode]
+    cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
+    try:
+        yield
+    except BaseException:
+        cache.abandon_step()
+        raise
+    cache.end_step()
+
+
+def release(cache: LayerCache) -> None:
+    """``cache`` holds nothing any more."""
+    if cache.sequence_ids():
+        cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
+        cache.end_step()
+
+
+def _step(
+    cache: LayerCache, mode: SpanMode, shapes: Sequence[LayerLayout], rows: Sequence[Rows], tokens: slice
+) -> np.ndarray:
+    """Store rows ``tokens`` of those after the prefix, and have those with queries attend; the last layer's o."""
+    first = len(rows[0].kv.prefix) + tokens.start
+    with step_of(cache, mode, first, tokens.stop - tokens.start):
+        for number, (shape, each) in enumerate(zip(shapes, rows, strict=True)):
+            o = np.empty((len(each.q), *shape.row_shapes[3]), each.q.dtype)
+            cache.run(0, number, each.q, each.kv.k[tokens], each.kv.v[tokens], o)
+    return o
+
+
+class StoredAttention:
+    """``PartAttention`` by an R-worker's kernels, over keys and values as R-workers' caches store them."""
+
+    def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
+        self._caches = LayerCaches(layout, make_cache)
+        self._index: Rows | None = None
+
+    def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
+        shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
+        if shape.picks:  # for the layers that follow
+            self._index = rows
+            return q.new_zeros((len(q), *shape.row_shapes[3]))
+        own = [self._index, rows] if shape.picked_by >= 0 and self._index else [rows]
+        return from_numpy(self._caches.attend(own, start), q.dtype)
+
+    def close(self) -> None:
+        self._index = None
+        self._caches.close()
+
+
+class TorchAttention:
+    """``PartAttention`` by torch, where the model is: over keys and values as they are before they are stored.
+
+    Those of a prefix are read as an R-worker's cache has them, and rounded to the model's dtype.
+    """
+
+    def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
+        self._caches = LayerCaches(layout, make_cache)
+        self._picked: torch.Tensor | None = None
+
+    def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
+        shape, end = self._caches.layout.layers[layer], start + len(q)
+        keys, values = (from_numpy(each, q.dtype).to(q.device) for each in (kv.k, kv.v))
+        if len(kv.prefix):
+            before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
+            keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
+        if shape.picks:  # for the layers that follow
+            self._picked = picked(q, keys[:end], shape)
+            return q.new_zeros((len(q), *shape.row_shapes[3]))
+        if shape.picked_by >= 0:
+            return reference_attention(q, keys[:end], values[:end], shape, self._picked)
+        return part_attention(q, keys, values, shape, start)
+
+    def _prefix(self, layer: int, kv: PromptKV) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of the prefix, float32 [context_len, num_kv_heads, …]."""
+        shape = self._caches.layout.layers[layer]
+        rows = [Rows(layer, np.empty((0, *shape.row_shapes[0]), kv.k.dtype), kv)]
+        try:
+            return self._caches.filled(rows, len(kv.prefix)).read_tokens(SEQUENCE_ID, 0)
+        finally:
+            self._caches.clear(rows)
+
+    def close(self) -> None:
+        self._picked = None
+        self._caches.close()
+
+
+def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout, start: int) -> torch.Tensor:
+    """Rows ``q`` at positions ``start`` and on attend to ``k`` and ``v``, which may reach beyond them.
+
+    Where they do (tensor/sequence parallel), all keys are multiplied and the later ones masked: such code takes no
+    advantage of causality (KV-Runahead, section 4.1).
+    """
+    end, v = start + len(q), values_of(k, v, layer)
+    plain = not (layer.soft_cap or layer.sinks or layer.window or layer.alibi_slopes)
+    if end == len(k) or not plain:
+        return prompt_attention(q, k[:end], v[:end], layer)
+    mask = F.pad(causal_mask(len(q), end, Sight(), q.device), (0, len(k) - end))
+    queries, keys, values = (rows_by_head(rows, layer) for rows in (q, k, v))
+    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
+    return o[0].transpose(0, 1)
+
+
+def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: torch.device) -> float:
+    """Seconds of one layer's prompt attention for each query and key that are multiplied: the faster of two.
+
+    Of the first layer that attends, or of an index and the first layer that it picks for, in the mean of both.
+    """
+    numbered = list(enumerate(layout.layers))
+    first = next(number for number, layer in numbered if not layer.state)
+    timed = range(first, next(number for number, layer in numbered if not (layer.picks or layer.state)) + 1)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for number in timed:
+                _attend_ones(attention, layout, number, device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / len(timed) / (TIMED_ROWS * 1.5 * TIMED_ROWS)
+
+
+def _attend_ones(attention: PartAttention, layout: KVLayout, number: int, device: torch.device) -> None:
+    """Have ``TIMED_ROWS`` rows of ones attend in a layer, and wait for them."""
+    layer, dtype = layout.layers[number], TORCH_DTYPE[layout.model_dtype]
+    q, k, v = (torch.ones((TIMED_ROWS, *shape), dtype=dtype) for shape in layer.row_shapes[:3])
+    keys, values = (to_numpy(torch.cat((each, each))) for each in (k, v))
+    kv = PromptKV(np.zeros((0, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8), keys, values)
+    attention.attend(number, q.to(device), kv, TIMED_ROWS).sum().item()

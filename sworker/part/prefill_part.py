@@ -1,0 +1,86 @@
+"""One part of a prompt through the unmodified model, on a prefill worker: its rows attend to the keys before them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fastdecode.core.remote_prefill import PromptKV
+from fastdecode.core.step import Chunk, MiniBatch
+from fastdecode.sworker.part.attention import PartAttention
+from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.staging import pack, rows_of, to_numpy
+
+Exchange = Callable[[int, np.ndarray, np.ndarray], PromptKV]
+"""Called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].
+
+Returns those of the prompt from position 0 to the part's end, or, where all parts gather all, to the prompt's end. It
+may wait, and raises what ends the computation.
+"""
+
+Advance = Callable[[int, torch.Tensor], torch.Tensor]
+"""Called at each recurrent layer with its number and the part's payload rows, [rows, 1, elements]; returns their o.
+
+It may wait for the state after the parts before, and raises what ends the computation.
+"""
+
+
+def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
+    """RuntimeError: nothing advances states."""
+    raise RuntimeError(f"layer {layer} is recurrent, and nothing advances its state by {len(rows)} rows")
+
+
+def compute_part(
+    model: torch.nn.Module,
+    attention: PartAttention,
+    token_ids: Sequence[int],
+    start: int,
+    samples: bool,
+    exchange: Exchange,
+    advance: Advance = no_states,
+) -> np.ndarray | None:
+    """Run tokens ``token_ids``, at positions ``start`` and on, through ``model``.
+
+    Returns the last row's logits, [vocab_size] in the model's dtype as numpy carries it, where ``samples`` asks for
+    them. Arrays cross in the model's dtype; 16-bit floats as uint16.
+    """
+    device = next(model.parameters()).device
+    chunk = Chunk(0, 0, start, token_ids, attends=False, samples=samples, is_decode=False)
+    packed = pack(MiniBatch.of([chunk]), device)
+    layers = itertools.count()
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        recurrence: object = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        layer = next(layers)
+        if recurrence is not None:
+            own = advance(layer, rows_of(key)[: packed.num_rows])
+            return F.pad(own, (0, 0, 0, 0, 0, key.shape[2] - packed.num_rows))[None]
+        q, k, v = rows_of(query), rows_of(key)[: packed.num_rows], rows_of(value)[: packed.num_rows]
+        gathered = exchange(layer, to_numpy(k.cpu()), to_numpy(v.cpu()))
+        own = attention.attend(layer, q[: packed.num_rows], gathered, start)
+        return F.pad(own, (0, 0, 0, 0, 0, len(q) - packed.num_rows))[None]
+
+    def run() -> torch.Tensor:
+        output = model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            logits_to_keep=packed.logits_rows,
+        )
+        return output.logits[0, : packed.num_sampled]
+
+    with torch.inference_mode():
+        logits = ModelGreenlet(run, attend).switch()
+    return to_numpy(logits[-1].cpu()) if samples else None

@@ -1,0 +1,74 @@
+"""How a part of a prompt advances states of recurrent layers on a prefill worker: by an R-worker's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
+from fastdecode.core.types import SpanMode
+from fastdecode.sworker.part.attention import SEQUENCE_ID, LayerCache, MakeCache, release, step_of
+from fastdecode.sworker.run.staging import from_numpy, to_numpy
+
+FILLER = LayerLayout(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, scale=1.0, window=1)
+"""A layer that attends, in whose blocks the state of a recurrent one lies."""
+
+
+class PartStates:
+    """A cache for each kind of recurrent layer, which holds the state of one layer of one prompt at a time."""
+
+    def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
+        """``layout``: with the dtype of the R-workers' caches, and their arithmetic."""
+        self.layout = layout
+        self._make_cache = make_cache
+        self._caches: dict[LayerLayout, LayerCache] = {}
+
+    def advance(
+        self, layer: int, rows: torch.Tensor, before: np.ndarray | None, start: int
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """o [rows, heads, value_dim] of payload ``rows`` [rows, 1, elements], and the state after them.
+
+        ``before``: that after the ``start`` tokens before them, uint8 [bytes] as R-workers lay it; None where there are
+        none.
+        """
+        spec = self.layout.layers[layer]
+        cache, context_len = self._cache(spec), 0
+        try:
+            if before is not None and spec.state:
+                context_len = _alike(start, spec.state)
+                filler = np.zeros(context_len * FILLER.kv_bytes_per_token(self.layout.kv_dtype), np.uint8)
+                cache.import_(SEQUENCE_ID, context_len, np.concatenate([filler, before]))
+            o = _step(cache, context_len, to_numpy(rows.cpu()), (spec.num_heads, spec.value_head_dim))
+            state = cache.export(SEQUENCE_ID, context_len + len(rows), 0)
+            return from_numpy(o, rows.dtype).to(rows.device), state
+        finally:
+            release(cache)
+
+    def close(self) -> None:
+        """Free all caches; may be called twice."""
+        for cache in self._caches.values():
+            cache.close()
+        self._caches.clear()
+
+    def _cache(self, spec: LayerLayout) -> LayerCache:
+        if spec not in self._caches:
+            self._caches[spec] = self._make_cache(replace(self.layout, layers=(FILLER, spec), kv_port=""))
+        return self._caches[spec]
+
+
+def _alike(start: int, state: StateLayout) -> int:
+    """The fewest tokens after which a convolution has all its inputs, in the places that they have after ``start``."""
+    period = max(state.taps - 1, 1)
+    return start if start < period else period + start % period
+
+
+def _step(cache: LayerCache, context_len: int, rows: np.ndarray, output: tuple[int, int]) -> np.ndarray:
+    """Advance the state by ``rows`` [rows, 1, elements]; their o."""
+    o, none = np.empty((len(rows), *output), rows.dtype), np.empty((len(rows), 1, 0), rows.dtype)
+    filler = np.zeros((len(rows), 1, FILLER.key_head_dim), rows.dtype)
+    with step_of(cache, SpanMode.ATTEND, context_len, len(rows)):
+        cache.run(0, 0, filler, filler, filler, np.empty_like(filler))
+        cache.run(0, 1, none, np.ascontiguousarray(rows), none, o)
+    return o

@@ -1,0 +1,246 @@
+"""CUDA graphs of the model's code between two attention calls: a decode step that runs no Python of the model.
+
+A segment runs from one layer's o to the next layer's q, k and v; the first begins with the token ids, the last ends
+with the logits. A graph computes what was captured on the addresses it was captured on, so whatever enters or leaves
+a segment lies in static rows::
+
+    token ids, positions ─▶ │ graph 0 │ ─▶ q, k, v ─▶ Staging.send … collect ─▶ o ─▶ │ graph 1 │ ─▶ … ─▶ logits
+
+Mini-batches alternate, so between two segments of one those of another run. What the model keeps meanwhile (the
+residual stream, cos and sin) lies in the graphs' memory pool: each mini-batch has a pool, static rows and graphs of
+its own. The row counts of one mini-batch share them, as only one of them runs in a step. Static rows are read and
+written on the compute stream alone, in the order of its work (staging gathers q, k and v in a buffer of its own), so
+none needs an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import greenlet
+
+from fastdecode.sworker.model.prepack import equal_within_rounding
+from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.staging import PackedRows, Staging, rows_of
+
+logger = logging.getLogger(__name__)
+
+ROW_COUNTS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+"""Rows that are captured; a mini-batch is padded to the next. With more the GPU computes longer than a launch takes."""
+
+WARM_UPS = 3
+"""Forwards before a capture, in which libraries set up what a capture must not (torch's manual: a few)."""
+
+
+class GraphRecorder:
+    """The part of ``torch.cuda`` that :class:`ModelGraphs` needs; tests put a stand-in here."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work on a stream of its own, as every capture must; whatever is under way ends first."""
+        gc.collect()  # in a capture, what is collected could call into CUDA
+        torch.cuda.synchronize(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.cuda.synchronize(self._device)
+
+    def pool(self) -> Any:
+        """A new memory pool."""
+        return torch.cuda.graph_pool_handle()
+
+    def begin(self, pool: Any) -> Any:
+        """Capture from here on; returns the graph, which has ``replay()`` once it was ended."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # R-workers' threads go on
+        return graph
+
+    def end(self, graph: Any) -> None:
+        """End the capture of ``graph``."""
+        graph.capture_end()
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Static rows at one attention call: q [rows, num_heads, query_dim], k, v, and o [rows, num_heads, …]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CapturedForward:
+    """The model's forward over a fixed number of rows: one graph more than it has attention calls.
+
+    ``input_ids``, ``position_ids``: int64 [1, rows]; ``logits`` [rows, vocab].
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    graphs: list[Any]
+    attention: list[AttentionRows]
+    logits: torch.Tensor
+
+    def replay(self, attend: Callable[[int, AttentionRows], None]) -> None:
+        """Compute ``logits`` of ``input_ids``; ``attend(layer, rows)`` fills ``rows.o``."""
+        for layer, rows in enumerate(self.attention):
+            self.graphs[layer].replay()
+            attend(layer, rows)
+        self.graphs[-1].replay()
+
+
+class CudaGraphForward:
+    """One mini-batch's way through its graphs; to the pipeline the same as a ``MiniBatchForward``."""
+
+    def __init__(self, mini_batch: int, packed: PackedRows, captured: CapturedForward, staging: Staging) -> None:
+        self.mini_batch = mini_batch
+        self.layer = 0
+        self.own_greenlet = greenlet(self._run)
+        self._packed, self._captured, self._staging = packed, captured, staging
+
+    def _run(self) -> torch.Tensor:
+        """Logits of every row, [num_rows, vocab]; rows of padding compute what a step before left in their place."""
+        packed, captured = self._packed, self._captured
+        width = packed.input_ids.shape[1]
+        captured.input_ids[:, :width].copy_(packed.input_ids)
+        captured.position_ids[:, :width].copy_(packed.position_ids)
+        captured.replay(self._attend)
+        return captured.logits[: packed.num_rows]
+
+    def _attend(self, layer: int, rows: AttentionRows) -> None:
+        count = self._packed.num_rows
+        self._staging.send(self.mini_batch, layer, rows.q[:count], rows.k[:count], rows.v[:count])
+        self.layer += 1
+        o: torch.Tensor = self.own_greenlet.parent.switch()
+        rows.o[:count].copy_(o.view(rows.o.dtype))
+
+
+class ModelGraphs:
+    """The graphs of a model: those of each mini-batch, largest row count first.
+
+    They are captured when the engine starts, as vLLM's are: the first steps are measured for the load limit, and the
+    prompt scratch is sized by the memory that is left.
+    """
+
+    def __init__(self, model: torch.nn.Module, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
+        """For up to ``max_rows`` rows in each mini-batch.
+
+        A model that cannot be captured, as it reads values back from the GPU, or whose graphs do not prove equal,
+        runs eagerly, with a warning.
+        """
+        smaller = sum(count < max_rows for count in ROW_COUNTS)
+        counts = ROW_COUNTS[: smaller + 1]
+        self._captured: list[dict[int, CapturedForward]] = []
+        try:
+            with recorder.aside(), torch.inference_mode():
+                self._captured = [_Capture(model, recorder, counts).forwards for _ in range(num_mini_batches)]
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            logger.warning("this model runs without CUDA graphs, launch by launch: %s", reason)
+
+    @property
+    def row_counts(self) -> list[int]:
+        """Return the row counts that were captured, smallest first; empty where the model runs eagerly."""
+        return sorted(self._captured[0]) if self._captured else []
+
+    def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> CudaGraphForward | None:
+        """A way through the graphs, where there are some for so many rows, all of them decodes."""
+        fitting = [count for count in self.row_counts if count >= packed.num_rows]
+        if not fitting or packed.prompt_rows or packed.num_sampled != packed.num_rows:
+            return None
+        return CudaGraphForward(mini_batch, packed, self._captured[mini_batch][fitting[0]], staging)
+
+
+class _Capture:
+    """Captures one mini-batch's graphs, which share static rows and a memory pool; ``forwards`` has the result."""
+
+    def __init__(self, model: torch.nn.Module, recorder: GraphRecorder, counts: tuple[int, ...]) -> None:
+        self._model, self._recorder, self._pool = model, recorder, recorder.pool()
+        self._max_rows, self._device = counts[-1], next(model.parameters()).device
+        self._static: dict[tuple[object, ...], torch.Tensor] = {}
+        # The largest first: the smaller ones find room in what it leaves of the pool.
+        self.forwards = {count: self._capture(count) for count in reversed(counts)}
+
+    def _capture(self, count: int) -> CapturedForward:
+        for _ in range(WARM_UPS):
+            self._run(count, [], lambda rows: None)
+        graphs = [self._recorder.begin(self._pool)]
+
+        def next_graph(rows: AttentionRows) -> None:
+            self._recorder.end(graphs[-1])
+            graphs.append(self._recorder.begin(self._pool))
+
+        try:
+            captured = self._run(count, graphs, next_graph)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # a capture that failed ends with another error
+                self._recorder.end(graphs[-1])
+            raise
+        self._recorder.end(graphs[-1])
+        self._prove(captured, count)
+        return captured
+
+    def _run(self, count: int, graphs: list[Any], attend: Callable[[AttentionRows], None]) -> CapturedForward:
+        """The model's own forward over the first ``count`` static rows; ``attend`` is called in its attention calls."""
+        input_ids, position_ids = (self._rows(name, count, (), torch.int64)[None] for name in ("ids", "positions"))
+        attention: list[AttentionRows] = []
+
+        def in_attention_call(
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **more: Any
+        ) -> torch.Tensor:
+            q, k, v = (self._kept(name, rows_of(heads)) for name, heads in (("q", query), ("k", key), ("v", value)))
+            given = more.get("absorption")
+            dim = given.value_dim if given else more.get("values_in_keys") or value.shape[3]
+            o = self._rows("o", count, (query.shape[1], dim), query.dtype)
+            attention.append(AttentionRows(q, k, v, o))
+            attend(attention[-1])
+            return o[None]
+
+        def forward() -> torch.Tensor:
+            output = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            return self._kept("logits", output.logits[0])
+
+        logits = ModelGreenlet(forward, in_attention_call).switch()
+        return CapturedForward(input_ids, position_ids, graphs, attention, logits)
+
+    def _kept(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` copied into static ones: no later segment may use their memory again."""
+        return self._rows(name, len(rows), rows.shape[1:], rows.dtype).copy_(rows)
+
+    def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The first ``count`` static rows of a name; all layers of one shape use the same."""
+        key = (name, *shape, dtype)
+        if key not in self._static:  # in the first warm-up, so never in a graph's own memory
+            self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
+        return self._static[key][:count]
+
+    def _prove(self, captured: CapturedForward, count: int) -> None:
+        """RuntimeError if the graphs differ from the model's own forward, over tokens that were not captured."""
+
+        def values_as_o(rows: AttentionRows) -> None:
+            values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]
+            rows.o.copy_(values.repeat_interleave(rows.o.shape[1] // values.shape[1], dim=1))
+
+        numbers = torch.arange(count, device=self._device)
+        captured.input_ids.copy_(numbers % 7)
+        captured.position_ids.copy_(numbers % 10)
+        wanted = self._run(count, [], values_as_o).logits.clone()
+        captured.logits.zero_()
+        captured.replay(lambda layer, rows: values_as_o(rows))
+        if not equal_within_rounding(captured.logits, wanted):
+            raise RuntimeError("its graphs do not give what its own code gives")
+        captured.input_ids.zero_()
+        captured.position_ids.zero_()

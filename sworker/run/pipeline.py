@@ -1,0 +1,239 @@
+"""The pipeline: k mini-batches take turns on the S-worker while their attention is computed elsewhere.
+
+Attention is the await point: a model's attention call leaves its greenlet, and comes back with o. transformers looks
+attention functions up by name in a process-wide table, so the function registered here is stateless: the greenlet that
+calls it, a :class:`ModelGreenlet`, says what attention means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from greenlet import getcurrent, greenlet
+from transformers import AttentionInterface
+
+from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.sworker.adapters.index import index_of
+from fastdecode.sworker.adapters.latents import LatentRows
+from fastdecode.sworker.run.prompts import PromptAttention
+from fastdecode.sworker.run.staging import HostStaging, PackedRows, Staging, rows_of
+from fastdecode.sworker.run.threads import SharedCores
+
+ATTENTION_NAME = "fastdecode"
+"""The ``attn_implementation`` under which models call us."""
+
+
+class ModelGreenlet(greenlet):
+    """A greenlet in which a model's forward runs; ``attend`` answers its attention calls. ``convolution``: the one that
+    the forward came to last, until the recurrence after it takes it (`states.py`)."""
+
+    def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__(run)
+        self.attend = attend
+        self.convolution: Any = None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …].
+
+    What answers is told by ``values_in_keys``, where it is not 0, that values are so many first dims of the keys, and
+    by ``absorption`` that R-workers multiply K and V: then query and o are those of the model's own heads. It is called
+    for an index before the first layer that sees what this one picks, which says so by ``is_picked``.
+    """
+    current = getcurrent()
+    if not isinstance(current, ModelGreenlet):
+        raise RuntimeError("a model loaded by FastDecode runs only inside its pipeline")
+    if index := index_of(kwargs):
+        index.send(current.attend, module)
+        kwargs["is_picked"] = True
+    if not isinstance(module, LatentRows):
+        return current.attend(module, query, key, value, attention_mask, **kwargs), None
+    kwargs["values_in_keys"] = module.kv_lora_rank
+    if not module.absorbs_here:
+        kwargs["absorption"] = module.absorption
+        return current.attend(module, query, key, value, attention_mask, **kwargs), None
+    o = current.attend(module, module.absorb(query), key, value, attention_mask, **kwargs)
+    return module.expand_output(o), None
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="fastdecode"`` known to transformers; without a mask function it builds no masks."""
+    AttentionInterface.register(ATTENTION_NAME, attend)
+
+
+class MiniBatchForward:
+    """A forward of the model over packed rows, in a greenlet of its own; it pauses at every attention call."""
+
+    def __init__(
+        self,
+        mini_batch: int,
+        packed: PackedRows,
+        model: torch.nn.Module,
+        backend: AttentionBackend,
+        prompts: PromptAttention,
+        staging: Staging | None = None,
+    ) -> None:
+        """``staging`` is the pipeline's own; by default that of a model on the CPU."""
+        self.mini_batch = mini_batch
+        self.packed = packed
+        self.layer = 0
+        self.own_greenlet = ModelGreenlet(self._run, self._attend)
+        self._model = model
+        self._staging = staging or HostStaging(backend)
+        self._prompts = prompts
+
+    def _run(self) -> torch.Tensor:
+        """Logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
+        packed = self.packed
+        output = self._model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            logits_to_keep=packed.logits_rows,
+        )
+        return output.logits[0, : packed.num_sampled]
+
+    def _attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Send, attend prompt chunks meanwhile, leave to the pipeline, come back with o [1, T, heads, dim]."""
+        num_rows = self.packed.num_rows
+        q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
+        self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
+        here = self.packed.prompt_rows
+        expands = bool(here) and self._prompts.over_latents and kwargs.get("absorption") is not None
+        if expands:
+            q = rows_of(module.absorb(query))
+        prompts = self._prompts.attend(self.layer, self.mini_batch, q, k, v, here) if here else []
+        if expands:
+            prompts = [module.expand_output(o[None])[0] for o in prompts]
+        self.layer += 1
+        remote: torch.Tensor = self.own_greenlet.parent.switch()
+        return self._assemble(remote.view(q.dtype), prompts, len(q))
+
+    def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
+        """All rows of o in packed order; rows of padding are zero."""
+        if len(remote) == num_padded_rows:
+            return remote[None]
+        o = remote.new_zeros((num_padded_rows, *remote.shape[1:]))
+        o[self.packed.attending_rows] = remote
+        for rows, prompt in zip(self.packed.prompt_rows, prompts, strict=True):
+            o[rows.rows] = prompt
+        return o[None]
+
+
+class Forward(Protocol):
+    """A mini-batch's way through the model; its greenlet pauses in every attention call and ends with the logits."""
+
+    mini_batch: int
+    layer: int
+
+    @property
+    def own_greenlet(self) -> greenlet:
+        """The greenlet's function: the pipeline switches to it, with o from the second time on."""
+
+
+class Pipeline:
+    """Runs the mini-batches of a step over one backend, from one thread."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        clock: StateClock,
+        staging: Staging | None = None,
+        cores: SharedCores | None = None,
+        in_order: bool = False,
+    ) -> None:
+        """``staging`` is the forwards' own; by default that of a model on the CPU.
+
+        ``cores`` is for a model that computes on this process's cores: a thread that only queues a GPU's work loses
+        no time to a core that is taken. ``in_order``: the mini-batches take turns whether their o is there or not, as
+        ranks must, whose layers wait for each other.
+        """
+        self.staging = staging or HostStaging(backend)
+        self.clock = clock
+        self.cores = cores
+        self.in_order = in_order
+
+    def run(self, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
+        """The logits of every mini-batch, [num_sampled, vocab] each.
+
+        With two mini-batches, A and B, layers 0, 1, …; every S segment ends by sending q, k, v::
+
+            time      ──────────────────────────────────────────────────────────▶
+            S-worker  │ A0 │ B0 │ A1 │ B1 │ A2 │ B2 │  …  │ An │ Bn │ head A │ head B
+            R-worker       │ A0 │ B0 │ A1 │ B1 │ A2 │  …  │    │ Bn │
+                      fill ┘    └── steady: each resumes when its o is there  └ drain
+
+        On a GPU the S lane is the compute stream: this thread only queues its work, and the copies down and up run
+        beside it (:class:`fastdecode.sworker.run.cuda_staging.CudaStaging` draws them).
+        Without ``overlap`` each mini-batch runs alone from first layer to last, for comparison.
+        """
+        logits: dict[int, torch.Tensor] = {}
+        self.staging.begin_step()
+        try:
+            groups = [list(forwards)] if overlap else [[forward] for forward in forwards]
+            with self.cores.pinned() if self.cores else contextlib.nullcontext():
+                for group in groups:
+                    self._interleave(group, logits)
+        finally:
+            for forward in forwards:
+                forward.own_greenlet.throw()
+        self.clock.enter(HOST)
+        return [logits[forward.mini_batch] for forward in forwards]
+
+    def _interleave(self, forwards: Sequence[Forward], logits: dict[int, torch.Tensor]) -> None:
+        paused: deque[Forward] = deque()
+        for forward in forwards:
+            self._resume(forward, paused, logits)
+        while paused:
+            forward = self._next(paused)
+            self._resume(forward, paused, logits, self.staging.collect(forward.mini_batch))
+
+    def _resume(
+        self,
+        forward: Forward,
+        paused: deque[Forward],
+        logits: dict[int, torch.Tensor],
+        *o: torch.Tensor,
+    ) -> None:
+        """Run ``forward`` to its next attention call, or to its end."""
+        self.clock.enter(MODEL, forward.mini_batch, forward.layer)
+        self.staging.mark()
+        if self.cores:
+            self.cores.start()
+        result = forward.own_greenlet.switch(*o)
+        if self.cores:
+            self.cores.stop()
+        self.staging.mark()
+        self.clock.enter(WAIT)
+        if forward.own_greenlet.dead:
+            logits[forward.mini_batch] = result
+        else:
+            paused.append(forward)
+
+    def _next(self, paused: deque[Forward]) -> Forward:
+        """The longest paused mini-batch whose o is there; when there is none, the longest paused one, to wait for."""
+        waiting = [forward.mini_batch for forward in paused]
+        mini_batch = waiting[0] if self.in_order else self.staging.next_ready(waiting)
+        forward = next(forward for forward in paused if forward.mini_batch == mini_batch)
+        paused.remove(forward)
+        return forward

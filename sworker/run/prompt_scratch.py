@@ -1,0 +1,78 @@
+"""Prompts whose chunks attend where the model is, by torch: their keys and values so far, and what indexes picked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.step import MiniBatch
+from fastdecode.sworker.adapters.index import picked
+from fastdecode.sworker.run.prompts import prompt_attention, reference_attention
+from fastdecode.sworker.run.staging import PromptRows
+
+
+class PromptScratch:
+    """``PromptAttention`` by torch, where the model is: keys and values of prompts in progress as its tensors."""
+
+    over_latents = True
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layers = layout.layers
+        self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._picked: dict[int, torch.Tensor] = {}
+
+    def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """Forget what indexes picked."""
+        self._picked.clear()
+
+    def attend(
+        self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
+    ) -> list[torch.Tensor]:
+        return [self._attend(layer, q[each.rows], k[each.rows], v[each.rows], each) for each in rows]
+
+    def end_step(self) -> None:
+        """Do nothing."""
+
+    def abandon_step(self) -> None:
+        """Do nothing: rows that are computed again overwrite these."""
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
+        if rows.context_len or not rows.last_of_prompt:
+            k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
+        spec, sequence_id = self._layers[layer], rows.sequence_id
+        if spec.picks:  # for the layers that follow
+            self._picked[sequence_id] = picked(q, k, spec)
+            return q.new_zeros((len(q), spec.num_heads, spec.value_head_dim))
+        seen = spec.picked_by >= 0
+        return (
+            reference_attention(q, k, v, spec, self._picked[sequence_id]) if seen else prompt_attention(q, k, v, spec)
+        )
+
+    def extend(
+        self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put rows at position ``start`` of one sequence and layer; return all keys and values up to their end."""
+        layers, end = self._kept.setdefault(sequence_id, {}), start + len(k)
+        keys, values = layers.get(layer, (k[:0], v[:0]))
+        if len(keys) < end:
+            keys, values = _grown(keys, end), _grown(values, end)
+            layers[layer] = (keys, values)
+        keys[start:end], values[start:end] = k, v
+        return keys[:end], values[:end]
+
+    def forget(self, sequence_id: int) -> None:
+        """Free what is kept of a sequence, if anything."""
+        self._kept.pop(sequence_id, None)
+
+    @property
+    def sequence_ids(self) -> tuple[int, ...]:
+        return tuple(self._kept)
+
+
+def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """``rows`` copied into a tensor with room for at least ``num_rows``, doubling so that chunks stay cheap."""
+    grown = rows.new_empty((max(num_rows, 2 * len(rows)), *rows.shape[1:]))
+    grown[: len(rows)] = rows
+    return grown

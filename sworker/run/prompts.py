@@ -1,0 +1,273 @@
+"""Prompt attention on the S-worker: a chunk attends over the prompt tokens the S-worker still holds.
+
+On a CPU an R-worker's own kernels compute it, over a cache beside the S-worker: a token gets the same bits there as on
+an R-worker, however its prompt is cut, and sooner than from torch. On a GPU torch's attention does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fastdecode.core.errors import interrupts_deferred
+from fastdecode.core.layout import LayerLayout
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import MiniBatch
+from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, Verb, WorkerPlan
+from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
+
+TILE_ROWS = 256
+"""Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
+
+
+class Sight(NamedTuple):
+    """The earlier tokens that a query sees: all, or, where ``window`` is not 0, the last so many, itself included, or
+    those of its chunk of so many, where they are ``chunked``."""
+
+    window: int = 0
+    chunked: bool = False
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Boolean, of the shape of both together, which hold positions."""
+        causal = keys <= queries
+        if not self.window:
+            return causal
+        return causal & (keys >= (queries - queries % self.window if self.chunked else queries - self.window + 1))
+
+
+def causal_mask(num_rows: int, num_keys: int, sight: Sight, device: torch.device) -> torch.Tensor:
+    """Boolean [num_rows, num_keys], True where a query sees a key: causal, aligned bottom-right."""
+    query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
+    return sight.sees(query_positions, torch.arange(num_keys, device=device)[None, :])
+
+
+def sight_of(layer: LayerLayout) -> Sight:
+    """Return what a layer's queries see."""
+    return Sight(layer.window, layer.chunked)
+
+
+MASK_ELEMENTS = 1 << 22
+"""Elements of the mask of scores that ALiBi takes; prompts attend in so many rows at once."""
+
+
+@functools.lru_cache(maxsize=1024)
+def slopes_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """The layer's ALiBi slopes, float32 [num_heads], copied to a device once."""
+    return torch.tensor(layer.alibi_slopes, device=device)
+
+
+def alibi_bias(num_rows: int, num_keys: int, layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """float32 [num_heads, num_rows, num_keys]: slope · (position of the key - position of the query)."""
+    query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
+    distances = torch.arange(num_keys, device=device)[None, :] - query_positions
+    return slopes_on(layer, device)[:, None, None] * distances
+
+
+@functools.lru_cache(maxsize=1024)
+def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
+    """The layer's sinks, float32 [num_heads], copied to a device once: a copy would make the host wait for it."""
+    return torch.tensor(layer.sinks, device=device)
+
+
+def values_of(k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """Values of rows ``k`` and ``v`` [rows, num_kv_heads, …]: ``v``, or the first dims of ``k`` where they are so."""
+    return k[..., : layer.value_head_dim] if layer.values_in_keys else v
+
+
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
+
+    ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last;
+    returns [rows, num_heads, value_head_dim] in q's dtype. ``seen``: bool [1 or num_kv_heads, rows, keys] by an index.
+    """
+    group = layer.num_heads // layer.num_kv_heads
+    keys = k.float().repeat_interleave(group, dim=1)
+    values = values_of(k, v, layer).float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
+    if layer.soft_cap:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if layer.alibi_slopes:
+        scores += alibi_bias(len(q), len(k), layer, q.device)
+    scores.masked_fill_(~causal_mask(len(q), len(k), sight_of(layer), q.device), float("-inf"))
+    if seen is not None:
+        scores.masked_fill_(~seen.repeat_interleave(layer.num_heads // len(seen), 0), float("-inf"))
+    if layer.sinks:
+        sinks = sinks_on(layer, q.device)[:, None, None].expand(-1, len(q), 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def rows_by_head(rows: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """``rows`` [rows, num_heads or num_kv_heads, dim] as torch's kernel wants them, [1, num_heads, rows, dim].
+
+    One KV head, such as that of latents, is not copied for each query head.
+    """
+    heads = rows.transpose(0, 1)[None]
+    if heads.shape[1] == 1:
+        return heads.expand(-1, layer.num_heads, -1, -1)
+    return (
+        heads.repeat_interleave(layer.num_heads // heads.shape[1], dim=1) if heads.shape[1] < layer.num_heads else heads
+    )
+
+
+def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+    """Attend as :func:`reference_attention` does, by torch's fused kernel where the layer has no soft cap and no sinks.
+
+    The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks, windows
+    and ALiBi get an explicit mask, some rows at a time, since what a mask hides is computed all the same.
+    """
+    if layer.soft_cap or layer.sinks:
+        return reference_attention(q, k, v, layer)
+    queries, keys, values = (rows_by_head(rows, layer) for rows in (q, k, values_of(k, v, layer)))
+    if len(q) == len(k) and not layer.alibi_slopes and not (layer.window and layer.window < len(k)):
+        o = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=layer.scale)
+        return o[0].transpose(0, 1)
+    tiles, end = [], len(k) - len(q)
+    for rows in queries.split(_tile_rows(layer, len(k)), dim=2):
+        end += rows.shape[2]
+        mask = _mask(rows.shape[2], end, layer, q)
+        tile = F.scaled_dot_product_attention(
+            rows, keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=layer.scale
+        )
+        tiles.append(tile)
+    return torch.cat(tiles, dim=2)[0].transpose(0, 1)
+
+
+def _tile_rows(layer: LayerLayout, num_keys: int) -> int:
+    """Rows that attend together: fewer where each head has a mask of its own."""
+    return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
+
+
+def _mask(num_rows: int, num_keys: int, layer: LayerLayout, q: torch.Tensor) -> torch.Tensor:
+    """Return the keys that the last positions see: bool [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
+    seen = causal_mask(num_rows, num_keys, sight_of(layer), q.device)
+    if not layer.alibi_slopes:
+        return seen
+    bias = alibi_bias(num_rows, num_keys, layer, q.device).masked_fill_(~seen, float("-inf"))
+    return bias if q.device.type == "cpu" else bias.to(q.dtype)
+
+
+class PromptAttention(Protocol):
+    """Attends the prompt chunks of a step that attend on the S-worker, and keeps their keys and values for later ones.
+
+    Bounded by the scheduler, which counts the tokens (``--prefill-scratch``).
+    """
+
+    over_latents: bool
+    """Whether queries of latent layers must come absorbed, wherever R-workers absorb theirs, and o are over latents."""
+
+    def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """A step with these mini-batches begins."""
+
+    def attend(
+        self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
+    ) -> list[torch.Tensor]:
+        """o of each of the chunks ``rows`` of a mini-batch, [rows, num_heads, value_head_dim].
+
+        ``q``, ``k``, ``v``: [rows, heads, dim] of the whole mini-batch, keys and values rotated.
+        """
+
+    def end_step(self) -> None:
+        """The chunks of the step are kept."""
+
+    def abandon_step(self) -> None:
+        """They are not; no effect where no step has begun."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Free what is kept of a sequence, if anything."""
+
+    @property
+    def sequence_ids(self) -> tuple[int, ...]:
+        """Sequences of which something is kept."""
+
+
+class PromptCache:
+    """``PromptAttention`` by an R-worker of the S-worker's own process and cores."""
+
+    over_latents = False
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        """``backend``: one R-worker, open for the model's layout."""
+        self._backend = backend
+        self._kept: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._unwanted: list[int] = []
+        self._in_step = False
+
+    def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
+        """See ``PromptAttention.begin_step``; nothing is asked of the R-worker in steps without such prompts.
+
+        What is kept beyond the beginning of a chunk is dropped: the prompt has begun again, or a step failed.
+        """
+        spans = tuple(_spans(mini_batch) for mini_batch in mini_batches)
+        if not self._unwanted and not any(map(len, spans)):
+            return
+        names = ("sequence_id", "context_len", "num_rows")
+        ids, starts, counts = (np.concatenate([each[name] for each in spans]).tolist() for name in names)
+        dropped = {each: start for each, start in zip(ids, starts, strict=True) if self._kept.get(each, 0) > start}
+        controls = [(int(Verb.RELEASE), each, 0, 0) for each in self._unwanted]
+        controls += [(int(Verb.TRUNCATE), each, 0, start) for each, start in dropped.items()]
+        with interrupts_deferred():
+            self._backend.begin_step(StepPlan((WorkerPlan(np.array(controls, CONTROL), spans),)))
+            self._in_step = True
+            self._unwanted.clear()
+            self._kept |= dropped
+        self._ends = {each: start + count for each, start, count in zip(ids, starts, counts, strict=True)}
+
+    def attend(
+        self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
+    ) -> list[torch.Tensor]:
+        if not rows:
+            return []
+        self._backend.submit(mini_batch, layer, *(to_numpy(_taken(each, rows)) for each in (q, k, v)))
+        o = from_numpy(self._backend.collect(mini_batch), q.dtype)
+        return list(o.split([_length(each) for each in rows]))
+
+    def end_step(self) -> None:
+        if self._in_step:
+            with interrupts_deferred():
+                self._in_step = False
+                self._backend.end_step()
+                self._kept |= self._ends
+
+    def abandon_step(self) -> None:
+        if self._in_step:
+            self._in_step = False
+            self._backend.abandon_step()
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``PromptAttention.forget``; its blocks are free from the next step on."""
+        if sequence_id in self._kept:
+            del self._kept[sequence_id]
+            self._unwanted.append(sequence_id)
+
+    @property
+    def sequence_ids(self) -> tuple[int, ...]:
+        return tuple(self._kept)
+
+
+def _spans(mini_batch: MiniBatch) -> np.ndarray:
+    """The chunks that attend on the S-worker, as SPAN records that attend there."""
+    chunks = mini_batch.chunks[~mini_batch.chunks["attends"]]
+    spans = np.full(len(chunks), SpanMode.ATTEND, SPAN)
+    for name in ("sequence_id", "context_len", "num_rows"):
+        spans[name] = chunks[name]
+    return spans
+
+
+def _taken(tensor: torch.Tensor, rows: Sequence[PromptRows]) -> torch.Tensor:
+    """The rows of all chunks, one after the other."""
+    return tensor[rows[0].rows] if len(rows) == 1 else torch.cat([tensor[each.rows] for each in rows])
+
+
+def _length(rows: PromptRows) -> int:
+    return rows.rows.stop - rows.rows.start

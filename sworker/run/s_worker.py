@@ -1,0 +1,202 @@
+"""The S-worker: all of the model but its attention, from a scheduled step to sampled tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from fastdecode.core.layout import KVLayout
+from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.step import ScheduledStep
+from fastdecode.sworker.run.cuda_graphs import GraphRecorder, ModelGraphs
+from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
+from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
+from fastdecode.sworker.run.prompt_scratch import PromptScratch
+from fastdecode.sworker.run.prompts import PromptAttention
+from fastdecode.sworker.run.staging import TORCH_DTYPE, HostStaging, PackedRows, Staging, from_numpy, pack, to_device
+from fastdecode.sworker.run.threads import SharedCores
+from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
+
+Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
+"""Has other ranks compute a step, with overlap or without, while this one does so within the context."""
+
+
+class SWorker:
+    """Owns the model, the prompt scratch, the staging buffers and the pipeline; ``graphs`` too, once captured."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: KVLayout,
+        backend: AttentionBackend,
+        clock: StateClock,
+        cores: SharedCores | None = None,
+        prompts: PromptAttention | None = None,
+        lead: Lead | None = None,
+        in_order: bool = False,
+    ) -> None:
+        """``cores``: of another S-worker of this process, which takes turns with this one. ``prompts``: what attends
+        prompts here; torch by default. ``lead``: has the other ranks compute a step within it. ``in_order``: see
+        ``Pipeline``."""
+        self.model = model
+        self.layout = layout
+        self.backend = backend
+        self.clock = clock
+        self.prompts = prompts or PromptScratch(layout)
+        self.device = next(model.parameters()).device
+        self.staging = make_staging(backend, self.device)
+        self._cores = (cores or SharedCores()) if self.device.type == "cpu" else None
+        self.pipeline = Pipeline(backend, clock, self.staging, self._cores, in_order)
+        self._lead = lead
+        self._sampler = Sampler()
+        self.graphs: ModelGraphs | None = None
+
+    def beside(
+        self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None
+    ) -> SWorker:
+        """An S-worker that computes another model between this one's steps, in the same threads and on its clock.
+
+        ``lead``: of ranks that share that model, too.
+        """
+        return SWorker(model, layout, backend, self.clock, self._cores, lead=lead, in_order=self.pipeline.in_order)
+
+    def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
+        """Compute decodes from CUDA graphs from now on, where the model runs on a GPU and can be captured."""
+        recorder = make_recorder(self.device)
+        if recorder is not None:
+            max_rows = -(-max_num_seqs // num_mini_batches)
+            self.graphs = ModelGraphs(self.model, recorder, num_mini_batches, max_rows)
+
+    def run(
+        self,
+        step: ScheduledStep,
+        sampling: Mapping[int, Sequence[SamplingRow]],
+        overlap: bool = True,
+        arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
+    ) -> dict[int, list[SampledToken]]:
+        """Compute ``step`` and sample: for each sequence in ``sampling`` one token per sampling row.
+
+        A prompt that grows into several sequences has several rows over the same logits; a sequence with draft tokens
+        has a row for each of its logits, the next token's first. ``arrived``: logits of
+        prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. The backend's
+        step must have begun.
+        """
+        before = dict(self.clock.seconds)
+        with torch.inference_mode():
+            forwards = self.forwards(step)
+            logits = self._run(step, forwards, overlap)
+            self.clock.enter(MODEL)
+            self.staging.mark()
+            counts = {each: n for part in step.mini_batches for each, n in part.num_logits.items()}
+            counts |= dict.fromkeys(arrived, 1)
+            tokens = self._sample(counts, [*logits, *map(self._own, arrived.values())], sampling)
+            self.staging.mark()
+            device_seconds = self.staging.device_seconds()
+        self.clock.enter(HOST)
+        if device_seconds is not None:
+            self._count_device_time(before, device_seconds)
+        self._forget_finished_prompts(step)
+        return tokens
+
+    def follow(self, step: ScheduledStep, overlap: bool) -> None:
+        """Compute this rank's part of a step whose logits another one takes."""
+        with torch.inference_mode():
+            self._run_here(step, self.forwards(step), overlap)
+        self._forget_finished_prompts(step)
+
+    def score(self, step: ScheduledStep) -> torch.Tensor:
+        """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
+        (mini_batch,) = step.mini_batches
+        with torch.inference_mode():
+            (logits,) = self._run(step, self.forwards(step))
+            targets = to_device(mini_batch.token_ids[1:], self.device)
+            return logits[:-1].float().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
+
+    def forget(self, sequence_id: int) -> None:
+        """Free what is kept here of a sequence that was aborted in its prompt."""
+        self.prompts.forget(sequence_id)
+
+    def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
+        """The pipeline's logits, with the prompts that attend here."""
+        with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
+            return self._run_here(step, forwards, overlap)
+
+    def _run_here(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool) -> list[torch.Tensor]:
+        if step.is_decode:
+            return self.pipeline.run(forwards, overlap)
+        try:
+            self.prompts.begin_step(step.mini_batches)
+            logits = self.pipeline.run(forwards, overlap)
+        except BaseException:
+            self.prompts.abandon_step()
+            raise
+        self.prompts.end_step()
+        return logits
+
+    def forwards(self, step: ScheduledStep) -> list[Forward]:
+        """Return what computes ``step``, one for each mini-batch that has rows."""
+        mini_batches = enumerate(step.mini_batches)
+        return [self._forward(mini_batch, pack(chunks, self.device)) for mini_batch, chunks in mini_batches if chunks]
+
+    def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
+        """From CUDA graphs where they fit, else by the model's own code."""
+        captured = self.graphs and self.graphs.forward(mini_batch, packed, self.staging)
+        return captured or MiniBatchForward(mini_batch, packed, self.model, self.backend, self.prompts, self.staging)
+
+    def _sample(
+        self,
+        num_logits: Mapping[int, int],
+        logits: Sequence[torch.Tensor],
+        sampling: Mapping[int, Sequence[SamplingRow]],
+    ) -> dict[int, list[SampledToken]]:
+        """``logits``: [some, vocab_size] each; ``num_logits``: how many rows of them each sequence has, in order."""
+        if not num_logits:
+            return {}
+        rows = [row for sequence_id in num_logits for row in sampling[sequence_id]]
+        all_logits = torch.cat(list(logits)) if len(logits) > 1 else logits[0]
+        if len(rows) != len(all_logits):
+            starts = itertools.accumulate(num_logits.values(), initial=0)
+            origins = [
+                start + min(place, count - 1)
+                for start, (sequence_id, count) in zip(starts, num_logits.items(), strict=False)
+                for place in range(len(sampling[sequence_id]))
+            ]
+            all_logits = all_logits.index_select(0, to_device(origins, self.device))
+        sampled = iter(self._sampler.sample(all_logits, rows))
+        return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in num_logits}
+
+    def _own(self, logits: np.ndarray) -> torch.Tensor:
+        """Logits that came as numpy's, as [1, vocab_size] beside the model's."""
+        return from_numpy(logits, TORCH_DTYPE[self.layout.model_dtype])[None].to(self.device)
+
+    def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
+        """Model time is what the GPU computed since ``before``; the rest of this thread's time in the pipeline waited.
+
+        The thread only launches the model's work, mostly ahead of the GPU, so its own stays say little about it.
+        """
+        seconds = self.clock.seconds
+        spent = sum(seconds[state] - before[state] for state in (MODEL, WAIT))
+        model = min(device_seconds, spent)
+        seconds[MODEL], seconds[WAIT] = before[MODEL] + model, before[WAIT] + spent - model
+
+    def _forget_finished_prompts(self, step: ScheduledStep) -> None:
+        for mini_batch in step.mini_batches:
+            prompts = mini_batch.prompts
+            for sequence_id in prompts["sequence_id"][prompts["last_of_prompt"]].tolist():
+                self.prompts.forget(sequence_id)
+
+
+def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
+    """The hand-off for a model on ``device``."""
+    return CudaStaging(backend, CudaDevice(device)) if device.type == "cuda" else HostStaging(backend)
+
+
+def make_recorder(device: torch.device) -> GraphRecorder | None:
+    """Return the recorder that captures graphs of a model on ``device``; None for the CPU, which has none."""
+    return GraphRecorder(device) if device.type == "cuda" else None
