@@ -41,7 +41,14 @@ TESTS = Path(__file__).parent
 SHARED = {
     "mpi": {"test_doctor", "test_launch", "test_mpi", "test_mpi_prefill", "test_run_batch"},
     "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
-    "chat_server": {"test_responses", "test_server", "test_text_limits", "test_tool_calls"},
+    "chat_server": {
+        "test_http",
+        "test_logprobs",
+        "test_responses",
+        "test_server",
+        "test_text_limits",
+        "test_tool_calls",
+    },
 }
 """Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, what
 measures or pins cores, and what asks one server. They come first, since they take longest."""

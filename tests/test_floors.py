@@ -5,16 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"fastdecode": "fastdecode", "sworker": "fastdecode.sworker", "cluster": "fastdecode.cluster"} | {
-    "perfmodel": "fastdecode.perfmodel"
-}
+from helpers.modules import ROOT, Module, modules, read_module, sources, trees
 
 FLOORS = [
     {"", "core", "api", "drafting.speculative_config"},
@@ -50,65 +45,6 @@ IN_ONE_FILE = {"mpi4py", "zmq", "ray"}
 NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
-@dataclass(frozen=True)
-class Module:
-    """A module's name under ``fastdecode`` and every dotted name it imports, inside functions too."""
-
-    name: str
-    imports: frozenset[str]
-
-    @property
-    def own(self) -> set[str]:
-        """Imports from this project, as names under ``fastdecode``."""
-        return {name.partition(".")[2] for name in self.imports if name.split(".")[0] == "fastdecode"}
-
-    @property
-    def others(self) -> set[str]:
-        """Top-level names of everything else outside the standard library."""
-        return {name.split(".")[0] for name in self.imports} - {"fastdecode"} - sys.stdlib_module_names
-
-
-def read_module(name: str, source: str, known: set[str]) -> Module:
-    """``from package import x`` counts as ``package.x`` where that is a module, else as ``package``.
-
-    What only type checkers see does not count in the package's own __init__, which hands upper floors through.
-    """
-    found = set()
-    for node in _run_time_nodes(ast.parse(source), name == ""):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name}: relative import"
-            members = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {member if member in known else node.module for member in members}
-    return Module(name, frozenset(found))
-
-
-def _run_time_nodes(tree: ast.AST, skip_type_checking: bool) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if skip_type_checking and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from _run_time_nodes(node, skip_type_checking)
-
-
-def sources() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    found = {}
-    for folder, package in ROOMS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *parts]).removesuffix(".__init__")] = path
-    return found
-
-
-def read_modules() -> list[Module]:
-    known = {*sources(), "fastdecode._rworker", "fastdecode._sworker"}
-    return [
-        read_module(name.partition(".")[2], path.read_text(encoding="utf-8"), known) for name, path in sources().items()
-    ]
-
-
 def room_of(name: str) -> str:
     """The longest entry of FLOORS that ``name`` is in."""
     rooms = [room for floor in FLOORS for room in floor if name == room or (room and name.startswith(room + "."))]
@@ -121,7 +57,7 @@ def floor_of(name: str) -> int:
     return next(index for index, floor in enumerate(FLOORS) if room_of(name) in floor)
 
 
-def violations(modules: list[Module]) -> list[str]:
+def violations(modules: Sequence[Module]) -> list[str]:
     """One line per broken rule."""
     return [line for module in modules for line in (*_own_violations(module), *_other_violations(module))] + [
         f"{name} is imported in several files: {', '.join(users)}"
@@ -161,11 +97,11 @@ def _other_violations(module: Module) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_floors_are_kept() -> None:
-    modules = read_modules()
+    found = modules()
     assert {"core.types", "scheduler.scheduler", "sworker.run.s_worker", "cluster.pool.backend", "engine.engine"} <= {
-        m.name for m in modules
+        m.name for m in found
     }
-    assert violations(modules) == []
+    assert violations(found) == []
 
 
 @pytest.mark.slow
@@ -173,7 +109,7 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     """The composition root knows the S side as such, the R side as the backend it asks for."""
     rooms = {
         m.name: {"engine.compose.backends" if name == "engine.compose.backends" else room_of(name) for name in m.own}
-        for m in read_modules()
+        for m in modules()
     }
     assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefills.worker"]
     assert [name for name, own in rooms.items() if {"sworker", "engine.compose.backends"} <= own] == [
@@ -209,7 +145,7 @@ def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
 )
 def test_a_breach_is_found(name: str, source: str) -> None:
     known = {*sources(), "fastdecode._rworker", "fastdecode._sworker", "fastdecode.perfmodel.lab.simulate"}
-    assert len(violations([read_module(name, source, known)])) >= 1
+    assert len(violations([read_module(name, ast.parse(source), known)])) >= 1
 
 
 def test_transports_live_in_one_file_each() -> None:
@@ -221,9 +157,9 @@ def test_transports_live_in_one_file_each() -> None:
 def test_no_assert_statements() -> None:
     """Input checks must survive ``python -O``."""
     asserting = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sources().values()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{sources()[name].relative_to(ROOT)}:{node.lineno}"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Assert)
     ]
     assert asserting == []

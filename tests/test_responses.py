@@ -189,7 +189,7 @@ def test_calls_in_a_free_text_are_items(api: openai.OpenAI, text: str, kinds: li
         ({"prompt": {"id": "pmpt_1"}}, "prompt is not supported"),
         ({"background": True}, "background is not supported"),
         ({"truncation": "auto"}, "truncation must be disabled"),
-        ({"include": ["file_search_call.results"]}, "include may only name"),
+        ({"include": ["thoughts"]}, "include may only name"),
         ({"top_logprobs": 3}, "top_logprobs needs include"),
         ({"tools": [{"type": "web_search"}]}, "only functions are supported, not 'web_search'"),
         ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "jump"}}, "no tool is named 'jump'"),

@@ -196,7 +196,7 @@ def test_an_api_key_guards_all_but_health(tmp_path: Path, expected: list[str]) -
             assert status == 401 and "API key" in body["error"]["message"]
             assert running.request(path, headers={"authorization": "Bearer wrong"})[0] == 401
         assert running.request("/health") == (200, {})
-        key = {"authorization": "Bearer secret"}
+        key = {"authorization": "bearer secret"}
         assert running.request("/v1/models", headers=key)[0] == 200
         (rank,) = children_of(running.process.pid, "tensor_parallel.process")
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret", max_retries=0) as api:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from fastdecode.api.outputs import CompletionOutput, Grown, Logprob, RequestMetrics, RequestOutput
-from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.sampling_params import NO_TOKEN, SamplingParams
 from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import TextStream, Tokenizer
 from fastdecode.scheduler import Sequence
@@ -40,7 +40,8 @@ class Completion:
     def append(self, sampled: SampledToken, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         """Take the next token and decide whether it was the last."""
         if sampled.failed:
-            self.finish_reason, self.stop_reason = "error", "the model gave no finite logits"
+            reason = _exclusion(params, len(self.sequence.output_token_ids)) if sampled.excluded else ""
+            self.finish_reason, self.stop_reason = "error", reason or "the model gave no finite logits"
             return
         token = sampled.token_id
         tokens = self.sequence.output_token_ids
@@ -179,6 +180,18 @@ def make_request(
     ]
     bad_words = model.bad_words_token_ids(params.bad_words or ())
     return Request(request_id, prompt, prompt_token_ids, params, completions, bad_words, model.eos_token_ids)
+
+
+def _exclusion(params: SamplingParams, num_tokens: int) -> str:
+    """Name the limits of ``params`` that leave no token after ``num_tokens``; "" where there are none."""
+    limits = {
+        "structured_outputs": params.structured_outputs is not None,
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "bad_words": bool(params.bad_words),
+        "min_tokens": num_tokens < params.min_tokens,
+    }
+    named = [name for name, holds in limits.items() if holds]
+    return f"{NO_TOKEN}: {' and '.join(named)} exclude {'each other' if named[1:] else 'all'}" if named else ""
 
 
 def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]) -> TextStream | None:

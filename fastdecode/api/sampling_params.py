@@ -18,6 +18,9 @@ GREEDY_BELOW = 1e-5
 MAX_SAMPLES = 16384
 """Most samples of one prompt, as in vLLM."""
 
+NO_TOKEN = "no token is left to choose"
+"""What the reason begins with where limits of a request exclude each other."""
+
 MAX_MAGNITUDE = 1e6
 """Beyond this, float32 logits lose what the parameter was meant to shift; refused so that no logit overflows."""
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json as json_text
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastdecode.api.json_schemas import EXACT, inexact_number, without_other_keys
 from fastdecode.core.errors import ConfigError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 UNFOLLOWED = "structured_outputs cannot be followed"
 """What the reason begins with where a grammar is refused, or gives up at some token."""
+
+_LONG_NUMBER = re.compile(r"[0-9]{16}|[0-9.][eE]\+?[0-9]{2}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class StructuredOutputsParams:
     """The output is any JSON object."""
     disable_any_whitespace: bool = False
     """JSON without spaces and newlines between its tokens."""
+    disable_additional_properties: bool = False
+    """Objects of the schema that list properties take no others, unless the schema says something of these."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -47,9 +53,10 @@ class StructuredOutputsParams:
             raise ConfigError(
                 f"structured_outputs must have exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}"
             )
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "True or False")
         getattr(self, f"_check_{given[0]}")()
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise _refusal("disable_any_whitespace", self.disable_any_whitespace, "True or False")
 
     @property
     def schema(self) -> str | None:
@@ -65,15 +72,24 @@ class StructuredOutputsParams:
             read = json_text.loads(self.json) if isinstance(self.json, str) else self.json
             if not isinstance(read, Mapping):
                 raise _refusal("json", self.json, wanted)
-            self._set("json", self.json if isinstance(self.json, str) else json_text.dumps(dict(read), allow_nan=False))
+            number = inexact_number(read)
+            closed = without_other_keys(read) if self.disable_additional_properties else dict(read)
+            self._set("json", json_text.dumps(closed, allow_nan=False))
         except (ValueError, TypeError, RecursionError):
             raise _refusal("json", self.json, wanted) from None
+        if number is not None:
+            raise ConfigError(
+                f"structured_outputs: json has the number {number!r:.40}; those beyond {EXACT} cannot be followed "
+                "exactly: give smaller ones, or a regex"
+            )
 
     def _check_regex(self) -> None:
         self._check_text("regex", "a regular expression")
 
     def _check_grammar(self) -> None:
         self._check_text("grammar", "a grammar in Lark's notation or in GBNF")
+        if "%json" in str(self.grammar) and _LONG_NUMBER.search(str(self.grammar)):
+            raise ConfigError(f"structured_outputs: grammar: numbers in %json may be up to {EXACT}")
 
     def _check_choice(self) -> None:
         listed = isinstance(self.choice, list | tuple) and self.choice

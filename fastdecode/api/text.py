@@ -26,6 +26,13 @@ class Tokenizer(Protocol):
     def text_bound(self) -> TextBound | None:
         """The most text per token; None where there is no bound."""
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that a text without special tokens leaves out."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; of some tokens they are a part of a character."""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.server.answers import answer_form, error_body, new_id, whole_answer
+from fastdecode.server.answers import answer_form, error_body, is_refusal, new_id, whole_answer
+from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
 
 _KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
@@ -52,16 +53,20 @@ def read_request(line: BatchLine) -> CompletionRequest | ChatRequest:
 
 
 def answer(
-    line: BatchLine, request: CompletionRequest | ChatRequest, model: str, outputs: Sequence[RequestOutput]
+    line: BatchLine,
+    request: CompletionRequest | ChatRequest,
+    model: str,
+    outputs: Sequence[RequestOutput],
+    logprobs: LogprobForm | None = None,
 ) -> dict[str, Any]:
     """The output line of a finished request; ``outputs``: of its prompts, in order."""
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
-    form = answer_form(request, model, new_id(), echoes)
+    form = answer_form(request, model, new_id(), echoes, logprobs=logprobs)
     body = whole_answer(form, outputs)
-    failed = any(choice["finish_reason"] == "error" for choice in body["choices"])
-    return _output_line(line, 500 if failed else 200, body)
+    failed = [str(choice["stop_reason"]) for choice in body["choices"] if choice["finish_reason"] == "error"]
+    return _output_line(line, (400 if all(map(is_refusal, failed)) else 500) if failed else 200, body)
 
 
 def refusal(line: BatchLine, error: Exception) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fastdecode.batch.lines import BatchLine, answer, read_request, refusal
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.logprobs import LogprobForm, logprob_form
 from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
 
@@ -32,6 +33,7 @@ class Running:
 
     line: BatchLine
     request: CompletionRequest | ChatRequest
+    logprobs: LogprobForm
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
@@ -99,7 +101,7 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> No
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        output.write(answer(owner.line, owner.request, engine.config.model, outputs))
+                        output.write(answer(owner.line, owner.request, engine.config.model, outputs, owner.logprobs))
                         bar.update()
 
 
@@ -111,7 +113,7 @@ def _add(engine: LLMEngine, line: BatchLine) -> Running:
     reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, {})
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, request)
+    added = Running(line, request, logprob_form(model.tokenizer, params))
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

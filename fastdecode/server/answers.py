@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
+from fastdecode.api.outputs import CompletionOutput, RequestOutput
+from fastdecode.api.sampling_params import NO_TOKEN
+from fastdecode.api.structured_outputs import UNFOLLOWED
+from fastdecode.server.logprobs import LogprobForm, TextOffsets, chosen
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of
 from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, offered_names
 
@@ -30,6 +33,7 @@ class AnswerForm:
     echoes: tuple[str, ...] = ()
     forced: ForcedCalls | None = None
     offered: frozenset[str] = frozenset()
+    logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -50,12 +54,16 @@ def answer_form(
     answer_id: str,
     echoes: tuple[str, ...] = (),
     created: int | None = None,
+    logprobs: LogprobForm | None = None,
 ) -> AnswerForm:
     """How ``request`` is answered; ``model`` as clients call it; ``created``: seconds of Unix (now)."""
     created = int(time.time()) if created is None else created
     chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
     offered = offered_names(request.tools, request.tool_choice) if isinstance(request, ChatRequest) else frozenset()
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered, created)
+    told = logprobs or LogprobForm(
+        (request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs) or 0
+    )
+    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered, told, created)
 
 
 def new_id() -> str:
@@ -66,6 +74,11 @@ def new_id() -> str:
 def error_body(message: str, kind: str = INVALID, code: int | str = 400, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error shape."""
     return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}
+
+
+def is_refusal(reason: str) -> bool:
+    """Say whether a completion that ended with the error ``reason`` could never have had more tokens."""
+    return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 
 def usage(num_prompt: int, num_new: int) -> dict[str, int]:
@@ -127,7 +140,7 @@ class GrowingChoice:
     def __init__(self, form: AnswerForm, index: int) -> None:
         self._form, self._index = form, index
         self._num_shown, self._num_known = 0, 0
-        self._offset = 0
+        self._offsets = TextOffsets()
         answer = f"{form.answer_id}/{index}"
         self._calls = CallReader(form.forced, answer) if form.forced else None
         self._free = FreeReader(form.offered, answer) if form.offered and not form.forced else None
@@ -195,18 +208,21 @@ class GrowingChoice:
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.all_logprobs is None:
             return None
-        new = _chosen(completion, self.num_tokens)
+        told = self._form.logprobs
         if self._form.chat:
-            return _chat_logprobs(new)
-        found = _logprobs(new, self._offset)
-        self._offset += sum(map(len, found["tokens"]))
-        return found
+            return {"content": told.of_chat(completion, self.num_tokens)}
+        return told.of_completion(chosen(completion, self.num_tokens), self._offsets)
 
 
 def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str) -> dict[str, Any]:
     told = None
     if completion.logprobs is not None:
-        told = _chat_logprobs(_chosen(completion)) if form.chat else _logprobs(_chosen(completion), 0)
+        logprobs = form.logprobs
+        told = (
+            {"content": logprobs.of_chat(completion)}
+            if form.chat
+            else logprobs.of_completion(chosen(completion), TextOffsets())
+        )
     said = {"message": _message(form, completion)} if form.chat else {"text": echo + completion.text}
     has_called = form.chat and "tool_calls" in said["message"]
     return {
@@ -244,55 +260,3 @@ def _call_delta(part: CallPart) -> dict[str, Any]:
     """Of a call that has begun only its arguments are told."""
     told = _call(part) if part.first else {"function": {"arguments": part.arguments}}
     return {"index": part.index, **told}
-
-
-Chosen = list[tuple[int, dict[int, Logprob]]]
-"""Chosen token ids, each with what its position's tokens were worth."""
-
-
-def _chosen(completion: CompletionOutput, start: int = 0) -> Chosen:
-    return list(zip(completion.tokens[start:], (completion.all_logprobs or ())[start:], strict=False))
-
-
-def _logprobs(chosen: Chosen, offset: int) -> dict[str, Any]:
-    """As OpenAI's completions have them: a list per kind, an entry per token; offsets count from the text's start."""
-    tokens = [_token(token_id, found[token_id]) for token_id, found in chosen]
-    starts = []
-    for token in tokens:
-        starts.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [found[token_id].logprob for token_id, found in chosen],
-        "top_logprobs": [{_token(each, entry): entry.logprob for each, entry in found.items()} for _, found in chosen],
-        "text_offset": starts,
-    }
-
-
-def _chat_logprobs(chosen: Chosen) -> dict[str, Any]:
-    """As OpenAI's chats have them: an object per token, with the likeliest ones of its place."""
-    return {
-        "content": [
-            {
-                **_chat_logprob(token_id, found[token_id]),
-                "top_logprobs": [_chat_logprob(each, entry) for each, entry in found.items()],
-            }
-            for token_id, found in chosen
-        ]
-    }
-
-
-def chat_logprobs(completion: CompletionOutput, start: int = 0) -> list[dict[str, Any]]:
-    """The same of a completion's tokens from ``start`` on."""
-    found: list[dict[str, Any]] = _chat_logprobs(_chosen(completion, start))["content"]
-    return found
-
-
-def _chat_logprob(token_id: int, entry: Logprob) -> dict[str, Any]:
-    token = _token(token_id, entry)
-    return {"token": token, "logprob": entry.logprob, "bytes": list(token.encode())}
-
-
-def _token(token_id: int, entry: Logprob) -> str:
-    """The token's text; without a tokenizer its id, as vLLM writes it."""
-    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token

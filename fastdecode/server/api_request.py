@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 
 from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.api.text import Tokenizer
 from fastdecode.server.answers import AnswerForm, answer_form
 from fastdecode.server.exchanges import Exchange
 from fastdecode.server.kept_files import KeptRequest
+from fastdecode.server.logprobs import logprob_form
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest
@@ -63,11 +65,12 @@ class ApiRequest:
 
 def form_of(
     asked: Asked, chat: ChatRequest | CompletionRequest, params: SamplingParams, model: str, answer_id: str,
-    echoes: Sequence[str] = (), created: int | None = None,
+    echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
 ) -> AnswerForm | ResponseForm:  # fmt: skip
     """How the answer of ``asked``, which means ``chat``, looks."""
     created = int(time.time()) if created is None else created
-    form = answer_form(chat, model, answer_id, tuple(echoes), created)
+    logprobs = logprob_form(tokenizer, params)
+    form = answer_form(chat, model, answer_id, tuple(echoes), created, logprobs)
     if not isinstance(asked, ResponsesRequest):
         return form
-    return ResponseForm(asked, params, model, answer_id, form.forced, form.offered, created)
+    return ResponseForm(asked, params, model, answer_id, form.forced, form.offered, logprobs, created)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.archive import LAST_EVENT_ID
 from fastdecode.server.bodies import read_request
 from fastdecode.server.errors import ApiError
-from fastdecode.server.live import PAGE, add_live
+from fastdecode.server.guards import HEALTH, HeadAsGet, KeyGuard
+from fastdecode.server.live import add_live
 from fastdecode.server.openapi import document, takes
 from fastdecode.server.prometheus import CONTENT_TYPE
 from fastdecode.server.protocol import (
@@ -32,12 +31,11 @@ from fastdecode.server.responses_routes import add_responses
 from fastdecode.server.service import Service
 from fastdecode.server.streams import TextResponse, error_response, json_response
 
-HEALTH = "/health"
-
 
 def make_app(service: Service) -> FastAPI:
     """The application over ``service``."""
     app = FastAPI(title="FastDecode", version=__version__, redoc_url=None)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(KeyGuard, api_key=service.settings.api_key)
     for kind in (ApiError, RequestError, ConfigError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_error)
@@ -160,21 +158,3 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if response.status_code in (408, 413):
         response.headers["connection"] = "close"  # the rest of the body is not read
     return response
-
-
-class KeyGuard:
-    """Answers 401 to what does not bring the API key, but for the health check and the live page, which is empty until
-    its stream, which needs the key, fills it."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._expected is not None and scope["path"] not in (HEALTH, PAGE):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                refusal = ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

@@ -6,8 +6,9 @@ import asyncio
 from http import HTTPStatus
 from typing import Any, ClassVar
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from fastdecode.server.answers import error_body
 
@@ -17,7 +18,8 @@ MOST_HEADER_BYTES = 64 << 10
 class LimitedProtocol(HttpToolsProtocol):
     """Closes where a request's header, or the client's reading of an answer, takes more than ``timeout_seconds``.
 
-    Bodies are the routes' own to time: they know how long one may be.
+    Bodies are the routes' own to time: they know how long one may be. A header, with what follows a body in chunks, has
+    at most MOST_HEADER_BYTES. Offers of another protocol (``Upgrade``) are ignored, as RFC 9110 allows.
     """
 
     timeout_seconds: ClassVar[float] = 30.0
@@ -26,6 +28,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **settings)
         self._deadline: asyncio.TimerHandle | None = None
         self._header_bytes: int | None = 0
+        self._field_bytes = 0
         self._num_received = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -40,22 +43,68 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_received = len(data)
         if self._header_bytes is not None:
             self._header_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if (self._header_bytes or 0) > MOST_HEADER_BYTES:
-            self._refuse(431, f"the header is longer than {MOST_HEADER_BYTES} bytes")
+            self._refuse_header()
+
+    def _parse(self, data: bytes) -> None:
+        """Hand ``data`` to the parser. At an offer of another protocol it stops, and begins the same request again
+        without the offer."""
+        while data and not self.transport.is_closing():
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    self._refuse(405, "CONNECT: this server is no proxy")
+                    return
+                head = _head(method, self.url, self.parser.get_http_version(), self.headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                data = head + data[offer.args[0] :]
+            except httptools.HttpParserError:
+                self._refuse(400, "this is no HTTP request that can be read")
+                return
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self._field_bytes = 0
         if self._header_bytes is None:
             self._header_bytes = self._num_received
         self._arm(self._header_is_late)
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the path."""
+        self._count_field(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field of the header, or after a body in chunks."""
+        self._count_field(name, value)
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Its header is here."""
         self._disarm()
         self._header_bytes = None
+        if self.parser.should_upgrade() or self.transport.is_closing():
+            return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _AnswerToHttp10(self.cycle).send  # type: ignore[method-assign]
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is here."""
+        if not self.parser.should_upgrade() and not self.transport.is_closing():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Answered; what may still come of the body must not take for ever."""
@@ -73,9 +122,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disarm()
         super().resume_writing()
 
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is answered as everything else."""
-        self._refuse(400, msg)
+    def _count_field(self, *parts: bytes) -> None:
+        self._field_bytes += sum(map(len, parts)) + 4  # a colon, a space and the end of the line
+        if self._field_bytes > MOST_HEADER_BYTES:
+            self._refuse_header()
+
+    def _refuse_header(self) -> None:
+        self._refuse(431, f"the header is longer than {MOST_HEADER_BYTES} bytes")
 
     def _header_is_late(self) -> None:
         self._refuse(408, f"the header did not arrive within {self.timeout_seconds:g} seconds")
@@ -99,3 +152,27 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class _AnswerToHttp10:
+    """Sends one answer to a client of HTTP/1.0, which knows no chunks: a stream's end is that of the connection."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send = cycle, cycle.send
+        self._is_open = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._is_open = b"content-length" not in names
+            self._cycle.chunked_encoding = False if self._is_open else None
+        elif self._is_open:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
+
+
+def _head(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """A request's header without its offer of another protocol."""
+    lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
+    lines += [b"%s: %s" % field for field in headers if field[0] != b"upgrade"]
+    return b"\r\n".join([*lines, b"\r\n"])

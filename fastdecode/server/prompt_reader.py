@@ -56,12 +56,7 @@ class PromptReader:
         if request.messages is None:
             special = request.add_special_tokens is not False
             return encode_text(request.prompt, self.tokenizer, self.max_model_len, special)
-        return self._encode_chat(
-            request.messages,
-            tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt,
-            add_special_tokens=bool(request.add_special_tokens),
-        )
+        return self._encode_chat(request.messages, **template_arguments(request))
 
     def texts(self, found: Sequence[PromptTokens]) -> tuple[str, ...]:
         """Return the text of each prompt; "" without a tokenizer."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from fastdecode.api.sampling_params import MAX_SAMPLES, SamplingParams
-from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.core.errors import RequestError
 from fastdecode.server.foreign_fields import IGNORED, check_fields
+from fastdecode.server.text_forms import ResponseFormat, asked_form, form_of_text
 from fastdecode.server.tool_calls import ForcedCalls, forced_calls
+from fastdecode.server.whole_numbers import with_whole_numbers
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -37,22 +38,6 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-
-class JsonSchema(msgspec.Struct):
-    """A named JSON schema; ``strict`` is always so here."""
-
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    """The form that the text must have."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
@@ -136,7 +121,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -164,7 +153,7 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
     if kind is CompletionRequest and body.get("prompt") is None:
         raise RequestError("prompt is missing: text, token ids, or a list of either")
     try:
-        request = msgspec.convert(body, kind)
+        request = msgspec.convert(with_whole_numbers(body, kind), kind)
     except msgspec.ValidationError as error:
         found = re.fullmatch(r"(.*) - at `\$(?:\.(.*))?`", str(error), re.DOTALL)
         where, what = (found[2] or "body", found[1]) if found else ("body", str(error))
@@ -198,7 +187,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
     return SamplingParams(**asked, **_structure(request))
 
 
-def template_arguments(request: ChatRequest) -> dict[str, Any]:
+def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """What the chat template is told beside the messages; RequestError for what it cannot be told."""
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
@@ -237,35 +226,14 @@ def _chat_params(request: ChatRequest) -> dict[str, Any]:
 def _structure(request: GenerationRequest) -> dict[str, Any]:
     """The form of the text as SamplingParams take it; nothing where it is free. A ``response_format`` is that of text,
     and so says nothing of calls."""
-    forced = forced_calls_of(request)
-    if forced is not None:
-        if _asked_form(request) is not None:
+    older = {kind: getattr(request, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
+    given = asked_form(request.structured_outputs, older)
+    if forced := forced_calls_of(request):
+        if given is not None:
             raise RequestError("tool_choice forces a call, and structured_outputs another form: give one")
         return {"structured_outputs": forced.form}
-    wanted, given = request.response_format, _asked_form(request)
-    if wanted is None or wanted.type == "text":
-        if given is None:
-            return {}
-        unknown = sorted(set(given) - set(StructuredOutputsParams.__dataclass_fields__))
-        if unknown:
-            raise RequestError(f"structured_outputs: {unknown[0]} is not understood")
-        return {"structured_outputs": StructuredOutputsParams(**given)}
-    if given is not None:
-        raise RequestError("response_format and structured_outputs exclude each other: give one")
-    if wanted.type == "json_object":
-        return {"structured_outputs": StructuredOutputsParams(json_object=True)}
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise RequestError("response_format: json_schema.schema is missing")
-    return {"structured_outputs": StructuredOutputsParams(json=wanted.json_schema.schema)}
-
-
-def _asked_form(request: GenerationRequest) -> dict[str, Any] | None:
-    """``structured_outputs``, by that name or by vLLM's older ones."""
-    older = {kind: getattr(request, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
-    older = {kind: value for kind, value in older.items() if value is not None}
-    if older and request.structured_outputs is not None:
-        raise RequestError(f"structured_outputs and guided_{next(iter(older))} exclude each other: give one")
-    return older or request.structured_outputs
+    form = form_of_text(request.response_format, given)
+    return {} if form is None else {"structured_outputs": form}
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[Any, float]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.server.answers import chat_logprobs, usage_of
+from fastdecode.server.answers import usage_of
+from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.responses_request import ResponsesRequest
-from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader
+from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, is_json
 
 Event = dict[str, Any]
 """Of a stream; its "type" says which."""
@@ -28,6 +29,7 @@ class ResponseForm:
     answer_id: str
     forced: ForcedCalls | None = None
     offered: frozenset[str] = frozenset()
+    logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -173,7 +175,8 @@ class GrowingResponse:
 
     def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
         """Logprobs are those of all tokens since the last ones, whatever of their text is shown."""
-        logprobs = [] if completion.all_logprobs is None else chat_logprobs(completion, self._num_tokens)
+        asked = completion.all_logprobs is not None
+        logprobs = self._form.logprobs.of_chat(completion, self._num_tokens) if asked else []
         self._num_tokens = len(completion.tokens)
         if not text and not logprobs:
             return
@@ -202,7 +205,7 @@ class GrowingResponse:
         if part.arguments:
             yield self._event("response.function_call_arguments.delta", **where, delta=part.arguments)
         if part.complete:
-            item["status"] = _status(completion) if self._form.forced and self._form.forced.name else "completed"
+            item["status"] = "completed" if is_json(item["arguments"]) else _status(completion)
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **where, **done)
             yield self._item_event("response.output_item.done")

@@ -7,13 +7,20 @@ from typing import Any, Literal
 
 import msgspec
 
+from fastdecode.api.conversations import one_system_message
 from fastdecode.core.errors import RequestError
-from fastdecode.server.protocol import ChatRequest, JsonSchema, Messages, ResponseFormat, SampledRequest
+from fastdecode.server.protocol import ChatRequest, Messages, SampledRequest
+from fastdecode.server.text_forms import ResponseFormat
 
 RESPONSES = "/v1/responses"
 
 LOGPROBS = "message.output_text.logprobs"
-"""What ``include`` may name."""
+INCLUDES = frozenset({
+    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+})  # fmt: skip
+"""What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has."""
 
 SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
@@ -21,8 +28,8 @@ SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class TextFormat(msgspec.Struct):
-    """The form that the text must have; of "json_schema" the ``schema``."""
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form that the text must have; of "json_schema" the ``schema``. ``strict``: as of a chat's."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -74,9 +81,8 @@ def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRe
     """The chat whose answer is the response, ``messages`` after its instructions; RequestError for what is not
     supported or cannot be."""
     _refuse_unsupported(request)
-    instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     return ChatRequest(
-        messages=instructions + messages,
+        messages=_with_instructions(request.instructions, messages),
         max_completion_tokens=request.max_output_tokens,
         response_format=_response_format(request.text.format if request.text else None),
         tools=None if request.tools is None else [_chat_tool(tool) for tool in request.tools],
@@ -85,6 +91,15 @@ def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRe
         top_logprobs=request.top_logprobs,
         **{name: getattr(request, name) for name in SAME},
     )
+
+
+def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One system message of the instructions and of the system message that the input begins with."""
+    if instructions is None:
+        return messages
+    is_system = bool(messages) and messages[0]["role"] == "system"
+    texts = [instructions, messages[0]["content"]] if is_system else [instructions]
+    return one_system_message(texts) + messages[is_system:]
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
@@ -100,7 +115,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             bool(request.top_logprobs) and LOGPROBS not in (request.include or ()),
             f"needs include: [{LOGPROBS}]",
         ),
-        "include": (set(request.include or ()) - {LOGPROBS} != set(), f"may only name {LOGPROBS}"),
+        "include": (set(request.include or ()) - INCLUDES != set(), f"may only name {', '.join(sorted(INCLUDES))}"),
     }
     for name, (wrong, message) in refused.items():
         if wrong:
@@ -118,6 +133,8 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         if read is None:
             raise RequestError(f"input: items may be {', '.join(_ITEMS)}, not {kind!r:.80}")
         message = read(item)
+        if message is None:
+            continue
         if kind == "function_call" and found and found[-1]["role"] == "assistant":
             found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
@@ -129,7 +146,7 @@ def _message(item: Mapping[str, Any]) -> dict[str, Any]:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise RequestError(f"input: role must be user, assistant, system or developer, got {role!r:.80}")
-    return {"role": "system" if role == "developer" else role, "content": _text(item.get("content"))}
+    return {"role": role, "content": _text(item.get("content"))}
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,8 +163,13 @@ def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item.get("output"))}
 
 
-_ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+def _reasoning(item: Mapping[str, Any]) -> None:
+    """Thoughts that a client sends back: templates leave out those of earlier turns."""
+
+
+_ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
     "message": _message,
+    "reasoning": _reasoning,
     "function_call": _call,
     "function_call_output": _call_output,
 }
@@ -164,18 +186,17 @@ def _text(content: Any) -> str:
 
 
 def _part_text(part: Any) -> str | None:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*_TEXT_PARTS, "refusal") else None
     return text if isinstance(text, str) else None
 
 
 def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
         return None
-    if wanted.type == "json_object":
-        return ResponseFormat("json_object")
-    if wanted.schema is None:
+    if wanted.type == "json_schema" and wanted.schema is None:
         raise RequestError("text: format.schema is missing")
-    return ResponseFormat("json_schema", JsonSchema(wanted.name, wanted.schema))
+    return ResponseFormat(wanted.type, schema=wanted.schema, strict=wanted.strict)
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.app import make_app
 from fastdecode.server.connection import LimitedProtocol
+from fastdecode.server.cors import with_cors
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.observer import EngineWatch
 from fastdecode.server.server_settings import ServerSettings
@@ -62,7 +63,7 @@ class _Server(uvicorn.Server):
     def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(service),
+                with_cors(make_app(service), settings),
                 http=type("Protocol", (LimitedProtocol,), {"timeout_seconds": settings.request_timeout or 1e9}),
                 ws="none",
                 lifespan="off",

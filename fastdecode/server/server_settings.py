@@ -74,6 +74,13 @@ class ServerSettings:
     )  # fmt: skip
     stored_bytes: str = setting("1GiB", "most that they take on disk", SERVER, metavar="BYTES")
     stored_hours: float = setting(720.0, "after which a stored response is deleted", SERVER, metavar="HOURS")
+    allowed_origins: list[str] = setting(
+        list, "of pages in browsers that may ask; * is all, [] none", SERVER, metavar="ORIGIN",
+        unset="all, where only this machine is listened to and no key is asked for; else none",
+    )  # fmt: skip
+    allowed_methods: list[str] = setting(list, "of such requests", SERVER, metavar="METHOD", unset="all")
+    allowed_headers: list[str] = setting(list, "that they may send", SERVER, metavar="NAME", unset="all")
+    allow_credentials: bool = setting(False, "let such pages send cookies", SERVER)
     ssl_keyfile: str | None = setting(None, "TLS: private key", SERVER, metavar="FILE", unset="none")
     ssl_certfile: str | None = setting(None, "TLS: certificate", SERVER, metavar="FILE", unset="none")
 

@@ -14,11 +14,10 @@ import msgspec
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.machine import return_free_memory
-from fastdecode.server.answers import AnswerForm, new_id
+from fastdecode.server.answers import AnswerForm, is_refusal, new_id
 from fastdecode.server.api_request import KINDS, ApiRequest, Asked, form_of
 from fastdecode.server.archive import Archive
 from fastdecode.server.engine_thread import EngineThread
@@ -227,7 +226,8 @@ class Service:
         echoes = (
             self.model.reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
         )
-        return form_of(asked, chat, exchange.params, self.model.names[0], exchange.exchange_id, echoes, created)
+        name, tokenizer = self.model.names[0], self.model.tokenizer
+        return form_of(asked, chat, exchange.params, name, exchange.exchange_id, echoes, created, tokenizer)
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
         """The request that was kept, with its outputs where it has ended; not in the engine."""
@@ -256,9 +256,9 @@ def _read_vocabulary(grammars: Grammars) -> None:
 
 
 def check_finished(outputs: Sequence[RequestOutput | None]) -> list[RequestOutput]:
-    """The outputs of a finished exchange; ApiError 500 where the model failed, 400 where the grammar did."""
+    """The outputs of a finished exchange; ApiError 500 where the model failed, 400 where the request left no token."""
     found = [output for output in outputs if output is not None]
     for each in (each for output in found for each in output.outputs if each.finish_reason == "error"):
         reason = str(each.stop_reason)
-        raise ApiError(400, reason) if reason.startswith(UNFOLLOWED) else ApiError(500, reason, "server_error")
+        raise ApiError(400, reason) if is_refusal(reason) else ApiError(500, reason, "server_error")
     return found

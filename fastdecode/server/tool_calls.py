@@ -89,8 +89,8 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
 
 
 def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Without blanks between tokens, which some models would write for ever."""
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    """Without blanks between tokens, which some models would write for ever, and without keys that are not listed."""
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
 def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> StructuredOutputsParams:
@@ -135,14 +135,17 @@ class CallReader:
     def read(self, text: str, finished: bool) -> list[CallPart]:
         """What is new in ``text``, which begins as it did the last time; ``finished``: nothing follows."""
         if self._name is None:
-            return self._read_list(text)
+            return self._read_list(text, finished)
         part = CallPart(0, call_id(self._answer, 0), self._name, text[self._num_read :], self._num_calls == 0, finished)
         self._num_read, self._num_calls = len(text), 1
         return [part] if part.arguments or part.first or finished else []
 
-    def _read_list(self, text: str) -> list[CallPart]:
+    def _read_list(self, text: str, finished: bool) -> list[CallPart]:
+        """Complete calls, and of a finished text the one that was cut."""
         found = []
-        while call := _next_call(text, self._num_read + 1):  # after the bracket, or the comma
+        while call := _next_call(text, self._num_read + 1) or (  # after the bracket, or the comma
+            _cut_call(text, self._num_read + 1) if finished else None
+        ):
             name, arguments, self._num_read = call
             number = self._num_calls
             found.append(CallPart(number, call_id(self._answer, number), name, arguments, first=True, complete=True))
@@ -161,6 +164,17 @@ def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
     except (ValueError, RecursionError):
         return None
     return (name, text[first:last], last + 1) if text[last : last + 1] == "}" else None
+
+
+def _cut_call(text: str, start: int) -> tuple[str, str, int] | None:
+    """Name, the part of the arguments that is there, and end of the call at ``start``; None where it has no name."""
+    if not text.startswith('{"name":', start):
+        return None
+    try:
+        name, end = _DECODER.raw_decode(text, start + len('{"name":'))
+    except ValueError:
+        return None
+    return name, text[end + len(',"parameters":') :], len(text)
 
 
 def offered_names(tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None) -> frozenset[str]:
@@ -242,3 +256,12 @@ def _name_and_arguments(call: Any) -> tuple[Any, Any]:
 def call_id(answer: str, number: int) -> str:
     """Of call ``number`` in ``answer``, a name that no other answer has: the same whenever the answer is read."""
     return f"call_{uuid.uuid5(_CALLS, f'{answer}/{number}').hex}"
+
+
+def is_json(text: str) -> bool:
+    """Say whether ``text`` is whole: arguments of a call that was cut are not."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,8 +1,9 @@
-"""The most bytes of a text that one token can stand for: a longer text cannot fit a model, whatever it says."""
+"""The bytes that tokens stand for: of each one, and the most of any, which bounds the texts that can fit a model."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -80,3 +81,56 @@ def _spellings() -> dict[int, str]:
     printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Spellings:
+    """The bytes that each token adds to a text, as the tokenizer's decoder makes them; ``special``: tokens that texts
+    leave out."""
+
+    def __init__(self, backend: BackendTokenizer) -> None:
+        self._backend = backend
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
+        self._steps = _decoder_steps(decoder)
+        self._by_letter = {letter: byte for byte, letter in _spellings().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added = {number: each.content for number, each in added.items()}
+        self.special = frozenset(number for number, each in added.items() if each.special)
+
+    def of(self, token_id: int) -> bytes:
+        """Return the token's bytes, a part of a character where it is no whole one."""
+        text = self._added.get(token_id)
+        if text is not None:
+            return text.encode()
+        token = self._backend.id_to_token(token_id) or ""
+        kinds = {step["type"] for step in self._steps}
+        if "ByteLevel" in kinds:
+            return b"".join(
+                bytes([self._by_letter[letter]]) if letter in self._by_letter else letter.encode() for letter in token
+            )
+        if "ByteFallback" in kinds and (found := _BYTE.fullmatch(token)):
+            return bytes([int(found[1], 16)])
+        for step in self._steps:
+            token = _decoded(step, token)
+        return token.encode()
+
+
+def _decoder_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if step is None:
+        return []
+    return [each for inner in step["decoders"] for each in _decoder_steps(inner)] if "decoders" in step else [step]
+
+
+def _decoded(step: dict[str, Any], token: str) -> str:
+    """Return what one step of a decoder makes of a token within a text; at its beginning some drop a space."""
+    if step["type"] == "Replace" and "String" in step["pattern"]:
+        return token.replace(step["pattern"]["String"], step["content"])
+    if step["type"] == "Metaspace":
+        return token.replace(step["replacement"], " ")
+    if step["type"] == "BPEDecoder":
+        return token.replace(step["suffix"], " ")
+    if step["type"] == "WordPiece":
+        return token.removeprefix(step["prefix"]) if token.startswith(step["prefix"]) else f" {token}"
+    return token

@@ -11,10 +11,11 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode.api.config import EngineConfig
+from fastdecode.api.conversations import check_nothing_is_left_out, with_known_roles, without_empty_fields
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
 from fastdecode.sworker.model import gguf
-from fastdecode.sworker.model.token_bytes import text_bound
+from fastdecode.sworker.model.token_bytes import Spellings, text_bound
 
 
 class HFTokenizer:
@@ -40,6 +41,19 @@ class HFTokenizer:
     def text_bound(self) -> TextBound | None:
         """The most text per token; None where there is no bound. Read from the vocabulary once."""
         return text_bound(self.backend)
+
+    @functools.cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self.backend)
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that a text without special tokens leaves out."""
+        return self._spellings.special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; of some tokens they are a part of a character."""
+        return self._spellings.of(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the model expects."""
@@ -70,7 +84,7 @@ class HFTokenizer:
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
         if tools is not None and not _all_mappings(tools):
             raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
-        prepared = chat_messages(messages)
+        prepared = with_known_roles(chat_messages(messages), str(chat_template or self.hf.chat_template))
         render = functools.partial(
             self.hf.apply_chat_template,
             tools=tools,
@@ -86,6 +100,7 @@ class HFTokenizer:
             text = render(prepared)
         except Exception as error:  # whatever the template raises
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
+        check_nothing_is_left_out(prepared, text, render)
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
         return self.encode(text, add_special_tokens)
@@ -110,7 +125,7 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """
     if not messages or not _all_mappings(messages) or not all(isinstance(each.get("role"), str) for each in messages):
         raise RequestError('messages must be a list of {"role": …, "content": …}')
-    return [_prepared(dict(message)) for message in messages]
+    return [_prepared(without_empty_fields(message)) for message in messages]
 
 
 def _prepared(message: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +141,17 @@ def _text_of(content: Any) -> str:
         return content or ""
     if not isinstance(content, list):
         raise RequestError(f"content of a message must be text or a list of parts, not {type(content).__name__}")
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else _said(part) for part in content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError('parts of a message must be {"type": "text", "text": …}: the model takes text only')
     return "\n".join(part["text"] for part in parts)
+
+
+def _said(part: Any) -> Any:
+    """A part of a message; a refusal that a client sends back is text."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _with_arguments_read(call: Any) -> Any:

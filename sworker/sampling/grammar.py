@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from fastdecode.api.structured_outputs import UNFOLLOWED, StructuredOutputsParams
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 KEPT_GRAMMARS = 64
 """Compiled ones that are kept for the next request of the same form."""
 
+UNSPELT = "\U0010fffd"
+"""A character of private use, which begins the names of tokens that no text spells."""
+
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32)
 """Eight tokens' biases for each byte of a mask: looked up ten times as fast as a mask is applied."""
@@ -27,8 +32,9 @@ _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32)
 class Matcher:
     """The position of one completion in its grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, no_token: int | None = None) -> None:
+        """``no_token``: stands for the end of a text, and can never be chosen."""
+        self._matcher, self._no_token = matcher, no_token
 
     def logit_bias(self, vocab_size: int) -> np.ndarray:
         """0 for tokens that may come next, with ends of text where it may end, else -inf: float32 [vocab_size].
@@ -39,6 +45,8 @@ class Matcher:
         bias = np.full((-(-vocab_size // 8), 8), -np.inf, dtype=np.float32)
         known = allowed[: len(bias)]
         np.take(_BIAS_OF_BITS, known, axis=0, out=bias[: len(known)], mode="clip")
+        if self._no_token is not None:
+            bias.reshape(-1)[self._no_token : self._no_token + 1] = -np.inf
         return bias.reshape(-1)[:vocab_size]
 
     def advance(self, token_id: int) -> None:
@@ -58,7 +66,7 @@ class Matcher:
             ahead.consume_token(token_id)
             if ahead.is_stopped():
                 break
-            matchers.append(Matcher(ahead.deep_copy()))
+            matchers.append(Matcher(ahead.deep_copy(), self._no_token))
         return matchers
 
     @property
@@ -83,6 +91,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
+        self._special: dict[str, int] = {}
+        self._no_token = None if eos_token_ids else tokenizer.get_vocab_size(with_added_tokens=True)
         self._known: LLTokenizer | None = None
         self._reading = threading.Lock()
         self.compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
@@ -94,7 +104,7 @@ class Grammars:
             RequestError: the schema, expression or grammar is not understood, or the tokenizer is not.
             ConfigError: llguidance is not installed.
         """
-        return Matcher(self.compiled(params).deep_copy())
+        return Matcher(self.compiled(params).deep_copy(), self._no_token)
 
     def prepare(self, params: StructuredOutputsParams) -> None:
         """Compile what ``params`` ask for, unless it is known; while it is compiled other threads go on.
@@ -119,7 +129,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         try:
-            compiled = LLMatcher(tokens, grammar_text(params), log_level=0)
+            compiled = LLMatcher(tokens, grammar_text(params, self._special), log_level=0)
             problem = compiled.get_error() if compiled.is_error() else ""
         except ValueError as error:
             problem = str(error)
@@ -133,14 +143,19 @@ class Grammars:
         except ImportError:
             raise ConfigError("structured_outputs needs llguidance: pip install 'fastdecode[structured]'") from None
         size = max(self._vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
+        ends = self._eos_token_ids if self._no_token is None else [self._no_token]
         try:
-            return LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
+            told, self._special = without_spellings(self._tokenizer.to_str(), self._no_token)
+            return LLTokenizer(told, n_vocab=max(size, *(each + 1 for each in ends)), eos_token=ends)
         except ValueError as error:
             raise RequestError(f"structured_outputs: llguidance cannot use the model's tokenizer: {error}") from None
 
 
-def grammar_text(params: StructuredOutputsParams) -> str:
-    """Return the text that llguidance compiles; ValueError for a grammar that is not understood."""
+def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
+    """Return the text that llguidance compiles; ValueError for a grammar that is not understood.
+
+    ``special``: tokens that a grammar may name, each with its id.
+    """
     from llguidance import LLMatcher, grammar_from
 
     if params.schema is not None:
@@ -150,7 +165,45 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" has a limit of 2,000
     if params.regex is not None:
         return grammar_from("regex", params.regex)
-    return grammar_from("grammar", str(params.grammar))
+    return grammar_from("grammar", _LARK.sub(lambda found: _by_id(found[0], special), str(params.grammar)))
+
+
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s"/]+>')
+"""In a grammar: a string, a regular expression, or the name of a token."""
+
+
+def _by_id(part: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[part]}]>" if part in special else part
+
+
+def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[str, int]]:
+    """Return a tokenizer's JSON in which no text spells an added token in angle brackets or a special one, and the ids
+    of these tokens: llguidance would take such a token for the text, which leaves it out.
+
+    ``no_token``: id of one more special token.
+    """
+    told = msgspec.json.decode(tokenizer)
+    names: dict[str, str] = {}
+    ids: dict[str, int] = {}
+    for each in told["added_tokens"]:
+        if each["special"] or _IN_BRACKETS.fullmatch(each["content"]):
+            ids[each["content"]] = each["id"]
+            names[each["content"]] = each["content"] = f"{UNSPELT}{each['id']}"
+            each["special"] = True
+    if no_token is not None:
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        told["added_tokens"].append({"id": no_token, "content": f"{UNSPELT}{no_token}", "special": True, **plain})
+    model = told["model"]
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}
+    elif isinstance(model.get("vocab"), list):
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return msgspec.json.encode(told).decode(), ids
+
+
+_IN_BRACKETS = re.compile(r"<[^<>\s]+>")
 
 
 def _literal(text: str) -> str:

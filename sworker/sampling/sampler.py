@@ -18,6 +18,9 @@ CHUNK_ELEMENTS = 2**21
 FAILED = -1
 """Token id of a row without a usable logit."""
 
+EXCLUDED = -2
+"""Token id of a row whose logits are usable, but whose limits leave no token."""
+
 
 Logprobs = dict[int, tuple[float, int]]
 """Token id to (log-probability, rank from 1)."""
@@ -28,11 +31,13 @@ class SampledToken(NamedTuple):
 
     ``logprob`` maps token id to (log-probability, rank from 1) if the request asked, the chosen token first, then the
     likeliest in order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
+    ``excluded``: it failed since the request's limits leave no token.
     """
 
     token_id: int
     logprob: Logprobs | None = None
     failed: bool = False
+    excluded: bool = False
 
 
 class Sampler:
@@ -60,7 +65,12 @@ class Sampler:
             tokens[index] = chosen.masked_fill(tokens[index] == FAILED, FAILED)
         token_ids: list[int] = tokens.tolist()
         logprobs = _requested_logprobs(logits, rows, token_ids)
-        return [SampledToken(token_id, logprobs.get(i), token_id == FAILED) for i, token_id in enumerate(token_ids)]
+        return [
+            SampledToken(token_id, logprobs.get(i))
+            if token_id >= 0
+            else SampledToken(-1, None, True, token_id == EXCLUDED)
+            for i, token_id in enumerate(token_ids)
+        ]
 
 
 def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -82,17 +92,17 @@ def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Tokens of rows that are not plain: int64 [num_rows], ``FAILED`` where every token is banned."""
+    """Tokens of rows that are not plain: int64 [num_rows], ``EXCLUDED`` where every token is banned."""
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(random) == len(rows):  # the common case: no argmax and no copy of the random rows
-        return _drawn(scores, rows).masked_fill_(failed, FAILED)
+        return _drawn(scores, rows).masked_fill_(failed, EXCLUDED)
     tokens = scores.argmax(-1)
     if random:
         index = torch.tensor(random, device=logits.device)
         tokens[index] = _drawn(scores.index_select(0, index), [rows[i] for i in random])
-    return tokens.masked_fill_(failed, FAILED)
+    return tokens.masked_fill_(failed, EXCLUDED)
 
 
 def _drawn(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -108,7 +118,7 @@ def _failed(scores: Tensor) -> Tensor:
 
 def _requested_logprobs(logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]) -> dict[int, Logprobs]:
     """Log-probabilities by row, for the rows that asked and did not fail."""
-    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] != FAILED]
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] >= 0]
     found: dict[int, Logprobs] = {}
     for part in _chunks(asked, logits.shape[1]):
         chosen = logits.index_select(0, torch.tensor(part, device=logits.device))

@@ -1,0 +1,119 @@
+"""The house's marks as ceilings that only fall: whoever gets below one lowers it here (docs/structure.md)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+import pytest
+from helpers.modules import modules, reached, sources, trees
+
+ROOMS_OF_CLUSTER = ("wire", "links", "r_worker", "pool", "prefill", "ray")
+"""In order: a room imports those before it and itself."""
+
+SERVING = ("llm", "cli.serve", "cli.run_batch", "cli.r_worker", "cli.prefill_worker")
+"""The modules that serve begin with."""
+
+MOST_LINES_OF_A_FILE = 300
+MOST_LINES_OF_A_FUNCTION = 51
+
+CEILINGS = {
+    "import circles": 0,
+    "modules that serving imports": 300,
+    "lines that serving imports": 50_000,
+    "lines of the product": 66_000,
+    "files over 300 lines": 16,
+    "functions over 51 lines": 0,
+    "methods of the largest class": 37,
+    "module constants": 1000,
+    "docstrings that are fragments": 411,
+}
+
+FRAGMENT = re.compile(
+    r"(What|Of|Where|Whether|Those|The same|That|By|As|With|In|At|For|How|Who|Which|From|Until|After|Before)\b"
+)
+"""Beginnings of a docstring that is no sentence and no name of a thing."""
+
+
+def lines_of(name: str) -> int:
+    """Return the number of lines of module ``name``, a name under ``fastdecode``."""
+    return sources()[f"fastdecode.{name}".rstrip(".")].read_text(encoding="utf-8").count("\n")
+
+
+def circles() -> set[frozenset[str]]:
+    """Return sets of modules that import each other, directly or not; imports for type checkers count."""
+    found = {name: {other for other in names if name in reached()[other]} for name, names in reached().items()}
+    return {frozenset(names) for names in found.values() if names}
+
+
+def serving() -> set[str]:
+    """Return the modules that a process that serves can import."""
+    return set(SERVING).union(*(reached()[name] for name in SERVING))
+
+
+@cache
+def definitions() -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Return all functions and classes of the product."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def methods(node: ast.ClassDef) -> int:
+    """Return the number of functions that a class defines."""
+    return sum(isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) for each in node.body)
+
+
+def is_constant(node: ast.stmt) -> bool:
+    """Return whether a module's statement gives a value to a name in capitals."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+    return bool(names) and all(name.lstrip("_").isupper() for name in names)
+
+
+@cache
+def measured() -> dict[str, int]:
+    """Return today's marks by their names in CEILINGS."""
+    served = serving()
+    lengths = {module.name: lines_of(module.name) for module in modules()}
+    spans = [(node.end_lineno or 0) - node.lineno for node in definitions() if not isinstance(node, ast.ClassDef)]
+    documented = [ast.get_docstring(node) or "" for node in definitions()]
+    return {
+        "import circles": len(circles()),
+        "modules that serving imports": len(served),
+        "lines that serving imports": sum(lengths[name] for name in served),
+        "lines of the product": sum(lengths.values()),
+        "files over 300 lines": sum(length > MOST_LINES_OF_A_FILE for length in lengths.values()),
+        "functions over 51 lines": sum(span > MOST_LINES_OF_A_FUNCTION for span in spans),
+        "methods of the largest class": max(methods(node) for node in definitions() if isinstance(node, ast.ClassDef)),
+        "module constants": sum(is_constant(node) for tree in trees().values() for node in tree.body),
+        "docstrings that are fragments": sum(bool(FRAGMENT.match(each)) for each in documented),
+    }
+
+
+@pytest.mark.parametrize("mark", CEILINGS)
+def test_marks_stay_below_their_ceilings(mark: str) -> None:
+    assert measured()[mark] <= CEILINGS[mark]
+
+
+def test_rooms_of_the_cluster_import_in_one_direction() -> None:
+    order = {room: index for index, room in enumerate(ROOMS_OF_CLUSTER)}
+    upward = [
+        f"{module.name} imports {name}"
+        for module in modules()
+        for name in module.own
+        if module.name.startswith("cluster.") and name.startswith("cluster.")
+        if order[module.name.split(".")[1]] < order[name.split(".")[1]]
+    ]
+    assert upward == []
+
+
+def test_no_serving_process_imports_the_lab() -> None:
+    assert {name for name in serving() if name.startswith("perfmodel.lab")} == set()
+
+
+def test_circles_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest circle of modules counts once, whatever the number of ways around it."""
+    edges = {"a": frozenset("bca"), "b": frozenset("cab"), "c": frozenset("abc"), "d": frozenset("abc")}
+    monkeypatch.setattr("test_house.reached", lambda: edges)
+    assert circles() == {frozenset("abc")}
