@@ -178,20 +178,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
             limit += " (R time equals S time there), exceeded: starts are only spread where the run ends sooner by it"
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
-    if (steady := report.get("steady")) and steady["seconds"]:
-        yield (
-            f"Steady: {steady['tokens_per_second']:.1f} output tokens/s beside prompts, a mean output length after "
-            f"the first start to the last one, {steady['seconds']:.4g} s; mean KV load "
-            f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
-            f"(at most {steady['imbalance_max']:.3f})"
-        )
-        overall = report["output_tokens_per_second"]
-        if abs(overall / steady["tokens_per_second"] - 1.0) > AGREE:
-            part = _rate(steady["seconds"], report["elapsed_time"])
-            yield (
-                f"Throughput is {overall / steady['tokens_per_second']:.0%} of Steady: it counts the whole run, in "
-                f"which seats fill at the start and empty at the end; {part:.0%} of the time was steady"
-            )
+    yield from _steady_lines(report)
     if (drafts := report.get("speculative")) and drafts["drafts"]:
         yield (
             f"Drafts: {drafts['accepted_tokens']} of {drafts['drafted_tokens']} tokens accepted "
@@ -210,6 +197,26 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         f"Throughput: {report['requests_per_second']:.2f} requests/s, "
         f"{report['tokens_per_second']:.2f} total tokens/s, {report['output_tokens_per_second']:.2f} output tokens/s"
     )
+
+
+def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
+    """Yield the figures of the steady part of the run, and the reason where the whole run differs."""
+    steady = report.get("steady")
+    if not steady or not steady["seconds"]:
+        return
+    yield (
+        f"Steady: {steady['tokens_per_second']:.1f} output tokens/s beside prompts, a mean output length after "
+        f"the first start to the last one, {steady['seconds']:.4g} s; mean KV load "
+        f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
+        f"(at most {steady['imbalance_max']:.3f})"
+    )
+    overall = report["output_tokens_per_second"]
+    if abs(overall / steady["tokens_per_second"] - 1.0) > AGREE:
+        part = _rate(steady["seconds"], report["elapsed_time"])
+        yield (
+            f"Throughput is {overall / steady['tokens_per_second']:.0%} of Steady: it counts the whole run, in "
+            f"which seats fill at the start and empty at the end; {part:.0%} of the time was steady"
+        )
 
 
 _STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")
