@@ -37,6 +37,8 @@ _KEYS = {
 
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 _PLAIN_MLP = {
@@ -152,6 +154,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             mlp_layers=hybrid.mlps if hybrid else 0,
             gated_attention=kind.startswith(_GATED_ATTENTION),
             beside_attention=_beside_attention(config),
+            max_context=_max_context(config),
         )
     except (TypeError, KeyError, ZeroDivisionError, ConfigError) as error:
         raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
@@ -236,6 +239,15 @@ def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | Non
     elif config.get("model_type") == "gpt_neo":
         windows = [config["window_size"] if each == "local" else 0 for each in config["attention_layers"]]
     return tuple(windows) if any(windows) else ()
+
+
+def _max_context(config: Mapping[str, Any]) -> int:
+    """Return the longest context the file names, stretched as its rotary embedding is; 0 where it names none."""
+    longest = next((config[key] for key in _CONTEXTS if isinstance(config.get(key), int)), 0)
+    scaling = config.get("rope_scaling") or {}
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    stretched = int(original * factor) if isinstance(factor, int | float) and isinstance(original, int) else 0
+    return max(longest, stretched, 0)
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:

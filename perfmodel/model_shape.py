@@ -26,7 +26,8 @@ class ModelShape:
     layers have one MLP of ``dense_intermediate_size`` in place of experts. ``state``: of recurrent layers, which are
     among ``num_layers``; the others attend, and the windows are theirs. ``mlp_layers``: MLPs in all, where not each
     layer has one. ``gated_attention``: queries are projected twice, for a gate of the output. ``beside_attention``:
-    parameters that an attending layer has beyond its projections and MLP.
+    parameters that an attending layer has beyond its projections and MLP. ``max_context``: tokens of the longest
+    context that the model was made for; 0 where that is not known.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelShape:
     mlp_layers: int = 0
     gated_attention: bool = False
     beside_attention: int = 0
+    max_context: int = 0
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")

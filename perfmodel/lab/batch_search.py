@@ -72,7 +72,7 @@ class BatchSearch:
         return planner.mean_step_seconds(in_flight, self._workers(mini_batch_size))
 
     def _workers(self, mini_batch_size: int) -> float:
-        return self.planner.num_r_workers or max(self.planner.balanced_r_workers(mini_batch_size), 1.0)
+        return self.planner.num_r_workers or max(self.planner.enough_r_workers(mini_batch_size), 1.0)
 
     def _keeps(self, mini_batch_size: int, limits: ServiceLimits) -> bool:
         if not self._fits_pool(mini_batch_size):

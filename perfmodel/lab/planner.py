@@ -9,6 +9,7 @@ from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.barrier import barrier, context_spread
 from fastdecode.perfmodel.load import Load, mean_parts
 from fastdecode.perfmodel.service import prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
@@ -16,6 +17,9 @@ from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart,
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
+
+MOST_FOR_SLOWEST = 1.5
+"""The factor up to which R-workers are added for the slowest of them to keep up."""
 
 AROUND_THE_KNEE = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
 """Numbers of R-workers worth showing, as multiples of the plan's."""
@@ -37,6 +41,7 @@ class Planner:
     ``state_bytes_per_sequence``: of recurrent layers, over all of them; it takes the room of so many cached tokens,
     unless the S-worker keeps them (``states``). ``pair_seconds``: of the S-worker for a pair of a query and a key of a
     prompt, over all layers; 0 where it is not known. ``contention``: of S-worker and R-workers on the same cores.
+    ``waits_for_slowest``: the barrier of each layer counts; the paper's equations know nothing of it.
     """
 
     workload: Workload
@@ -62,6 +67,7 @@ class Planner:
     states: StatesHere | None = None
     pair_seconds: float = 0.0
     contention: Contention = NO_CONTENTION
+    waits_for_slowest: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks", "num_r_workers"):
@@ -88,7 +94,7 @@ class Planner:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         interval = self._interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
-        needed = self.num_r_workers or max(_round_up(exact), self.placing.copies)
+        needed = self.num_r_workers or max(_round_up(self.enough_r_workers(mini_batch_size)), self.placing.copies)
         if self.num_r_workers and for_memory > needed:
             raise PlanError(
                 f"{needed} R-worker(s) cannot hold {in_flight} sequences in flight ({self.placing.copies} of each), "
@@ -146,6 +152,20 @@ class Planner:
             + self.storage.append_seconds * self.copied_rows(self.workload.rows_per_output_token),
         )
 
+    def enough_r_workers(self, mini_batch_size: int) -> float:
+        """Return the R-workers of which the slowest keeps up, unrounded: equation 11 times the barrier.
+
+        More R-workers have fewer sequences each, so their slowest lies further above the mean: the second look counts.
+        """
+        exact = self.balanced_r_workers(mini_batch_size)
+        if not self.waits_for_slowest:
+            return exact
+        spread, enough = context_spread(self.workload), exact
+        for _ in range(2):
+            each = mini_batch_size / max(enough, 1.0)
+            enough = exact * min(barrier(enough, each, spread), MOST_FOR_SLOWEST)
+        return enough
+
     def step_model(self, num_r_workers: float) -> StepModel:
         """Return the seconds of any step with that many R-workers."""
         return StepModel(
@@ -161,6 +181,8 @@ class Planner:
             drains=self.contention != NO_CONTENTION,
             storage=self.storage,
             states=self.states,
+            context_spread=context_spread(self.workload) if self.waits_for_slowest else None,
+            ranges_each=max(1.0, math.ceil(self.workload.mean_context / self.placing.segment_tokens)),
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
@@ -248,10 +270,13 @@ class Planner:
         return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
 
     def _load_limit(self, in_flight: int) -> int:
-        """The schedule's peak; never below one whole sequence, which could otherwise never run."""
+        """The schedule's peak, with whole sequences in each micro-batch; never below one whole sequence, which could
+        otherwise never run."""
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
-        peak = equations.peak_load_stabilized(in_flight, output_len, self._interval(in_flight), before)
+        interval = self._interval(in_flight)
+        whole = _round_up(equations.micro_batch_size(in_flight, output_len, interval)) * output_len / interval
+        peak = equations.peak_load_stabilized(whole, output_len, interval, before)
         return _round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:

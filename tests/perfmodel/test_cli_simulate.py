@@ -59,7 +59,13 @@ def test_r_workers_by_plan_and_a_load_limit_by_balance(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("machine", "schedule", "number"),
-    [(NAMES, "sls", 3), (NAMES, "request-level", 2), ([*NAMES, "--link", "10Tb"], "sls", 2), (BARE, "sls", 2)],
+    [
+        ([*NAMES, "--overlapped-transport"], "sls", 3),
+        (NAMES, "sls", 2),
+        (NAMES, "request-level", 2),
+        ([*NAMES, "--link", "10Tb"], "sls", 2),
+        (BARE, "sls", 2),
+    ],
 )
 def test_auto_takes_the_mini_batches_whose_steps_take_less(machine: list[str], schedule: str, number: int) -> None:
     """At R = S two mini-batches wait for the way to R-workers and back; a third costs one more loading of the weights,
@@ -167,7 +173,7 @@ def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
         (
             [*NAMES, "--num-r-workers=8", "--mtbf=1e-4", "--restart-seconds=0", "--num-prompts=1", "--input-len=16384"],
             1,
-            "8 R-workers have been lost 801 times and no request has ended meanwhile",
+            "8 R-workers have been lost 804 times and no request has ended meanwhile",
         ),
         ([*NAMES, "--output-json", "."], 2, ".: is a folder; name a file to write"),
         ([*NAMES, "--output-json", "/no/such/folder/x.json"], 2, "there is no such folder"),

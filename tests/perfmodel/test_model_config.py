@@ -91,7 +91,7 @@ def test_built_in_shapes_are_those_of_transformers_own_configurations(name: str,
     """As transformers writes them, and as they are published."""
     config = CONFIG_MAPPING[kind](**words).to_dict()
     for each in (config, config | {"layer_types": None, "mlp_layer_types": None} | words if words else config):
-        assert vars(read_shape(each, name)) == vars(BUILT_IN[name])
+        assert vars(replace(read_shape(each, name), max_context=0)) == vars(replace(BUILT_IN[name], max_context=0))
 
 
 def test_an_index_is_held_and_scanned_and_picks_what_is_read() -> None:

@@ -75,4 +75,10 @@ def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
         help="that take turns (" + ("2); auto: 2 or 3, whichever takes less time" if automatic else
         "2, or 1 or 3 where these give more within the limits)"),
     )  # fmt: skip
-    group.add_argument("--exposed-transport", action="store_true", help="both sides wait for transfers (off)")
+    group.add_argument(
+        "--exposed-transport", action="store_true", help="both sides wait for transfers (off with a profile or numbers)"
+    )
+    group.add_argument(
+        "--overlapped-transport", action="store_true",
+        help="transfers are hidden behind work (off: both sides of named machines wait, as the paper measured)",
+    )  # fmt: skip

@@ -19,6 +19,7 @@ from fastdecode.perfmodel.lab.cli.assumptions import (
     token_lines,
     window_lines,
 )
+from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
 from fastdecode.perfmodel.lab.cli.named_machine import named_machine, per_host
 from fastdecode.perfmodel.lab.cli.shape_inputs import (
@@ -26,6 +27,7 @@ from fastdecode.perfmodel.lab.cli.shape_inputs import (
     gpu_kv_bytes,
     kv_dtype_of,
     mean_row_bytes,
+    named_shape,
     profiled_shape,
 )
 from fastdecode.perfmodel.lab.gpu_only import GpuServer, held_bytes, pair_seconds, usable_bytes
@@ -75,6 +77,9 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     """ConfigError names the flag that is missing or cannot stand beside another."""
     if args.seq_len is None:
         raise ConfigError("seq_len (prompt + output tokens) is needed: --seq-len 1024")
+    check_r_workers(args.num_r_workers)
+    if args.model:
+        check_context(named_shape(args.model), args.seq_len, "seq_len")
     bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
     if bare and args.profile:
         raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
@@ -111,16 +116,18 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     r_part = host_r_part(of_rank, kv_dtype, host, share, workload.prompt_context)
     s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
     planner = _planner(
-        args, of_rank, kv_dtype, s_part, r_part, machine.hops(group.size), memory=memory,
+        args, of_rank, kv_dtype, s_part, r_part, machine.hops(group.size),
+        shape.sent_share * machine.trip_latency_seconds, memory=memory,
         r_workers_per_host=host.r_workers_per_host, states=_gpu_states(args, shape, gpu, group),
-        pair_seconds=pair_seconds(shape, gpu),
+        pair_seconds=pair_seconds(shape, gpu), overlapped=args.overlapped_transport,
     )  # fmt: skip
-    planner = machine.at_home(planner)
+    planner = machine.at_home(replace(planner, waits_for_slowest=True))
     server = _server(planner, shape, kv_dtype, gpu, group)
     assumptions = (
         *figures(gpu),
         *figures(host),
         machine.links(gpu),
+        machine.waits(args.overlapped_transport),
         *rank_lines(group),
         *token_lines(of_rank, kv_dtype, planner),
         *absorption_lines(of_rank),
@@ -233,6 +240,7 @@ def _planner(
     r_workers_per_host: int = 1,
     states: StatesHere | None = None,
     pair_seconds: float = 0.0,
+    overlapped: bool | None = None,
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
@@ -243,7 +251,12 @@ def _planner(
         num_layers=shape.num_layers if shape else args.num_layers,
         s_part=s_part,
         r_part=r_part,
-        transport=Transport(row_bytes, hop_bytes_per_second, latency_seconds, not args.exposed_transport),
+        transport=Transport(
+            row_bytes,
+            hop_bytes_per_second,
+            latency_seconds,
+            not args.exposed_transport if overlapped is None else overlapped,
+        ),
         num_mini_batches=2 if args.num_mini_batches is None else args.num_mini_batches,
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
         r_workers_per_host=r_workers_per_host,

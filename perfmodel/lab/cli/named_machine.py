@@ -17,6 +17,9 @@ from fastdecode.perfmodel.stages import NO_CONTENTION, SHARED, Contention
 HERE_WORD = "here"
 """The value of ``--gpu`` and ``--cpu`` that stands for this machine, which is measured."""
 
+HOST_TRIP_SECONDS, NETWORK_TRIP_SECONDS = 113e-6, 159e-6
+"""Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI (docs/performance.md)."""
+
 PCIE_LINK = "pcie"
 """The value of ``--link`` that puts R-workers on the GPU's own host."""
 
@@ -35,6 +38,19 @@ class NamedMachine:
         """Rates of the hops between a rank and its R-workers: PCIe, and its part of the network."""
         pcie = self.gpu.host_bytes_per_second
         return (pcie,) if self.link_bytes_per_second is None else (pcie, self.link_bytes_per_second / num_ranks)
+
+    @property
+    def trip_latency_seconds(self) -> float:
+        """Seconds of a layer's way to R-workers and back that no byte takes, as this engine measured them."""
+        if self.contention != NO_CONTENTION:
+            return 0.0
+        return HOST_TRIP_SECONDS if self.link_bytes_per_second is None else NETWORK_TRIP_SECONDS
+
+    def waits(self, overlapped: bool) -> str:
+        """Say what a layer waits for beside the work of both sides."""
+        trip = f"{self.trip_latency_seconds * 1e6:.0f} us for a layer's way there and back (docs/performance.md)"
+        hidden = "hidden behind work (--overlapped-transport)" if overlapped else "not hidden, as the paper measured"
+        return f"{trip}; transfers are {hidden}; each layer waits for the slowest R-worker (arXiv 2601.21351)"
 
     def at_home(self, planner: Planner) -> Planner:
         """Return the planner of one host that has the GPU: its R-workers are all there are."""

@@ -16,6 +16,7 @@ from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags, add_plac
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
+from fastdecode.perfmodel.lab.cli.bounds import check_simulated_time
 from fastdecode.perfmodel.lab.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
 from fastdecode.perfmodel.lab.cli.simulate_events import add_event_flags, compared, event_report
 from fastdecode.perfmodel.lab.cli.simulate_inputs import SimulationInputs, read_simulation
@@ -25,6 +26,9 @@ from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_specu
 from fastdecode.perfmodel.lab.cli.workload_inputs import DATASETS
 from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
 from fastdecode.perfmodel.lab.simulate import Simulator, Slo, find_capacity
+
+RUNS_OF_A_SEARCH = 12
+"""Runs that a search for the capacity takes, about."""
 
 LOOK_EVERY_STEPS = 64
 """Between looks at whether a load in a capacity search is lost already."""
@@ -76,6 +80,11 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
+    runs = RUNS_OF_A_SEARCH if slo else 2 if inputs.events else 1
+    check_simulated_time(
+        inputs.workload.prompt_lens.tolist(), inputs.workload.output_lens, inputs.limits.max_num_seqs,
+        inputs.limits.max_num_batched_tokens, len(inputs.limits.num_blocks), runs,
+    )  # fmt: skip
     print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}", flush=True)
     for assumption in inputs.assumptions:
         print(f"  {assumption}", flush=True)

@@ -18,10 +18,11 @@ from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.core.state_room import COUNTED_BLOCKS, StateRoom
+from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
 from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, rank_group, read_inputs
 from fastdecode.perfmodel.lab.cli.named_machine import one_gpu
-from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes
+from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes, named_shape
 from fastdecode.perfmodel.lab.cli.simulate_events import read_timeline
 from fastdecode.perfmodel.lab.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.perfmodel.lab.cli.variants.ranges import check_uncut
@@ -68,6 +69,7 @@ OF_R_WORKERS = (
     "profile",
     *BARE_FLAGS,
     "exposed_transport",
+    "overlapped_transport",
     "kv_shard_tokens",
     "num_prefill_workers",
     "prefill_gpu",
@@ -129,10 +131,12 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:
         raise ConfigError(f"num_r_workers must be at least 0, not {args.num_r_workers}")
+    check_r_workers(args.num_r_workers)
     check_state_flags(args)
     workload, rate = read_workload(args)
     if args.max_model_len is not None and workload.longest > args.max_model_len:
         raise ConfigError(f"prompt + output reach {workload.longest} tokens, and max_model_len is {args.max_model_len}")
+    check_context(named_shape(args.model) if args.model else None, workload.longest, "prompt + output")
     chosen = argparse.Namespace(**vars(args) | {"num_mini_batches": _num_mini_batches(args, workload)})
     return (_gpu_alone if args.num_r_workers == 0 else _split)(chosen, workload, rate)
 

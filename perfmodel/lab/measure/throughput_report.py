@@ -129,6 +129,7 @@ def steady_figures(
     return {
         "seconds": seconds,
         "tokens_per_second": _rate(sum(step.num_output_tokens for step in steady), seconds),
+        "tpot_seconds": _rate(seconds, len(steady)),
         "mean_kv_tokens": float(np.mean([step.kv_load for step in steady])) if steady else 0.0,
         "limit_kv_tokens": kv_load_limit,
         "imbalance": float(np.mean(uneven)) if uneven else 0.0,
@@ -205,7 +206,8 @@ def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
     if not steady or not steady["seconds"]:
         return
     yield (
-        f"Steady: {steady['tokens_per_second']:.1f} output tokens/s beside prompts, a mean output length after "
+        f"Steady: {steady['tokens_per_second']:.1f} output tokens/s, {steady['tpot_seconds'] * 1e3:.3g} ms per token, "
+        f"beside prompts, a mean output length after "
         f"the first start to the last one, {steady['seconds']:.4g} s; mean KV load "
         f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
         f"(at most {steady['imbalance_max']:.3f})"
