@@ -21,7 +21,7 @@ from fastdecode.perfmodel.lab.cli.assumptions import (
 )
 from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
-from fastdecode.perfmodel.lab.cli.named_machine import named_machine, per_host
+from fastdecode.perfmodel.lab.cli.named_machine import NamedMachine, named_machine, per_host
 from fastdecode.perfmodel.lab.cli.shape_inputs import (
     asked_shape,
     file_bits,
@@ -129,10 +129,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     check_weights(shape, gpu, group)
     server = _server(planner, replace(shape, weight_bits=file_bits(args)), kv_dtype, gpu, group)
     assumptions = (
-        *figures(gpu),
-        *figures(host),
-        machine.links(gpu),
-        machine.waits(args.overlapped_transport),
+        *_machine_lines(args, machine, gpu),
         *weight_lines(args, shape),
         *rank_lines(group),
         *token_lines(of_rank, kv_dtype, planner),
@@ -154,6 +151,11 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
         machine.list_prices(group.size),
         machine.link_bytes_per_second is None,
     )
+
+
+def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
+    """Say what machines a plan rests on, and what each layer waits for."""
+    return *figures(gpu), *figures(machine.host), machine.links(gpu), machine.waits(args.overlapped_transport)
 
 
 def _from_profile(args: argparse.Namespace) -> PlanInputs:

@@ -91,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
         figures = {name: as_json(each) for name, each in answer.found.items()}
         write_json(plan_figures(answer) | figures, args.output_json)
     if args.plot:
-        from fastdecode.perfmodel.lab.measure.plots import plot_plan
+        from fastdecode.perfmodel.lab.measure.plan_plot import plot_plan
 
-        plot_plan(answer.case.planner, answer.case.plan, answer.alone, args.plot)
+        case = answer.case
+        title = f"{case.inputs.title}: {case.planner.workload.seq_len:g} tokens"
+        plot_plan(case.planner, case.plan, case.inputs.server, answer.prices, case.limits, title, args.plot)
     return 0
