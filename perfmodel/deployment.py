@@ -149,7 +149,7 @@ def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
 
 def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
     """ProfileError where ``shape``'s layers are not those of ``profile``, KV heads and windows apart."""
-    others = ("name", "num_layers", "num_kv_heads", "windows", "chunked", "max_context")
+    others = ("name", "num_layers", "num_kv_heads", "windows", "chunked", "max_context", "weight_bits")
     sizes = [field.name for field in fields(ModelShape) if field.name not in others]
     unlike = next((size for size in sizes if getattr(shape, size) != getattr(profile.shape, size)), None)
     if unlike:

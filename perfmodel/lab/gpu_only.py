@@ -10,9 +10,12 @@ from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, replicated_bytes
+from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, gpu_peer_link, replicated_bytes
 from fastdecode.perfmodel.service import NO_LIMITS, Service, ServiceLimits, prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import Workload
+
+MOST_GPUS = 64
+"""GPUs beyond which no S-worker is sought."""
 
 MEMORY_FRACTION = 0.9
 """The part of a GPU's memory for weights and cache; the rest is activations and the driver (vLLM's default)."""
@@ -36,8 +39,20 @@ def check_weights(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> None
         raise PlanError(
             f"{shape.name} has {weights / 1e9:.1f} GB of {shape.dtype} weights, and "
             f"{gpu.name} has room for {usable_bytes(gpu) / 1e9:.1f} GB: {lacking / 1e9:.1f} GB too little "
-            f"(--tensor-parallel-size takes more GPUs)"
+            f"(needs {fewest_gpus(shape, gpu, group) or 'more than 64'} of its kind: --tensor-parallel-size)"
         )
+
+
+def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | None:
+    """Return the fewest GPUs, a power of two, that hold the weights; None where 64 do not. ``gpu`` is a whole
+    ``group``'s."""
+    one, link = usable_bytes(gpu) / group.size, group.link or gpu_peer_link(gpu)
+    count = 1
+    while count <= MOST_GPUS:
+        if held_bytes(shape, RankGroup(count, link)) <= count * one:
+            return count
+        count *= 2
+    return None
 
 
 @dataclass(frozen=True)
@@ -147,7 +162,7 @@ class GpuServer:
         rows = batch_size + more_rows if more_rows else batch_size * self.workload.rows_per_output_token
         own = equations.roofline_step_seconds(
             batch_size,
-            self.read_share * self._own_kv_bytes + 2.0 * self.shape.state_bytes_per_sequence,
+            self.read_share * self.own_kv_bytes + 2.0 * self.shape.state_bytes_per_sequence,
             self.shape.active_parameters * rows / batch_size,
             self.shape.weight_bytes,
             self.gpu.flops_per_second.achieved,
@@ -165,7 +180,7 @@ class GpuServer:
     def best(self, latency_limit_seconds: float = math.inf, limits: ServiceLimits = NO_LIMITS) -> GpuOnly:
         """The largest batch that memory, the limit on a whole sequence and those of users allow; throughput only rises
         with it."""
-        by_memory = self._most_sequences
+        by_memory = self.most_sequences
         limit = latency_limit_seconds / self.workload.output_len
 
         def keeps(size: int) -> bool:
@@ -182,10 +197,10 @@ class GpuServer:
         return GpuOnly(batch, batch / seconds, seconds, limited_by, self.first_token_seconds(batch))
 
     @property
-    def _most_sequences(self) -> int:
+    def most_sequences(self) -> int:
         """Sequences for which the memory has room beside the weights."""
         weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
-        of_each = self._own_kv_bytes + self.shape.state_bytes_per_sequence
+        of_each = self.own_kv_bytes + self.shape.state_bytes_per_sequence
         return equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, of_each)
 
     @property
@@ -194,7 +209,7 @@ class GpuServer:
         return pair_seconds(self.shape, self.gpu)
 
     @property
-    def _own_kv_bytes(self) -> float:
+    def own_kv_bytes(self) -> float:
         """Bytes of the mean sequence's cache, apart from the prefix that all share."""
         return (self.workload.mean_context - self.workload.shared_prefix_len) * self.kv_bytes_per_token
 

@@ -266,7 +266,7 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
         ([*NAMES, "--gpu-price", "nan"], 2, "a price must be"),
         ([*NAMES, "--kv-cache-memory", "100MB"], 1, "holds 191 cached tokens, 834 fewer than one sequence of 1024"),
         ([*NAMES, "--latency-limit", "1"], 1, "cannot be met"),
-        ([*NAMES, "--model", "opt-175b"], 1, "GB too little"),
+        ([*NAMES, "--model", "opt-175b", "--tensor-parallel-size", "1"], 1, "(needs 32 of its kind"),
         ([*NAMES, "--profile", "/no/such/profile.json", "--cpu", "epyc-7452"], 2, "cpu and profile"),
         (["--seq-len", "10", "--profile", "/no/such/profile.json"], 1, "/no/such/profile.json"),
         ([*NUMBERS, "--profile", "p.json"], 2, "s_part_seconds and profile"),

@@ -189,7 +189,7 @@ def test_the_demo_model_is_read() -> None:
         ({"num_key_value_heads": 5}, ModelLoadError, "5 KV heads"),
         ({"kv_lora_rank": 512}, ModelLoadError, "cannot be right: 'qk_nope_head_dim'"),
         ({"index_topk": 2048}, ModelLoadError, "cannot be right: 'index_n_heads'"),
-        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized weights"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "weights quantized by None"),
         ({"layer_types": ["linear_attention", "full_attention"]}, UnsupportedModelError, "a recurrent state .llama."),
         (
             {"model_type": "mamba2", "state_size": 128},

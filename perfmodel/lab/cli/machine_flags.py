@@ -8,6 +8,7 @@ from typing import Any
 from fastdecode.api.engine_fields import DTYPES, KV_CACHE_DTYPES
 from fastdecode.cli.flags import auto_int
 from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, NUMBERS
+from fastdecode.perfmodel.weight_formats import FORMATS
 
 BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
 """The settings that say in bare numbers how fast S-worker and R-workers are."""
@@ -21,6 +22,10 @@ PRESETS: dict[str, Iterable[str]] = {"gpu": GPUS, "cpu": CPU_HOSTS}
 
 def add_machine_flags(group: Any) -> None:
     """Add the flags of machines by name, in numbers, or measured here."""
+    group.add_argument(
+        "--weights", choices=tuple(FORMATS), metavar="FORMAT",
+        help=f"of the checkpoint: {', '.join(FORMATS)} (as its configuration says; plain for models by name)",
+    )  # fmt: skip
     gpus, hosts = (f"{', '.join(presets)}; {NUMBERS[kind]}; here: measured" for kind, presets in PRESETS.items())
     group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
     group.add_argument("--gpu", metavar="GPU", help=f"of the S-worker: {gpus}")

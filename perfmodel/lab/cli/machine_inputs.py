@@ -21,16 +21,18 @@ from fastdecode.perfmodel.lab.cli.assumptions import (
 )
 from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
-from fastdecode.perfmodel.lab.cli.named_machine import named_machine, per_host
+from fastdecode.perfmodel.lab.cli.named_machine import NamedMachine, named_machine, per_host
 from fastdecode.perfmodel.lab.cli.shape_inputs import (
     asked_shape,
+    file_bits,
     gpu_kv_bytes,
     kv_dtype_of,
     mean_row_bytes,
     named_shape,
     profiled_shape,
+    weight_lines,
 )
-from fastdecode.perfmodel.lab.gpu_only import GpuServer, held_bytes, pair_seconds, usable_bytes
+from fastdecode.perfmodel.lab.gpu_only import GpuServer, check_weights, held_bytes, pair_seconds, usable_bytes
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.machine_words import gpu_of
 from fastdecode.perfmodel.measurements import HERE
@@ -75,6 +77,8 @@ class PlanInputs:
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
     """ConfigError names the flag that is missing or cannot stand beside another."""
+    if args.tensor_parallel_size is None:
+        args = argparse.Namespace(**vars(args) | {"tensor_parallel_size": 1})
     if args.seq_len is None:
         raise ConfigError("seq_len (prompt + output tokens) is needed: --seq-len 1024")
     check_r_workers(args.num_r_workers)
@@ -122,12 +126,11 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
         pair_seconds=pair_seconds(shape, gpu), overlapped=args.overlapped_transport,
     )  # fmt: skip
     planner = machine.at_home(replace(planner, waits_for_slowest=True))
-    server = _server(planner, shape, kv_dtype, gpu, group)
+    check_weights(shape, gpu, group)
+    server = _server(planner, replace(shape, weight_bits=file_bits(args)), kv_dtype, gpu, group)
     assumptions = (
-        *figures(gpu),
-        *figures(host),
-        machine.links(gpu),
-        machine.waits(args.overlapped_transport),
+        *_machine_lines(args, machine, gpu),
+        *weight_lines(args, shape),
         *rank_lines(group),
         *token_lines(of_rank, kv_dtype, planner),
         *absorption_lines(of_rank),
@@ -148,6 +151,11 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
         machine.list_prices(group.size),
         machine.link_bytes_per_second is None,
     )
+
+
+def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
+    """Say what machines a plan rests on, and what each layer waits for."""
+    return *figures(gpu), *figures(machine.host), machine.links(gpu), machine.waits(args.overlapped_transport)
 
 
 def _from_profile(args: argparse.Namespace) -> PlanInputs:

@@ -82,7 +82,7 @@ class NamedMachine:
 def named_machine(args: argparse.Namespace) -> NamedMachine:
     """Return the machine that the flags name; ConfigError for words that are not understood."""
     gpu, is_gpu = _gpu(args.gpu)
-    host = _shared_host(args, _cpu_host(args.cpu))
+    host = host_of(args)
     if not is_gpu and not args.cpu == HERE_WORD:
         raise ConfigError("gpu: there is no GPU here, so the S-worker runs on this CPU: give --cpu here too, or a GPU")
     link = _link(args.link, host)
@@ -90,8 +90,17 @@ def named_machine(args: argparse.Namespace) -> NamedMachine:
 
 
 def host_of(args: argparse.Namespace) -> CpuHost:
-    """Return the host of ``--cpu``, with as many R-workers as were asked for."""
-    return _shared_host(args, _cpu_host(args.cpu))
+    """Return the host of ``--cpu``, with as many R-workers as were asked for; where it holds the GPUs, each of their
+    ranks has a part of it."""
+    host, ranks = _cpu_host(args.cpu), args.tensor_parallel_size or 1
+    at_home = _link(args.link, host) is None
+    number = max(host.r_workers_per_host, ranks) if at_home else host.r_workers_per_host
+    return _shared_host(host, per_host(args, number))
+
+
+def one_gpu_or_cpu(words: str) -> Gpu:
+    """Return the device of an S-worker: of this machine it may be the CPU."""
+    return _gpu(words)[0]
 
 
 def one_gpu(words: str) -> Gpu:
@@ -131,9 +140,8 @@ def per_host(args: argparse.Namespace, unless_given: int) -> int:
     return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
 
 
-def _shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
-    """A host with as many R-workers as were asked for; what more than one per NUMA node get is a part of it."""
-    number = per_host(args, host.r_workers_per_host)
+def _shared_host(host: CpuHost, number: int) -> CpuHost:
+    """A host with so many R-workers; what more than one per NUMA node get is a part of it."""
     part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
     read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
     return replace(

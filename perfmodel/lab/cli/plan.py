@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags, add_placing_flags
 from fastdecode.cli.output import check_output_files, write_json
 from fastdecode.perfmodel.lab.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
+from fastdecode.perfmodel.lab.cli.model_list import model_lines
 from fastdecode.perfmodel.lab.cli.plan_answer import answer_of, plan_figures
 from fastdecode.perfmodel.lab.cli.plan_emit import FORMATS, emit
 from fastdecode.perfmodel.lab.cli.plan_text import plan_text
+from fastdecode.perfmodel.lab.cli.session_table import session_cells, table_lines
 from fastdecode.perfmodel.lab.cli.shape_inputs import check_state_flags
 from fastdecode.perfmodel.lab.cli.variants.prefill_workers import add_prefill_flags
 from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_speculation_flags
@@ -38,9 +41,14 @@ def add_command(commands: Any) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
     group.add_argument("--plot", metavar="PNG", help="draw throughput and price against the number of R-workers")
+    group.add_argument("--list-models", action="store_true", help="print the models known by name, with their sizes")
+    group.add_argument(
+        "--table", action="store_true",
+        help="print ms per token by sessions and context, for the GPU alone, FastDecode, and KV streamed over PCIe",
+    )  # fmt: skip
     group.add_argument("--emit", choices=FORMATS, help="print this in place of the plan")
     add_common_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, tensor_parallel_size=None)
 
 
 def _add_workload_flags(group: Any) -> None:
@@ -67,15 +75,25 @@ def _add_workload_flags(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, or what ``--emit`` asks for; write its figures, and draw it."""
+    if args.list_models:
+        print("\n".join(model_lines()))
+        return 0
     check_output_files(args.output_json, plots=(args.plot,))
     check_state_flags(args)
+    if args.table:
+        cells = list(session_cells(args))
+        print("\n".join(table_lines(iter(cells))))
+        write_json({"table": [asdict(cell) for cell in cells]}, args.output_json)
+        return 0
     answer = answer_of(args)
     print(emit(answer.case, answer.found) if args.emit else plan_text(answer))
     if args.output_json:
         figures = {name: as_json(each) for name, each in answer.found.items()}
         write_json(plan_figures(answer) | figures, args.output_json)
     if args.plot:
-        from fastdecode.perfmodel.lab.measure.plots import plot_plan
+        from fastdecode.perfmodel.lab.measure.plan_plot import plot_plan
 
-        plot_plan(answer.case.planner, answer.case.plan, answer.alone, args.plot)
+        case = answer.case
+        title = f"{case.inputs.title}: {case.planner.workload.seq_len:g} tokens"
+        plot_plan(case.planner, case.plan, case.inputs.server, answer.prices, case.limits, title, args.plot)
     return 0

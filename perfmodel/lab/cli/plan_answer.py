@@ -9,7 +9,7 @@ from typing import Any
 
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.cli.variants import examine
-from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
+from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase, with_enough_gpus
 from fastdecode.perfmodel.lab.gpu_only import GpuOnly
 from fastdecode.perfmodel.lab.verdict import Verdict, judge
 from fastdecode.perfmodel.service import Service
@@ -56,6 +56,7 @@ class PlanAnswer:
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
     """Plan as the flags ask, and compare; PlanError where no plan can be."""
+    args = with_enough_gpus(args)
     case, found = examine(PlanCase.of(args))
     limit = math.inf if args.latency_limit is None else args.latency_limit
     server = case.inputs.server

@@ -11,7 +11,9 @@ from typing import Any, Generic, TypeVar
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, read_inputs
-from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
+from fastdecode.perfmodel.lab.cli.named_machine import one_gpu_or_cpu
+from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, named_shape
+from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.profile_json import load_profile
@@ -54,6 +56,7 @@ class PlanCase:
 
         Among several ways to plan, one that keeps to the limits wins, and then the one of most worth.
         """
+        args = with_enough_gpus(args)
         cases: list[PlanCase] = []
         errors: list[PlanError] = []
         for each in _alternatives(args):
@@ -168,6 +171,16 @@ class Variant(Generic[Figures]):
 def as_json(figures: Any) -> Any:
     """Return the figures of a variant as a JSON object, or as an array of them."""
     return asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else [asdict(f) for f in figures]
+
+
+def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags with the fewest GPUs, a power of two, that hold the weights, where no number was given."""
+    if args.tensor_parallel_size is not None:
+        return args
+    number = 1
+    if args.model and args.gpu and not args.profile:
+        number = fewest_gpus(asked_shape(args), one_gpu_or_cpu(args.gpu)) or 1
+    return argparse.Namespace(**vars(args) | {"tensor_parallel_size": number})
 
 
 def service_limits(args: argparse.Namespace) -> ServiceLimits:
