@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             report["events"] = compared(report["events"], report, simulation_report(undisturbed, inputs))
     known = {} if capacity is None else {"requests_per_second": json_number(capacity)}
     report["capacity"] = {**vars(slo), **known} if slo else None
-    report["config"] = {name: value for name, value in vars(args).items() if name != "run"}
+    report["config"] = {name: value for name, value in vars(args).items() if name not in ("run", "from_file")}
     report["config"]["request_rate"] = json_number(rate)
     for line in simulation_lines(report):
         print(line)
