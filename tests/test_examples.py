@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import re
 import runpy
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,10 @@ def ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def printed_by(name: str, capfd: pytest.CaptureFixture[str]) -> str:
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        signal.alarm(0)  # the script's limit, where it fails
     return capfd.readouterr().out
 
 
@@ -56,3 +60,10 @@ def test_shared_documents_are_computed_once(capfd: pytest.CaptureFixture[str]) -
     found = re.search(r"(\d+) tokens of prompts computed, (\d+) without", printed)
     assert found and int(found[1]) < 0.45 * int(found[2])
     assert "6 of 6 answers are the same" in printed
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/*.sh")], ids=lambda path: path.name)
+def test_every_example_has_a_time_limit(path: Path) -> None:
+    assert re.search(
+        r"^ *signal\.alarm\(\d+\)$|^(exec )?timeout \w+ |^#SBATCH .*--time=", path.read_text(), re.MULTILINE
+    )

@@ -225,6 +225,10 @@ def test_steps_survive_the_way() -> None:
         assert list(mine) == list(theirs)
 
 
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+"""Of the process that sbatch starts."""
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -234,6 +238,17 @@ def test_steps_survive_the_way() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, (0, 0, False)),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, (0, 0, True)),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, (1, 0, False)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        (BATCH | {"SLURM_NTASKS": "1"}, None),
+        (BATCH | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, None),
+        (BATCH | {"SLURM_NTASKS": "4"}, None),
+        (BATCH | {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (BATCH | {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (0, 0, True)),
+        (BATCH | {"RANK": "1", "WORLD_SIZE": "2", "SLURM_NTASKS": "4"}, (1, 0, False)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 0, False)),
     ],
 )
 def test_who_is_who(environment: dict[str, str], expected: Any) -> None:
@@ -246,6 +261,16 @@ def test_places_that_cannot_be() -> None:
         find_place(2, {"RANK": "0", "WORLD_SIZE": "3"})
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         find_place(2, {"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+@pytest.mark.thorough
+def test_a_launcher_of_one_process_leaves_the_ranks_to_the_engine() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
+    command = [sys.executable, "-m", "fastdecode.cli.main", "generate", "def f(", "--tensor-parallel-size", "2"]
+    command += ["--max-tokens", "4", "--temperature", "0", "--kv-cache-memory", "16MiB", "--device", "cpu"]
+    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout.startswith("def f("), done
 
 
 def test_settings_of_ranks() -> None:

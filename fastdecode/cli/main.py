@@ -14,9 +14,10 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from fastdecode import __version__
+from fastdecode import __version__, not_installed
 from fastdecode.cli.essentials import ESSENTIAL, GROUPS
 from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import ConfigError, FastDecodeError
@@ -39,6 +40,7 @@ COMMANDS = (
     "prefill-worker",
     "launch",
     "cache",
+    "get-model",
     "doctor",
     "collect-env",
 )
@@ -47,7 +49,7 @@ COMMANDS = (
 LAB = ("bench", "calibrate", "plan", "validate", "simulate")
 """First words of the commands whose modules are in the lab, which nothing that serves imports."""
 
-WITHOUT_S_PART = ("plan", "r-worker", "doctor", "collect-env")
+WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
 """What the distribution ``fastdecode-r-worker`` has: no S-part, and so neither torch nor transformers."""
 
 INSTEAD = {
@@ -71,6 +73,7 @@ MEMORY_FLAGS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
+    _make_outputs_take_all()
     words = sys.argv[1:] if argv is None else argv
     args = build_parser(words).parse_args(words)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -119,6 +122,17 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     found = {title: {name: texts[name] for name in names if name in texts} for title, names in GROUPS.items()}
     parser.commands = {title: names for title, names in found.items() if names}
     return parser
+
+
+def _make_outputs_take_all() -> None:
+    """Have outputs write "?" for what their encoding lacks, and take what is written where they were closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
+        elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+            with contextlib.suppress(OSError):  # a pipe in place of the file that Python found there
+                stream.reconfigure(errors="replace")
 
 
 def _show_essential(name: str, parser: Parser) -> None:
@@ -179,7 +193,9 @@ def _report(error: Exception, args: argparse.Namespace) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError):
         message = f"out of memory ({message}): {_less_memory(args)}"
-    if not isinstance(error, FastDecodeError | OSError | MemoryError):
+    if isinstance(error, ImportError) and (why := not_installed()):
+        message = why
+    elif not isinstance(error, FastDecodeError | OSError | MemoryError):
         message = f"unexpected {type(error).__name__}: {message} (run with --debug for the traceback)"
     print(f"fastdecode: error: {message}", file=sys.stderr)
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE

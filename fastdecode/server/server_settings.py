@@ -38,6 +38,10 @@ class ServerSettings:
     chat_template: str | None = setting(
         None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
     )
+    chat_template_content_format: str = setting(
+        "auto", "of messages for the chat template: text, a list of parts, or what it takes", SERVER,
+        choices=("auto", "string", "openai"),
+    )  # fmt: skip
     default_chat_template_kwargs: dict[str, Any] = setting(
         dict, 'arguments of the chat template for requests that do not give them, such as {"enable_thinking": false}',
         SERVER, metavar="JSON", unset="none",
