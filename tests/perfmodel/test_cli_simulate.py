@@ -151,7 +151,7 @@ def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
         ([*NAMES, "--dataset-name", "trace", "--dataset-path", "/no/such"], 2, "cannot read dataset /no/such"),
         ([*NAMES, "--dataset-name", "sarathi-chat", "--enable-prefix-caching"], 2, "and no tokens to compare"),
         ([*NAMES, "--kv-cache-memory", "20MB"], 1, "fewer than one sequence of"),
-        ([*YI, "--gpu", "a10"], 1, "has room for 21.6 GB: 47.2 GB too little (--tensor-parallel-size takes more GPUs)"),
+        ([*YI, "--gpu", "a10"], 1, "has room for 21.6 GB: 47.2 GB too little (needs 4 of its kind"),
         ([*NAMES, "--slo-delay-p50", "inf"], 2, "slo_delay_p50 is half of what a capacity search keeps to"),
         ([*NAMES, "--slo-tbt-p99", "1", "--slo-delay-p50", "inf"], 2, "delay_p50_seconds must be above 0 seconds"),
         ([*ALONE, "--cpu", "epyc-7452"], 2, "the GPU alone: cpu has no place there"),

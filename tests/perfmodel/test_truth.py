@@ -96,3 +96,17 @@ def test_out_of_memory_names_flags_of_the_command_alone(
     assert main(["simulate", *NAMES]) == 1
     error = capfd.readouterr().err
     assert "--num-prompts" in error and "--prefill-scratch" not in error
+
+
+def test_what_no_engine_runs_is_not_recommended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers of a hybrid say themselves that a GPU, or ranks, cannot run them; some types are refused as a whole."""
+    path = tmp_path / "plan.json"
+    words = ["plan", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--cpu", "epyc-9654", "--seq-len", "131072"]
+    assert main([*words, "--output-json", str(path)]) == 0
+    found, line = json.loads(path.read_text("utf-8")), capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("Do not plan on this: no engine runs it today (gpu: ") and found["use_fastdecode"] is False
+    assert "ms per token for each of" in line
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "xlnet", "n_layer": 2, "d_model": 64, "n_head": 2, "vocab_size": 100}')
+    assert main(["plan", "--model", str(config), *words[3:]]) == 1
+    assert "the engine refuses models of the type xlnet" in capsys.readouterr().err

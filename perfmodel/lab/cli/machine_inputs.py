@@ -62,7 +62,8 @@ class PlanInputs:
     """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named, and
     ``gpu_name`` empty; so is ``host_name`` where no host was.
     ``list_prices``: of the presets, where they are known; no plan is chosen by them. ``one_host``: R-workers
-    run on the GPU's own host, so there is one machine."""
+    run on the GPU's own host, so there is one machine. ``shape``: the whole model's; None
+    where it is not known."""
 
     planner: Planner
     server: GpuServer | None
@@ -73,6 +74,7 @@ class PlanInputs:
     host_name: str = ""
     list_prices: Prices = NO_PRICES
     one_host: bool = False
+    shape: ModelShape | None = None
 
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
@@ -150,6 +152,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
         host.name,
         machine.list_prices(group.size),
         machine.link_bytes_per_second is None,
+        shape,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.lab.cli.engine_says import check_runs, engine_cannot
 from fastdecode.perfmodel.lab.cli.variants import examine
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase, with_enough_gpus
 from fastdecode.perfmodel.lab.gpu_only import GpuOnly
@@ -56,12 +57,16 @@ class PlanAnswer:
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
     """Plan as the flags ask, and compare; PlanError where no plan can be."""
+    check_runs(args.model)
     args = with_enough_gpus(args)
     case, found = examine(PlanCase.of(args))
     limit = math.inf if args.latency_limit is None else args.latency_limit
     server = case.inputs.server
     alone = server.best(limit, case.limits) if server else None
     verdict = judge(case.plan, alone, case.planner.prices, case.limits)
+    if reason := engine_cannot(case):
+        on_paper = f"On paper: {verdict.sentence}"
+        verdict = Verdict(False, f"Do not plan on this: no engine runs it today ({reason}). {on_paper}")
     return PlanAnswer(case, found, alone, verdict, _unlimited(args, case))
 
 
