@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import model_zoo, r_workers
+from helpers import model_zoo, r_workers, tiny_hybrids
 from helpers.examples import SEES_ALL
 from helpers.ports import free_port
 from helpers.processes import children_of
@@ -76,6 +76,26 @@ def expected(name: str, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
 def tokens_of(result: Any) -> list[list[int]]:
     """Of the only completion of each prompt."""
     return [tokens for (tokens,) in result["tokens"]]
+
+
+@pytest.mark.slow
+def test_recurrent_layers_are_whole_on_each_rank(tmp_path: Path) -> None:
+    """Their states lie twice; prompts come in chunks, and half of the drafts are wrong."""
+    texts, length = tiny_hybrids.random_prompts((70, 1, 30, 29)), {"max_model_len": 256}
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    ways: dict[str, dict[str, Any]] = {
+        "qwen3_next": drafts,
+        "jamba": {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+        "lfm2": {"r_workers": "inproc:2", "num_mini_batches": 2, "kv_replicas": 2},
+    }
+    wanted = [tiny_hybrids.save_with_texts(tmp_path / name, name, texts, NUM_TOKENS) for name in ways]
+    jobs = [
+        {"folder": str(tmp_path / name), "prompts": texts, "settings": SETTINGS | length | way}
+        for name, way in ways.items()
+    ]
+    results = run_ranks(2, [job | {"params": {"max_tokens": NUM_TOKENS}} for job in jobs], tmp_path)
+    assert [tokens_of(result) for result in results] == wanted
+    assert [result["held"] for result in results] == [0] * 3
 
 
 @pytest.mark.slow

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hmac
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastdecode.server.errors import ApiError
 from fastdecode.server.live import PAGE
+from fastdecode.server.messages_errors import is_messages, message_error_response
 from fastdecode.server.streams import error_response
 
 HEALTH = "/health"
@@ -27,17 +28,23 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and self._expected and path not in (HEALTH, PAGE):
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").strip().partition(b" ")
-            if scheme.lower() != b"bearer" or not self._is_key(given.strip()):
-                refusal = ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        is_open = scope["type"] != "http" or not self._expected or path in (HEALTH, PAGE)
+        if is_open or self._is_key(_key_in(dict(scope["headers"]))):
+            await self._app(scope, receive, send)
+            return
+        wanted = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+        refusal = ApiError(401, f"the API key is missing or wrong: {wanted}")
+        await (message_error_response if is_messages(scope) else error_response)(refusal)(scope, receive, send)
 
     def _is_key(self, given: bytes) -> bool:
         """Return whether it is one of the keys, in a time that says nothing of which."""
         return sum(hmac.compare_digest(given, each) for each in self._expected) > 0
+
+
+def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the key that a request brings, as OpenAI's clients or as Anthropic's; b"" without one."""
+    scheme, _, given = headers.get(b"authorization", b"").strip().partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 class RequestIds:

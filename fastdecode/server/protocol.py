@@ -112,6 +112,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

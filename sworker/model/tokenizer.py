@@ -13,7 +13,12 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.conversations import check_nothing_is_left_out, with_known_roles, without_empty_fields
+from fastdecode.api.conversations import (
+    check_nothing_is_left_out,
+    with_known_roles,
+    with_known_thoughts,
+    without_empty_fields,
+)
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
 from fastdecode.sworker.files import gguf_tokenizer
@@ -54,6 +59,33 @@ class HFTokenizer:
     def text_bound(self) -> TextBound | None:
         """The most text per token; None where there is no bound. Read from the vocabulary once."""
         return text_bound(self.backend)
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens' ids, by text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """What says how answers are parsed, where the model brings it (transformers 5.19 and later)."""
+        return getattr(self.hf, "response_template", None)
+
+    def chat_template_text(self, chat_template: str | None = None) -> str:
+        """Return ``chat_template``, or the text of the model's own: of all of them, where it has several."""
+        own = getattr(self.hf, "chat_template", None)
+        found = "\n".join(own.values()) if isinstance(own, dict) else own
+        return chat_template or found or ""
+
+    def answer_header(self, chat_template: str | None = None) -> str:
+        """Return what the chat template writes where an answer begins; "" where that cannot be told."""
+        said = [{"role": "user", "content": "hi"}]
+        render = functools.partial(self.hf.apply_chat_template, said, chat_template=chat_template, tokenize=False)
+        try:
+            before, after = render(add_generation_prompt=False), render(add_generation_prompt=True)
+        except Exception:  # whatever the template raises, or there is none
+            return ""
+        return str(after[len(before) :]) if after.startswith(before) else ""
 
     @functools.cached_property
     def _spellings(self) -> Spellings:
@@ -100,7 +132,8 @@ class HFTokenizer:
         if tools is not None and not _all_mappings(tools):
             raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
         formats = self.content_formats(content_format, chat_template, tools)
-        prepared = with_known_roles(chat_messages(messages), str(chat_template or self.hf.chat_template))
+        written = str(chat_template or self.hf.chat_template)
+        prepared = with_known_thoughts(with_known_roles(chat_messages(messages), written), written)
         parts = [_parts_of(without_empty_fields(message).get("content")) for message in messages]
         apply = functools.partial(
             self.hf.apply_chat_template,
