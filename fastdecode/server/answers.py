@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import NO_TOKEN
 from fastdecode.api.structured_outputs import UNFOLLOWED
-from fastdecode.server.logprobs import LogprobForm, TextOffsets, chosen
+from fastdecode.server.logprobs import Chosen, LogprobForm, TextOffsets, chosen, prompt_chosen
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of
 from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, offered_names
 
@@ -22,8 +22,9 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """How the answers of one request look: a chat's, or a completion's.
 
-    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with. ``forced``: the
-    calls that a chat's text is, where it is no free text. ``offered``: functions that a free text may call.
+    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with; ``only_echoes``:
+    nothing follows. ``forced``: the calls that a chat's text is, where it is no free text. ``offered``: functions that
+    a free text may call.
     """
 
     chat: bool
@@ -35,11 +36,16 @@ class AnswerForm:
     offered: frozenset[str] = frozenset()
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
+    only_echoes: bool = False
 
     @property
     def id(self) -> str:
         """As OpenAI's begin."""
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
+
+    def shown(self, output: RequestOutput) -> RequestOutput:
+        """Return ``output`` as it is told: without its one token where only the prompt was asked for."""
+        return replace(output, outputs=[each.cut() for each in output.outputs]) if self.only_echoes else output
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
         """What is answered for a completion's."""
@@ -63,7 +69,10 @@ def answer_form(
     told = logprobs or LogprobForm(
         (request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs) or 0
     )
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered, told, created)
+    only_echoes = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
+    return AnswerForm(
+        chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered, told, created, only_echoes
+    )
 
 
 def new_id() -> str:
@@ -95,9 +104,11 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The answer of a finished request; ``outputs``: of its prompts, in order."""
     choices: list[dict[str, Any]] = []
+    outputs = [form.shown(output) for output in outputs]
     for number, output in enumerate(outputs):
+        prompt = prompt_chosen(output) if form.echoes else []
         for each in output.outputs:
-            choice = _whole_choice(form, each, form.echoes[number] if form.echoes else "")
+            choice = _whole_choice(form, each, form.echoes[number] if form.echoes else "", prompt)
             if form.return_token_ids:
                 choice |= {"token_ids": list(each.token_ids), "prompt_token_ids": output.prompt_token_ids}
             choices.append({"index": len(choices), **choice})
@@ -123,12 +134,18 @@ def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, int
     return found if counts is None else {**found, "usage": counts}
 
 
-def first_choice(form: AnswerForm, index: int, echo: str) -> dict[str, Any] | None:
-    """What a choice's stream begins with, before any token: a chat's role, or the echoed prompt."""
+def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: GrowingChoice) -> dict[str, Any] | None:
+    """What a choice's stream begins with, before any token: a chat's role, or the echoed prompt.
+
+    ``growing`` goes on after it.
+    """
     if form.chat:
         delta = {"role": "assistant", "content": None if form.forced else ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-    return {"index": index, "text": echo, "logprobs": None, "finish_reason": None} if echo else None
+    if not form.echoes:
+        return None
+    echo = form.echoes[index // len(output.outputs)]
+    return {"index": index, "text": echo, "logprobs": growing.logprobs_of_prompt(output), "finish_reason": None}
 
 
 class GrowingChoice:
@@ -151,6 +168,12 @@ class GrowingChoice:
         """The first chunk, and those of so many tokens, were handed out before, or all."""
         self.begun, self.finished = True, finished
         self.num_tokens = self._num_known = num_tokens
+
+    def logprobs_of_prompt(self, output: RequestOutput) -> dict[str, Any] | None:
+        """The echoed prompt's, before any of the completion; None where they are not told."""
+        if output.prompt_logprobs is None:
+            return None
+        return self._form.logprobs.of_completion(prompt_chosen(output), self._offsets)
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """The choice of the next chunk; None when nothing is new."""
@@ -214,14 +237,15 @@ class GrowingChoice:
         return told.of_completion(chosen(completion, self.num_tokens), self._offsets)
 
 
-def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str) -> dict[str, Any]:
+def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str, prompt: Chosen) -> dict[str, Any]:
+    """``prompt``: its tokens with their log-probabilities, where these are told."""
     told = None
     if completion.logprobs is not None:
         logprobs = form.logprobs
         told = (
             {"content": logprobs.of_chat(completion)}
             if form.chat
-            else logprobs.of_completion(chosen(completion), TextOffsets())
+            else logprobs.of_completion([*prompt, *chosen(completion)], TextOffsets())
         )
     said = {"message": _message(form, completion)} if form.chat else {"text": echo + completion.text}
     has_called = form.chat and "tool_calls" in said["message"]

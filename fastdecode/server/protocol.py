@@ -180,8 +180,9 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
             asked.pop("logprobs", None)
     else:
         asked = {**defaults, **asked}
-        if request.echo and request.logprobs is not None:
-            raise RequestError("logprobs of an echoed prompt are not supported: leave out echo or logprobs")
+        if request.echo:
+            asked |= {"prompt_logprobs": request.logprobs}
+            asked["max_tokens"] = 1 if request.max_tokens == 0 else asked.get("max_tokens", 16)
     if request.logit_bias is not None:
         asked["logit_bias"] = _token_keys(request.logit_bias)
     return SamplingParams(**asked, **_structure(request))

@@ -12,6 +12,7 @@ from fastdecode.core.layout import KVLayout, to_wire
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.sworker.run.s_worker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
+from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 
 RANDOM_ROWS = 1024
 
@@ -25,6 +26,7 @@ class RandomPrompts(SWorker):
         sampling: Mapping[int, Sequence[SamplingRow]],
         overlap: bool = True,
         arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
+        scored: Mapping[int, ScoredPrompt] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
         with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
             self._fill(step)
