@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastdecode.scheduler.store.speeds import Decayed
+from fastdecode.scheduler.places.speeds import Decayed
 
 
 def test_sums_are_weighted_by_age() -> None:

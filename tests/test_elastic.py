@@ -205,7 +205,7 @@ def test_an_idle_server_waits_for_its_last_one(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine keeps no more of those that came and went, and the blocks of none but the present ones count."""
-    monkeypatch.setattr("fastdecode.scheduler.store.workers.KEPT_GONE", 0)
+    monkeypatch.setattr("fastdecode.scheduler.places.workers.KEPT_GONE", 0)
     with make_llm(folder) as llm:
         engine = llm.engine
         job = Job(engine)

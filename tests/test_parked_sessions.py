@@ -19,8 +19,8 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
-from fastdecode.scheduler.store.parked import ParkedChains
-from fastdecode.scheduler.store.prefix_index import extend_hashes
+from fastdecode.scheduler.prefix.index import extend_hashes
+from fastdecode.scheduler.prefix.parked import ParkedChains
 from fastdecode.server.observer import EngineWatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

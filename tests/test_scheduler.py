@@ -562,7 +562,7 @@ def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
 
 def test_those_that_join_take_the_places_of_the_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come and go, the scheduler's arrays grow no more; and nothing is lost or miscounted by it."""
-    monkeypatch.setattr("fastdecode.scheduler.store.workers.KEPT_GONE", 2)
+    monkeypatch.setattr("fastdecode.scheduler.places.workers.KEPT_GONE", 2)
     run = moving((200,))
     scheduler, workers = run.scheduler, run.scheduler.store.workers
     for number in range(12):

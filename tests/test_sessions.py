@@ -10,12 +10,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import contract, r_workers
+from helpers.scheduler_harness import AMPLE
 from helpers.sessions import make
 
 from fastdecode import SamplingParams
@@ -32,10 +34,11 @@ from fastdecode.engine.compose.setup import profile_steps
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
+from fastdecode.scheduler.names import Names
+from fastdecode.scheduler.places.place import Segment
+from fastdecode.scheduler.places.workers import Workers
+from fastdecode.scheduler.prefix.cache import PrefixCache
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
-from fastdecode.scheduler.store.prefix import PrefixCache
-from fastdecode.scheduler.store.workers import Workers
 
 
 def hello(follows: str = "", epoch: int = 0, name: str = "a", fingerprint: str = "first", keep: float = 60.0) -> Hello:
@@ -156,18 +159,18 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
     step([], [(0, 0, 40, 0)])
     step([(Verb.FORK, 1, 0, 32), (Verb.FORK, -1, 0, 32)], [(1, 32, 20, 0)])
     workers = Workers([worker.num_blocks], [1.0], 16)
-    cache = PrefixCache(workers, enabled=True)
+    cache = PrefixCache(workers, replace(AMPLE, num_blocks=(worker.num_blocks,)), True, Names(False))
     known = {0: KnownTokens(0, 0, text[:38]), 1: KnownTokens(1, 0, text[:32] + [5] * 18)}
     assert cache.adopt({0: held_by(worker)}, known) == {0: 38 + 50}
     assert workers[0].free + workers[0].cached == worker.num_blocks and workers[0].cached == 5
     step(list(workers.take_controls()[0]), [])
     assert worker.blocks_free == workers[0].free and worker.sequence_ids() == [0, 1]
-    assert [worker.sequence_length(each) for each in (0, 1)] == [38, 50] and cache.new_id() == -2
+    assert [worker.sequence_length(each) for each in (0, 1)] == [38, 50] and cache.ids.new() == -2
     sequence, segment = Sequence(0, text[:30], 20, output_token_ids=text[30:39], num_prefill=39), Segment(0, 0, 3, [0])
     assert [hit[::2] for hit in cache.hits(sequence).values()] == [(2, 38)]
-    cache.share_with(segment, segment.copies[0], cache.hits(sequence)[0])
+    cache.adopted.take(segment, segment.copies[0], cache.hits(sequence)[0])
     workers[0].take(1)
-    cache.begun(sequence)
+    cache.close(sequence)
     assert segment.num_tokens == 38 and not workers.has_controls and worker.blocks_free == workers[0].free
     assert cache.hits(sequence) == {} and list(workers[0].prefixes) == [1] and workers[0].cached == 2
     workers[0].give_back(1, segment.copies[0].shared)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.scheduler_harness import AMPLE, Job, Run
 
-from fastdecode.scheduler.store.speeds import NUM_STEPS, Speeds
+from fastdecode.scheduler.places.speeds import NUM_STEPS, Speeds
 
 LOADS = [1000, 1000, 1000]
 USUAL = [0.1, 0.1, 0.05]

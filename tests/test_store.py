@@ -10,8 +10,8 @@ from helpers.scheduler_harness import AMPLE
 from fastdecode.core.placing import Placing
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
+from fastdecode.scheduler.places.speeds import Observed, Speeds
 from fastdecode.scheduler.policy.move_prices import MovePrices, TransferPrice
-from fastdecode.scheduler.store.speeds import Observed, Speeds
 
 BLOCK, NUM_BLOCKS = 4, 10
 

@@ -13,8 +13,8 @@ from fastdecode.core.parked import Chain, Parks, Progress
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle.cycle import Companion, Cycle
 from fastdecode.scheduler import Scheduler, Sequence
-from fastdecode.scheduler.store.parked import ParkedPrefixes, Waking
-from fastdecode.scheduler.store.workers import Prefix, WorkerState
+from fastdecode.scheduler.places.workers import Prefix, WorkerState
+from fastdecode.scheduler.prefix.parked import Parked, Waking
 
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05
 """Time for disks in a turn where sequences run, and where none does."""
@@ -60,7 +60,7 @@ class Parking(Companion):
     def before(self, cycle: Cycle) -> None:
         """Have the disks do what is due, for ``BUSY_SECONDS``, or longer where nothing else is."""
         scheduler, now = cycle.scheduler, cycle.world.now()
-        scheduler.store.prefixes.now(now)
+        scheduler.store.parked.set_clock(now)
         self._meet(scheduler)
         if not self._disks:
             return
@@ -172,7 +172,7 @@ class Parking(Companion):
         scheduler.queue.come_back(sequence)
         return True
 
-    def _begin(self, scheduler: Scheduler, disk: _Disk, parked: ParkedPrefixes) -> Waking | None:
+    def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
         """Begin with the first wish; None where its sequence has left, needs nothing by now, or there is no room."""
         sequence = disk.wishes[0]
         if not scheduler.queue.is_aside(sequence):
@@ -209,6 +209,7 @@ class Parking(Companion):
     def _next(self, scheduler: Scheduler, disk: _Disk, now: float, after: float) -> tuple[Prefix, Chain] | None:
         if now < disk.next_look:
             return None
+        scheduler.store.parked.mark_parked(disk.index)
         found = scheduler.store.parked.next_to_park(disk.index, now - after if after else float("inf"))
         disk.next_look = 0.0 if found else now + LOOK_SECONDS
         return found

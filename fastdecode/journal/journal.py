@@ -32,7 +32,7 @@ from fastdecode.journal.records import (
     kept_in,
     read,
 )
-from fastdecode.scheduler.store.names import NO_NOTES, Notes
+from fastdecode.scheduler.names import NO_NOTES, Notes
 
 KEPT_TOKENS = 1 << 20
 """Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for

@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
+from fastdecode.scheduler.places.speeds import Observed, Observer
 from fastdecode.scheduler.policy.admission import Admission, ChunkCutter
 from fastdecode.scheduler.policy.decodes import Decodes
 from fastdecode.scheduler.policy.drafts import DraftCounts, Drafts
@@ -20,7 +21,6 @@ from fastdecode.scheduler.policy.transfers import Transfers
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.snapshot import Snapshot, take_snapshot
-from fastdecode.scheduler.store.speeds import Observed, Observer
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
@@ -185,8 +185,9 @@ class Scheduler:
                 sequence = self._residents.prompts[int(chunk["sequence_id"])]
                 self._table.num_cached[sequence.row] += chunk["num_rows"]
                 self.store.go_on(sequence)
-                self.store.prefixes.pass_by(sequence)
-                if not sequence.in_prompt:
+                if sequence.in_prompt:
+                    self.store.prefixes.kept.keep(sequence)
+                else:
                     self.lifecycle.finish_prompt(sequence)
         for sequence_id in step.arrived:
             sequence = self._residents.prompts[sequence_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastdecode.scheduler.store.place import Columns, Segment
+from fastdecode.scheduler.places.place import Columns, Segment
 
 
 @dataclass(eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
+from fastdecode.scheduler.prefix.cache import PrefixCache
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.prefix import PrefixCache
 from fastdecode.scheduler.store.store import Store
 
 
@@ -43,7 +43,7 @@ class WaitingQueue:
     def head(self) -> Sequence | None:
         """The oldest that need not wait for another's prefix."""
         while self._waiting:
-            leader = self._prefix_cache.leader(self._waiting[0])
+            leader = self._prefix_cache.leaders.leader_of(self._waiting[0])
             if leader is None:
                 return self._waiting[0]
             self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))

@@ -56,7 +56,7 @@ from fastdecode.journal.records import Run
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
-from fastdecode.scheduler.store.adoption import Held
+from fastdecode.scheduler.prefix.adopted import Held
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.part.attention import TIMED_ROWS
 from fastdecode.sworker.run.s_worker import Lead
@@ -255,7 +255,7 @@ def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal,
         logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
     if keeps and not in_one_place:
         # else rows that attended on an R-worker which is lost in their first step would count as right until its end
-        adopted = {each.sequence_id: scheduler.store.prefixes.num_adopted(each.sequence_id) for each in known.values()}
+        adopted = {each.sequence_id: scheduler.store.adopted.num_adopted(each.sequence_id) for each in known.values()}
         journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 
 from fastdecode.core.step import Chunk
+from fastdecode.scheduler.places.place import UNNAMED, Segment
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import Newcomer
@@ -16,10 +17,9 @@ from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.needs import Needs
 from fastdecode.scheduler.policy.placement import HomePlacement, SecondPlacement, SegmentPlacement
 from fastdecode.scheduler.policy.room import Room
+from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
-from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 
@@ -69,7 +69,9 @@ class Admission:
         alone = self.future.newcomer(sequence)
         if not self.load_control.affords(alone):
             return None
-        hits = {} if sequence.scored else self._store.prefixes.hits(sequence)
+        if self._store.adopted.is_broken(sequence):
+            self._store.prefixes.close(sequence)
+        hits = self._store.prefixes.hits(sequence)
         if not hits and not would_begin(alone.num_left, 0):
             return None
         if sequence.num_tokens > self.needs.segment_tokens:
@@ -99,7 +101,7 @@ class Admission:
         begins = would_begin(there.num_left, there.num_prefill - there.num_left)
         if not begins or not self.load_limit.fits(there, self.future.forecast):
             return False
-        only = Segment(self._store.prefixes.name(sequence, hit), 0, self.needs.at_start(sequence), [index])
+        only = Segment(UNNAMED, 0, self.needs.at_start(sequence), [index])
         self._begin(sequence, there, [only], hit)
         return True
 
@@ -166,6 +168,6 @@ class ChunkCutter:
             count = min(count, self._scored_left)
             self._scored_left -= count
         if count:
-            chunk = self._store.residents.next_rows(sequence, self._store.prefixes.until_stop(sequence, count))
+            chunk = self._store.residents.next_rows(sequence, self._store.prefixes.kept.rows_to_stop(sequence, count))
             self.chunks.append(chunk)
             self._budget -= len(chunk.token_ids)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.transfers import Transfers
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import Lifecycle
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy
 from fastdecode.core.step import Chunk
+from fastdecode.scheduler.places.place import Segment
+from fastdecode.scheduler.places.speeds import Observed
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
-from fastdecode.scheduler.store.speeds import Observed
 from fastdecode.scheduler.store.store import Store
 
 KEPT = 0.9

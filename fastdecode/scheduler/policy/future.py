@@ -8,11 +8,11 @@ from itertools import islice
 
 import numpy as np
 
+from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.policy.output_lengths import SAMPLE, Outlook, OutputLengths
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 

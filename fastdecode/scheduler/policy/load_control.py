@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fastdecode.scheduler.places.speeds import Decayed
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.output_lengths import Outlook
-from fastdecode.scheduler.store.speeds import Decayed
 
 SLACK = 1.04
 """A user's limit over the schedule's peak: with less, chance keeps newcomers back, and they come as a wave later."""

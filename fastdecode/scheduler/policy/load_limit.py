@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fastdecode.core.errors import RequestError
+from fastdecode.scheduler.places.speeds import Observed
+from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
-from fastdecode.scheduler.store.speeds import Observed
-from fastdecode.scheduler.store.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fastdecode.scheduler.store.speeds import KEPT, LEAST_SECONDS, Decayed, Observed, Speeds
+from fastdecode.scheduler.places.speeds import KEPT, LEAST_SECONDS, Decayed, Observed, Speeds
 
 
 class TransferPrice:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from fastdecode.core.placing import UNLIMITED, Size, sizes_of, slots_beside
+from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.schedules import Limits, Schedule
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
 
 
 def place_segments(

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from fastdecode.core.placing import starts
+from fastdecode.scheduler.places.place import UNNAMED, Copy, Segment
 from fastdecode.scheduler.policy.future import Future
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer, placement_costs
 from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.needs import Needs, Size, place_segments
 from fastdecode.scheduler.policy.room import Room
+from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Copy, Segment
-from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.store import Store
 
 ALIKE = 0.05
@@ -47,7 +47,7 @@ class HomePlacement:
         costs = placement_costs(forecast, newcomer, self._speeds, self.capacities, hit_tokens, row_kv_tokens)
         if sequence.woken_on in hits:
             costs[sequence.woken_on] = costs.min() - 1.0
-        if self._store.prefixes.goes_on(sequence):
+        if any(hit.is_own for hit in hits.values()):
             costs[[worker for worker in range(len(costs)) if worker not in hits]] = np.inf
         if (draining := self._workers.draining) and self._room.fits_elsewhere(sequence):
             costs[draining] = np.inf
@@ -106,7 +106,7 @@ class SecondPlacement:
         if not self.is_wanted:
             return -1
         if hit:
-            twin = self._store.prefixes.twin(sequence, hit)
+            twin = hit.source.twin(hit)
             if twin is None or self._workers[twin.prefix.worker].is_draining:
                 return -1
             return twin.prefix.worker if self._room.to_begin(sequence, twin.prefix.worker, twin) else -1
@@ -156,7 +156,7 @@ class SegmentPlacement:
         self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit
     ) -> None:
         self._twice = limits.placing.twice
-        self._workers, self._prefixes, self._needs = store.workers, store.prefixes, needs
+        self._workers, self._needs = store.workers, needs
         self._room, self._future, self._load_limit = room, future, load_limit
 
     def to_begin(
@@ -176,8 +176,8 @@ class SegmentPlacement:
             [blocks for blocks, _ in self._needs.sizes_at_start(sequence)],
         )
         room, capacities = self._workers.available - self._workers.num_sequences, self._room.alone(sequence)
-        pieces = self._prefixes.pieces(sequence, hit) if hit else []
-        for blocks, end, (count, prefix, _) in zip(needed, most, pieces, strict=False):
+        pieces = hit.source.pieces(sequence, hit) if hit else []
+        for blocks, end, (count, prefix, *_) in zip(needed, most, pieces, strict=False):
             taken = sum(block.num_sequences == 0 for block in prefix.blocks[:count])
             room[prefix.worker] -= blocks - count + taken
             capacities[prefix.worker] -= end
@@ -195,12 +195,8 @@ class SegmentPlacement:
         rest = place_segments(sizes[len(places) :], room, capacities, loads, load_room, self._speeds(sequence))
         if rest is None:
             return None
-        ids = [each.prefix.prefix_id for each in pieces if self._prefixes.resumes(sequence, each)]
-        ids = ids or [sequence.sequence_id]
-        ids += [self._prefixes.new_id() for _ in needed[len(ids) :]]
-        starting = starts(sequence.num_tokens, self._needs.segment_tokens)
-        each = zip(ids, starting, needed, [*places, *rest], strict=True)
-        segments = [Segment(cache_id, start, blocks, [worker]) for cache_id, start, blocks, worker in each]
+        each = zip(starts(sequence.num_tokens, self._needs.segment_tokens), needed, [*places, *rest], strict=True)
+        segments = [Segment(UNNAMED, start, blocks, [worker]) for start, blocks, worker in each]
         for segment in segments[len(places) :] if self._twice else ():
             self._copy_too(segment, room)
         return segments

@@ -6,12 +6,12 @@ import numpy as np
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.placing import UNLIMITED, pool_holds
+from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.needs import Needs
+from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
-from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.store import Store
 
 
@@ -21,7 +21,7 @@ class Room:
 
     def __init__(self, needs: Needs, limits: Limits, store: Store, load_limit: LoadLimit) -> None:
         self._needs, self._max_num_seqs = needs, limits.max_num_seqs
-        self._workers, self._transfers, self._prefixes = store.workers, store.transfers, store.prefixes
+        self._workers, self._transfers = store.workers, store.transfers
         self._load_limit = load_limit
 
     def check(self, sequence: Sequence) -> None:
@@ -65,7 +65,7 @@ class Room:
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
         kept = [*taken_over, *(hit.prefix.own if hit else ())]  # no longer there for the asking
         needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
-        needed -= len(hit.prefix.own) if hit and self._prefixes.resumes(sequence, hit) else 0
+        needed -= len(hit.prefix.own) if hit and hit.is_own else 0
         there = self._workers[worker]
         enough = self._leaves_a_block(needed, there.num_sequences, there.available)
         return bool(enough and self.could_hold(sequence, worker))

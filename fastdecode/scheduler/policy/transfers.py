@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fastdecode.scheduler.places.place import Segment
+from fastdecode.scheduler.places.speeds import Observer
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.load_forecast import LoadForecast
 from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, TransferPrice, attended_in
 from fastdecode.scheduler.policy.second_copies import SecondCopies
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
-from fastdecode.scheduler.store.speeds import Observer
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.store.transfers import Transfer
 from fastdecode.scheduler.waiting import Lifecycle

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fastdecode.scheduler.places.place import Copy, Segment
+from fastdecode.scheduler.places.workers import Workers
+from fastdecode.scheduler.prefix.cache import PrefixCache
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Copy, Segment
-from fastdecode.scheduler.store.prefix import PrefixCache
 from fastdecode.scheduler.store.table import SequenceTable
-from fastdecode.scheduler.store.workers import Workers
 
 
 class Holdings:
@@ -52,7 +52,7 @@ class Holdings:
         segment = Segment(cache_id, source.start, self._workers.state_blocks + num_full + (rest > 0))
         segment.num_tokens = source.num_tokens
         for copy in source.copies:
-            worker, shared = self._workers[copy.worker], self._prefixes.share(copy, num_full)
+            worker, shared = self._workers[copy.worker], copy.share(num_full)
             worker.hold(shared)
             worker.num_segments += 1
             worker.fork(cache_id, source.cache_id, source.num_tokens)

@@ -94,7 +94,7 @@ class Losses:
         decoded = sequence.sequence_id in self._residents.decoding or sequence.num_prefill < sequence.num_tokens
         decoded &= len(sequence.output_token_ids) > 0  # else its first was lost with the segment
         self._residents.compute_again(sequence)
-        self._store.prefixes.stop_computing(sequence)
+        self._store.prefixes.leaders.stop(sequence)
         sequence.num_prefill = sequence.num_tokens - decoded  # who decodes has an output token that is not cached
         self._store.lose(sequence, worker)
         for segment in sequence.segments:

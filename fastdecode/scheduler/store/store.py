@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,25 +10,24 @@ from fastdecode.core.metrics import Pool
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.remote_prefill import StoredAt
 from fastdecode.core.step import MiniBatch
+from fastdecode.scheduler.names import Names, Notes
+from fastdecode.scheduler.places.place import Copy, Segment
+from fastdecode.scheduler.places.workers import Workers
+from fastdecode.scheduler.prefix.cache import PrefixCache
+from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.holdings import Holdings
-from fastdecode.scheduler.store.names import Names, Notes
-from fastdecode.scheduler.store.parked import ParkedPrefixes
-from fastdecode.scheduler.store.place import Copy, Segment
-from fastdecode.scheduler.store.prefix import PrefixCache
-from fastdecode.scheduler.store.prefix_index import Hit
 from fastdecode.scheduler.store.residents import Residents
-from fastdecode.scheduler.store.states import StateCache
 from fastdecode.scheduler.store.table import SequenceTable
 from fastdecode.scheduler.store.transfers import TransfersUnderWay
-from fastdecode.scheduler.store.workers import Workers
 
 
 class Store:
     """The only writer of blocks, counters and controls. It decides nothing: policies read it, and say what to do.
 
-    ``transfers``: copies under way, each to an R-worker that has blocks for it. ``parked``: prefixes on disks.
+    ``transfers``: copies under way, each to an R-worker that has blocks for it. ``adopted`` and ``parked``: sources of
+    the prefix cache with doors of their own.
     ``last_rows``: those committed last, which say what the loss of an R-worker that attended them spoils;
     ``num_sound``: tokens that sequences of several segments, and those whose prompts had just arrived, had cached
     before.
@@ -42,14 +40,10 @@ class Store:
         )
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
-        retains &= limits.prefix_caching
-        caches: Callable[..., PrefixCache] = PrefixCache
-        if limits.state_blocks:
-            caches = partial(StateCache, most_kept=limits.kept_states, worth_blocks=limits.state_worth_blocks)
-        self.prefixes = caches(self.workers, retains, placing.segment_tokens, names=self.names)
+        self.prefixes = PrefixCache(self.workers, limits, retains and limits.prefix_caching, self.names)
+        self.adopted, self.parked = self.prefixes.adopted, self.prefixes.parked
         self.table = SequenceTable(limits.max_num_seqs, limits.num_speculative_tokens, limits.placing.segment_tokens)
         self.residents = Residents(self.table, limits.scratch_tokens)
-        self.parked = ParkedPrefixes(self.workers, self.prefixes)
         self._holdings = Holdings(self.workers, self.prefixes, self.table)
         self.transfers = TransfersUnderWay(self.workers, self.table, self._holdings)
         self._kept_rows = 1 + limits.num_speculative_tokens
@@ -84,8 +78,9 @@ class Store:
         second copy of its only segment on R-worker ``second``, or none."""
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefixes.begin(sequence, hit)
-        for segment, piece in zip(segments, self.prefixes.pieces(sequence, hit) if hit else (), strict=False):
-            self.prefixes.share_with(segment, segment.copies[0], piece)
+        self.prefixes.name(sequence, segments, hit)
+        for segment, piece in zip(segments, hit.source.pieces(sequence, hit) if hit else (), strict=False):
+            piece.source.take(segment, segment.copies[0], piece)
         for segment in segments:
             for copy in segment.copies:
                 self._holdings.take(segment, copy)
@@ -94,7 +89,7 @@ class Store:
         self._count_tail(sequence, 1)
         if second >= 0:
             self._begin_second(sequence, second, hit)
-        self.prefixes.begun(sequence)
+        self.prefixes.close(sequence)
         self.go_on(sequence)
         self.names.segments(sequence, segments)
         self.residents.enter(sequence, may_use_scratch=hit is None)
@@ -113,7 +108,7 @@ class Store:
 
     def extend(self, sequence: Sequence, worker: int) -> None:
         """``sequence``, whose tail is whole, gets a new one on R-worker ``worker``, of no blocks yet."""
-        segment = Segment(self.prefixes.new_id(), sequence.num_cached, workers=[worker])
+        segment = Segment(self.prefixes.ids.new(), sequence.num_cached, workers=[worker])
         self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
         self.names.segments(sequence, [segment])
@@ -156,8 +151,8 @@ class Store:
     def finish_prompt(self, sequence: Sequence) -> None:
         """All of ``sequence``'s prompt is cached: it decodes from here on."""
         sequence.job_id = 0
-        self.prefixes.stop_computing(sequence)
-        self.prefixes.retain(sequence)
+        self.prefixes.leaders.stop(sequence)
+        self.prefixes.kept.keep(sequence)
         self.residents.decode(sequence)
 
     def fork_siblings(self, parent: Sequence) -> None:
@@ -167,7 +162,7 @@ class Store:
         for sibling in parent.siblings:
             sibling.num_prefill = parent.num_prefill
             sibling.block_hashes = list(parent.block_hashes)
-            closed = [self._holdings.fork(each, self.prefixes.new_id()) for each in parent.closed]
+            closed = [self._holdings.fork(each, self.prefixes.ids.new()) for each in parent.closed]
             sibling.segments = [*closed, self._holdings.fork(parent.tail, sibling.sequence_id)]
             self.names.segments(sibling, sibling.segments)
             sibling.num_closed = parent.num_closed
@@ -181,8 +176,8 @@ class Store:
     def leave(self, sequence: Sequence, keep: bool) -> None:
         """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
         if self.residents.leave(sequence):
-            self.prefixes.stop_computing(sequence)
-        stays = keep and self.prefixes.take_over(sequence)
+            self.prefixes.leaders.stop(sequence)
+        stays = keep and self.prefixes.leave(sequence)
         self._count_tail(sequence, -1)
         for segment in sequence.segments:
             for copy in segment.copies:
@@ -234,7 +229,7 @@ class Store:
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
             self.transfers.redirect(segment, worker)  # which ends one that has no source, by the name it had
             if was_here and not segment.copies:
-                segment.cache_id, segment.num_tokens = self.prefixes.new_id(), 0
+                segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
                 self.names.segments(sequence, [segment])
         self.table.put(sequence)
         self._count_tail(sequence, 1)
@@ -243,10 +238,10 @@ class Store:
         """The only segment of ``sequence``, which just begins, is on ``worker`` too, from the twin of ``hit``."""
         segment, copy = sequence.tail, Copy(worker)
         if hit:
-            twin = self.prefixes.twin(sequence, hit)
+            twin = hit.source.twin(hit)
             if twin is None:
                 raise ValueError("a second copy can start from a twin only")
-            self.prefixes.share_with(segment, copy, twin)
+            twin.source.take(segment, copy, twin)
         self._holdings.take(segment, copy)
         segment.copies.append(copy)
         self.workers[worker].num_sequences += 1

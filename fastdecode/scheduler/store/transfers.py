@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fastdecode.scheduler.places.place import Copy, Segment
+from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.sequence import Sequence
 from fastdecode.scheduler.store.holdings import Holdings
-from fastdecode.scheduler.store.place import Copy, Segment
 from fastdecode.scheduler.store.table import SequenceTable
-from fastdecode.scheduler.store.workers import Workers
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What R-workers hold of sequences of an engine before this one: kept as it is until the sequence is asked for again.
+"""The source of adopted sequences: what an engine before this one left on R-workers stays until it is asked for.
 
 Each piece, of one segment of a sequence, is a retained prefix under the name that it has on its R-workers, with the
 tokens after its last full block. A sequence that comes back goes on in place: the blocks are counted as its own, and
@@ -13,26 +13,39 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as PySequence
 
 from fastdecode.core.held import HeldSequence, KnownTokens
+from fastdecode.scheduler.names import CacheIds
+from fastdecode.scheduler.places.place import Block, Copy, Segment
+from fastdecode.scheduler.places.workers import Prefix, Workers
+from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
+from fastdecode.scheduler.prefix.source import Hit, Source
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Block, Copy, Segment
-from fastdecode.scheduler.store.prefix_index import Hit, PrefixIndex, extend_hashes
-from fastdecode.scheduler.store.workers import Prefix, Workers
 
 Held = Mapping[int, PySequence[HeldSequence]]
 """What each R-worker holds, by its index."""
 
 
-class Adoption:
-    """Prefixes by the sequence, and its first token, that each is of."""
+class Adopted(Source):
+    """Finds prefixes by the sequence, and its first token, that each is of; disabled it adopts nothing."""
 
-    def __init__(self, workers: Workers, index: PrefixIndex, segment_tokens: int) -> None:
-        self._workers, self._index, self._segment_tokens = workers, index, segment_tokens
+    is_own = True
+
+    def __init__(self, workers: Workers, index: PrefixIndex, ids: CacheIds, segment_tokens: int, enabled: bool) -> None:
+        self._workers, self._index, self._ids, self._enabled = workers, index, ids, enabled
+        self._segment_tokens = segment_tokens
         self._names: dict[int, dict[int, list[int]]] = {}
         self._hashes: dict[int, list[bytes]] = {}
 
-    def adopt(self, held: Held, known: Mapping[int, KnownTokens]) -> dict[int, int]:
-        """R-workers hold these sequences, of ``known`` tokens, by name: keep those of which something is known, each as
-        long as all R-workers have it, and have them forget the rest. Returns the tokens kept on each."""
+    def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
+        """Keep what R-workers hold of sequences of ``known`` tokens, by name, and have them forget the rest.
+
+        What several R-workers hold is cut to what all of them have. New names come below ``lowest_name`` and those
+        held.
+
+        Returns:
+            The tokens kept on each R-worker.
+        """
+        self._ids.begin_below(min((lowest_name, *(each.cache_id for several in held.values() for each in several))))
+        known = known if self._enabled else {}
         ours = [each for one in held.values() for each in one if each.cache_id in known and not each.is_spoilt]
         kept = {each.cache_id: known[each.cache_id] for each in ours}
         lengths = {name: len(tokens.token_ids) - tokens.start for name, tokens in kept.items()}
@@ -48,20 +61,47 @@ class Adoption:
         return counts
 
     def hits(self, sequence: Sequence) -> dict[int, Hit]:
-        """What R-workers have of ``sequence`` itself, each the same; of several segments that which has the last."""
-        pieces = self.pieces(sequence.sequence_id)
+        """Return what R-workers have of ``sequence`` itself, each the same; of several segments, who has the last."""
+        pieces = self._pieces(sequence.sequence_id)
         if not pieces:
             return {}
         num_blocks, num_tokens = sum(each.num_blocks for each in pieces), sum(each.num_tokens for each in pieces)
         return {
-            worker.index: Hit(num_blocks, prefix, num_tokens)
+            worker.index: Hit(num_blocks, prefix, num_tokens, self)
             for worker in self._workers
             if (prefix := worker.prefixes.get(pieces[-1].prefix.prefix_id))
             and self._hit(prefix).num_tokens == pieces[-1].num_tokens
         }
 
-    def pieces(self, sequence_id: int) -> list[Hit]:
-        """What there is of each segment of a sequence, up to the first that is not whole."""
+    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+        own = self._pieces(sequence.sequence_id)
+        return [*own[:-1], own[-1]._replace(prefix=hit.prefix)]
+
+    def num_adopted(self, sequence_id: int) -> int:
+        """Return how many tokens of a sequence, from its first one on, R-workers have of an engine before this one."""
+        return sum(each.num_tokens for each in self._pieces(sequence_id))
+
+    def twin(self, hit: Hit) -> Hit | None:
+        """Return the same on another R-worker; ``hit`` itself may have been taken already."""
+        others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
+        return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
+
+    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        self._index.take(segment, copy, hit)
+
+    def is_broken(self, sequence: Sequence) -> bool:
+        """Return whether R-workers have lost the beginning of ``sequence``, so that it goes on nowhere."""
+        return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget what is kept under the name of ``sequence`` and was not taken; the rest is there like other
+        prefixes."""
+        if self._names.pop(sequence.sequence_id, None) is not None:
+            for prefix in list(self._prefixes([sequence.sequence_id])):
+                self._index.shorten(prefix, 0)
+
+    def _pieces(self, sequence_id: int) -> list[Hit]:
+        """Return what there is of each segment of a sequence, up to the first that is not whole."""
         by_start = self._names.get(sequence_id, {})
         pieces: list[Hit] = []
         while by_start and all(each.num_tokens == self._segment_tokens for each in pieces[-1:]):
@@ -71,37 +111,13 @@ class Adoption:
             pieces.append(max(found, key=lambda hit: (hit.num_tokens, hit.prefix.prefix_id == sequence_id)))
         return pieces
 
-    def is_of(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether ``prefix`` is a piece of ``sequence``, which may go on in it in place."""
-        by_start = self._names.get(sequence.sequence_id, {})
-        return any(prefix.prefix_id in names for names in by_start.values())
-
-    def twin(self, hit: Hit) -> Hit | None:
-        """Return the same on another R-worker, if there is one; ``hit`` itself may have been taken already."""
-        others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
-        return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
-
-    def resume(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """``copy`` of ``segment`` is what ``hit`` has, where it is."""
-        segment.num_tokens = hit.num_tokens
-        copy.shared = list(hit.prefix.blocks)
-        self._workers[copy.worker].hold(copy.shared)
-        self._index.let_go(hit.prefix)
-
-    def close(self, sequence: Sequence) -> None:
-        """``sequence`` has begun, or is about to: what is kept of it under its name, and was not taken, is forgotten;
-        the rest is there like other prefixes."""
-        if self._names.pop(sequence.sequence_id, None) is not None:
-            for prefix in list(self._prefixes([sequence.sequence_id])):
-                self._index.shorten(prefix, 0)
-
     def _prefixes(self, names: PySequence[int]) -> Iterator[Prefix]:
         found = (worker.prefixes.get(name) for name in names for worker in self._workers)
         return (prefix for prefix in found if prefix)
 
     def _hit(self, prefix: Prefix) -> Hit:
         num_blocks = len(prefix.blocks)
-        return Hit(num_blocks, prefix, num_blocks * self._workers.block_size + len(prefix.rest))
+        return Hit(num_blocks, prefix, num_blocks * self._workers.block_size + len(prefix.rest), self)
 
     def _adopt_on(
         self,

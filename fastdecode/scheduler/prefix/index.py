@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import NamedTuple
 
+from fastdecode.core.placing import UNLIMITED
+from fastdecode.scheduler.places.place import Copy, Segment
+from fastdecode.scheduler.places.workers import Prefix, Workers
+from fastdecode.scheduler.prefix.source import Hit, Source
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.workers import Prefix, Workers
-
-
-class Hit(NamedTuple):
-    """A cached beginning: the number of its full blocks, the prefix that has the last of them, and its tokens."""
-
-    num_blocks: int
-    prefix: Prefix
-    num_tokens: int
 
 
 class PrefixIndex:
-    """Retained prefixes, found by the hash of all tokens up to a block's end. ``now_seconds``: of any clock, as it was
-    told last.
+    """Finds retained prefixes by the hash of all tokens up to a block's end.
 
-    A prefix holds blocks of one segment, so what several segments hold is found as a prefix of each.
+    A prefix holds blocks of one segment, of ``segment_tokens`` tokens at most: what several segments hold is found as a
+    prefix of each. ``now_seconds``: the time at which prefixes are used, by any clock.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, segment_tokens: int = UNLIMITED) -> None:
         self.now_seconds = 0.0
-        self._workers = workers
+        self._workers, self._segment_tokens = workers, segment_tokens
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
-    def longest(self, sequence: Sequence, block_hashes: list[bytes]) -> dict[int, Hit]:
-        """For each R-worker that holds a beginning of ``sequence`` within blocks of these hashes the longest."""
+    def longest(self, sequence: Sequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
+        """Return for each R-worker the longest beginning of ``sequence`` within blocks of these hashes, as hits of
+        ``source``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             holders = self._by_hash.get(block_hash)
@@ -39,8 +34,12 @@ class PrefixIndex:
                 break
             for prefix in holders.values():
                 if prefix.worker not in found or found[prefix.worker].num_blocks < depth:
-                    found[prefix.worker] = Hit(depth, prefix, depth * self._workers.block_size)
+                    found[prefix.worker] = Hit(depth, prefix, depth * self._workers.block_size, source)
         return found
+
+    def num_cached(self, sequence: Sequence, block_hashes: list[bytes], source: Source) -> int:
+        """Return how many of these blocks of ``sequence`` are cached, on the R-worker that has most of them."""
+        return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
     def holder(self, block_hash: bytes) -> Prefix | None:
         """A prefix that has the block, and with it all blocks of its segment before that one."""
@@ -50,13 +49,36 @@ class PrefixIndex:
         """A prefix of ``worker`` that has the block."""
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
-    def twin(self, prefix: Prefix, num_blocks: int) -> Prefix | None:
-        """The other copy of what ``prefix`` retains, if it still has the first ``num_blocks`` blocks."""
-        holders = self._by_hash[prefix.block_hashes[num_blocks - 1]].values()
-        return next((each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker), None)
+    def twin(self, hit: Hit) -> Hit | None:
+        """Return what ``hit`` has on the other R-worker that retained the same copy, if that still has it."""
+        prefix, holders = hit.prefix, self._by_hash[hit.prefix.block_hashes[hit.num_blocks - 1]].values()
+        others = (each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker)
+        return next((hit._replace(prefix=each) for each in others), None)
+
+    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+        """Return what ``hit`` has of each segment of ``sequence``: whole ones, and of the last what it has."""
+        whole = self._segment_tokens // self._workers.block_size
+        ends = range(whole, hit.num_blocks, whole)
+        found = [self.holder(sequence.block_hashes[end - 1]) for end in ends]
+        last = (hit.num_blocks - whole * len(ends), hit.num_tokens - self._segment_tokens * len(ends))
+        closed = (Hit(whole, prefix, self._segment_tokens, hit.source) for prefix in found if prefix)
+        return [*closed, hit._replace(num_blocks=last[0], num_tokens=last[1])]
+
+    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        """Have ``copy`` of ``segment`` begin with what ``hit`` has: in place where the prefix has the segment's name,
+        else as a fork."""
+        prefix, worker = hit.prefix, self._workers[hit.prefix.worker]
+        segment.num_tokens = hit.num_tokens
+        copy.shared = prefix.blocks[: hit.num_blocks]
+        worker.hold(copy.shared)
+        if prefix.prefix_id == segment.cache_id:
+            self.let_go(prefix)
+            return
+        self.touch(prefix)
+        worker.fork(segment.cache_id, prefix.prefix_id, segment.num_tokens)
 
     def is_within_another(self, prefix: Prefix) -> bool:
-        """Whether a longer prefix of the same R-worker has all blocks of ``prefix``."""
+        """Return whether a longer prefix of the same R-worker has all blocks of ``prefix``."""
         holders = self._by_hash[prefix.block_hashes[-1]].values() if prefix.blocks else ()
         return any(each.worker == prefix.worker and len(each.blocks) > len(prefix.blocks) for each in holders)
 
@@ -73,6 +95,13 @@ class PrefixIndex:
         self._workers[prefix.worker].prefixes[prefix.prefix_id] = prefix
         for block_hash in self._found_by(prefix, 0):
             self._by_hash.setdefault(block_hash, {})[prefix.worker, prefix.prefix_id] = prefix
+
+    def make_room(self, index: int, num_blocks: int) -> bool:
+        """Evict until ``num_blocks`` are free, or nothing is left to evict; True when they are free then."""
+        worker = self._workers[index]
+        if num_blocks > worker.free:
+            self.evict(index, num_blocks - worker.free)
+        return worker.free >= num_blocks
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
         """Free at least ``count`` more blocks if the cache holds so many, from the ends of the oldest prefixes."""
@@ -129,3 +158,8 @@ def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: i
         before = block_hashes[-1] if block_hashes else b""
         block = array("q", token_ids[start : start + block_size]).tobytes()
         block_hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
+
+
+def usable_hashes(sequence: Sequence, block_size: int) -> list[bytes]:
+    """Return the hashes of the blocks that ``sequence`` can begin with: one token at least is always computed."""
+    return sequence.block_hashes[: (sequence.num_prefill - 1) // block_size]

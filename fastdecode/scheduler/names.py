@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from fastdecode.core.held import Named, Reached
+from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.place import Segment
 
 
 class Notes(NamedTuple):
@@ -54,3 +55,18 @@ class Names:
         notes = Notes(self._named, [Reached(*each) for each in self._reached.items()])
         self._named, self._reached = [], {}
         return notes
+
+
+class CacheIds:
+    """New names for what R-workers hold: negative, so that none is a running sequence's id."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(-1, -1)
+
+    def new(self) -> int:
+        """Return a name that was not given before."""
+        return next(self._ids)
+
+    def begin_below(self, lowest: int) -> None:
+        """Give names below ``lowest`` from here on: the others are taken."""
+        self._ids = itertools.count(min(0, lowest) - 1, -1)

@@ -1,4 +1,4 @@
-"""Prefixes of hybrids: a state is that of all tokens before it, so others can go on only from where one was kept.
+"""The source of recurrent states: a state is that of all tokens before it, so others begin only where one was kept.
 
 A prompt stops at some block boundaries, its checkpoints, for a copy of its state: at the last one before its last
 token; where it parts from others, as soon as two have been seen that begin alike; and at every 2^k blocks, so many that
@@ -10,13 +10,12 @@ A kept state counts as the blocks it takes, and goes before those of its beginni
 
 from __future__ import annotations
 
-from fastdecode.core.placing import UNLIMITED
+from fastdecode.scheduler.names import CacheIds, Names
+from fastdecode.scheduler.places.place import Block, Copy, Segment
+from fastdecode.scheduler.places.workers import Prefix, Workers
+from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable_hashes
+from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.names import Names
-from fastdecode.scheduler.store.place import Block, Copy, Segment
-from fastdecode.scheduler.store.prefix import PrefixCache
-from fastdecode.scheduler.store.prefix_index import Hit, PrefixIndex, extend_hashes
-from fastdecode.scheduler.store.workers import Prefix, Workers
 
 STATES_SHARE = 4
 """Blocks of tokens between two checkpoints for each block of a state."""
@@ -28,8 +27,8 @@ MOST_SEEN = 1 << 16
 class StateIndex(PrefixIndex):
     """Prefixes that are found by their end alone."""
 
-    def longest(self, sequence: Sequence, block_hashes: list[bytes]) -> dict[int, Hit]:
-        """For each R-worker that holds a state of a beginning of ``sequence``, the longest but for its last token."""
+    def longest(self, sequence: Sequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
+        """Return for each R-worker the longest beginning of ``sequence``, without its last token, that has a state."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             for prefix in self._by_hash.get(block_hash, {}).values():
@@ -38,7 +37,7 @@ class StateIndex(PrefixIndex):
                 if here is not None and here.num_tokens >= start + count:
                     continue
                 if start + count < sequence.num_prefill and sequence.tokens(start, count) == prefix.rest:
-                    found[prefix.worker] = Hit(depth, prefix, start + count)
+                    found[prefix.worker] = Hit(depth, prefix, start + count, source)
         return found
 
     def ending(self, worker: int, block_hash: bytes, rest: list[int]) -> Prefix | None:
@@ -53,6 +52,18 @@ class StateIndex(PrefixIndex):
             for each in self._by_hash.get(block_hash, {}).values():
                 if each.worker == prefix.worker and not each.rest:
                     super().touch(each)
+
+    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        """Have ``copy`` of ``segment`` begin with all of a prefix; there is room for a copy of its state first."""
+        prefix, blocks = hit.prefix, list(hit.prefix.blocks)
+        worker = self._workers[prefix.worker]
+        worker.hold(blocks)
+        missing = segment.num_blocks - hit.num_blocks - worker.free
+        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0  # in which the segment goes on
+        if missing > 0:
+            self.evict(prefix.worker, missing, spared=prefix)
+        super().take(segment, copy, hit)
+        worker.drop(blocks)
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
         """Free at least ``count`` more blocks if the cache, but for ``spared``, holds so many; the oldest go first."""
@@ -73,82 +84,82 @@ class StateIndex(PrefixIndex):
         return prefix.block_hashes[-1:]
 
 
-class StateCache(PrefixCache):
-    """Keeps states of prompts at checkpoints, and what sequences leave."""
+class States(Keeper):
+    """Keeps states of prompts at checkpoints, and what sequences leave: ``most_kept`` over all R-workers."""
 
-    _index: StateIndex
+    copies_all = True
 
     def __init__(
-        self,
-        workers: Workers,
-        enabled: bool,
-        segment_tokens: int = UNLIMITED,
-        names: Names | None = None,
-        most_kept: int = UNLIMITED,
-        worth_blocks: int = 0,
+        self, workers: Workers, index: StateIndex, ids: CacheIds, names: Names, most_kept: int, worth_blocks: int
     ) -> None:
-        """``most_kept``: states of prefixes, over all R-workers. ``worth_blocks``: whose memory a state takes; 0: those
-        that R-workers count for it."""
-        super().__init__(workers, enabled and most_kept > 0, segment_tokens, StateIndex, names)
+        """``worth_blocks``: blocks of tokens whose memory a state takes."""
+        self._workers, self._index, self._ids, self._names = workers, index, ids, names
         self._most_kept, self._interval = most_kept, 1
-        while self._interval < STATES_SHARE * (worth_blocks or workers.state_blocks):
+        while self._interval < STATES_SHARE * worth_blocks:
             self._interval *= 2
         self._seen: dict[bytes, bool] = {}
 
+    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+        return self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
+
+    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+        return self._index.pieces(sequence, hit)
+
+    def twin(self, hit: Hit) -> Hit | None:
+        return self._index.twin(hit)
+
+    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        self._index.take(segment, copy, hit)
+
+    def forget(self, worker: int) -> None:
+        self._index.clear(worker)
+
     def arrive(self, sequence: Sequence) -> None:
-        """Hash what ``sequence`` is about to compute; where it parts from what was seen is a checkpoint."""
-        super().arrive(sequence)
-        usable, before = self._usable(sequence), self._seen
+        """Note where ``sequence`` parts from what was seen: a checkpoint."""
+        usable, before = usable_hashes(sequence, self._workers.block_size), self._seen
         shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
         for depth, block_hash in enumerate(usable, 1):
             before[block_hash] = before.pop(block_hash, False) or depth == shared
         while len(before) > MOST_SEEN:
             del before[next(iter(before))]
 
-    def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
-        """A state that is gone on from is copied; where there is no room for two all is computed again."""
-        return (hit, None) if hit else (None,)
-
     def name(self, sequence: Sequence, hit: Hit | None) -> int:
-        """That under which it is kept, where it goes on in place; a new one for what was preempted: what it left may be
-        there under the old one."""
-        if hit and self.resumes(sequence, hit):
+        """Return the name under which it is kept, where it goes on in place, and a new one for what was preempted: what
+        it left may be there under the old one."""
+        if hit and hit.is_own:
             return hit.prefix.prefix_id
-        return self.new_id() if sequence.was_preempted else sequence.sequence_id
+        return self._ids.new() if sequence.was_preempted else sequence.sequence_id
 
-    def until_stop(self, sequence: Sequence, most: int) -> int:
-        """Rows of at most ``most`` of a prompt up to its next checkpoint."""
+    def rows_to_stop(self, sequence: Sequence, most: int) -> int:
+        """Return the rows up to the next checkpoint of the prompt of ``sequence``."""
         cached, size = sequence.num_cached, self._workers.block_size
         for depth in range(cached // size + 1, (cached + most) // size + 1):
             if self._is_checkpoint(sequence, depth):
                 return depth * size - cached
         return most
 
-    def pass_by(self, sequence: Sequence) -> None:
+    def keep(self, sequence: Sequence) -> None:
         """Keep a copy of the state of ``sequence`` if it stopped for that and no sequence needs the room."""
         num_blocks, rest = divmod(sequence.num_cached, self._workers.block_size)
         if rest or not self._is_checkpoint(sequence, num_blocks):
             return
-        origin, segment = self.new_id(), sequence.tail
+        origin, segment = self._ids.new(), sequence.tail
         for copy in segment.copies:
             worker, hashes = self._workers[copy.worker], sequence.block_hashes[:num_blocks]
             if known := self._index.ending(copy.worker, hashes[-1], []):
                 self._index.touch(known)
-            elif self._make_place(1) and self.make_room(copy.worker, self._workers.state_blocks):
+            elif self._make_place(1) and self._index.make_room(copy.worker, self._workers.state_blocks):
                 worker.grow(self._workers.state_blocks)
-                prefix = self._keep(self.new_id(), segment, copy, hashes, origin)
+                prefix = self._keep(self._ids.new(), segment, copy, hashes, origin)
                 self._names.name(prefix.prefix_id, sequence.sequence_id, 0)
                 worker.fork(prefix.prefix_id, segment.cache_id, segment.num_tokens)
                 worker.drop(prefix.own)
                 copy.prefix_id = prefix.prefix_id
 
-    def retain(self, sequence: Sequence) -> None:
-        """Nothing more is kept of a prompt than at its checkpoints."""
-
-    def take_over(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: Sequence) -> bool:
         """Keep all that is cached of ``sequence``, which gives it up, under the name it has on its R-workers."""
         num_blocks = sequence.num_cached // self._workers.block_size
-        if not self.enabled or not num_blocks or sequence.has_several:
+        if not self._most_kept or not num_blocks or sequence.has_several:
             return False
         segment, tokens = sequence.tail, sequence.tokens(0, sequence.num_cached)
         extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
@@ -159,24 +170,12 @@ class StateCache(PrefixCache):
                 self._index.touch(prefix)
         if any(known) or not self._make_place(len(segment.copies)):
             return False
-        origin = self.new_id()
+        origin = self._ids.new()
         for copy in segment.copies:
             prefix = self._keep(segment.cache_id, segment, copy, hashes, origin, rest)
             copy.shared += prefix.own
         self._names.name(segment.cache_id, sequence.sequence_id, 0)
         return True
-
-    def share_with(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """``copy`` of ``segment`` begins with all of a prefix, for a copy of whose state there is room first."""
-        prefix, blocks = hit.prefix, list(hit.prefix.blocks)
-        worker = self._workers[prefix.worker]
-        worker.hold(blocks)
-        missing = segment.num_blocks - hit.num_blocks - worker.free
-        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0  # in which the segment goes on
-        if missing > 0:
-            self._index.evict(prefix.worker, missing, spared=prefix)
-        super().share_with(segment, copy, hit)
-        worker.drop(blocks)
 
     def _make_place(self, count: int) -> bool:
         """Forget what was used longest ago on the R-worker that has most, until ``count`` more states may be kept;
@@ -193,7 +192,7 @@ class StateCache(PrefixCache):
         """Retain the tokens of ``copy``, of ``segment``, and a state in blocks that its R-worker counts as taken."""
         rest = rest or []
         own = [Block() for _ in range(self._workers.state_blocks + (len(rest) > 0))]
-        blocks = list(self.share(copy, len(hashes)))
+        blocks = list(copy.share(len(hashes)))
         prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, rest)
         self._index.add(prefix)
         self._index.touch(prefix)
@@ -201,7 +200,7 @@ class StateCache(PrefixCache):
 
     def _is_checkpoint(self, sequence: Sequence, num_blocks: int) -> bool:
         last = (sequence.num_prefill - 1) // self._workers.block_size
-        if not self.enabled or not 0 < num_blocks <= last:
+        if not self._most_kept or not 0 < num_blocks <= last:
             return False
         wanted = self._seen.get(sequence.block_hashes[num_blocks - 1], False)
         return wanted or num_blocks == last or num_blocks % self._interval == 0
@@ -209,6 +208,6 @@ class StateCache(PrefixCache):
     def is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
         return True
 
-    def _leaves(self, leader: Sequence, num_blocks: int) -> bool:
+    def will_keep(self, leader: Sequence, num_blocks: int) -> bool:
         ahead = leader.num_cached < num_blocks * self._workers.block_size
         return ahead and self._is_checkpoint(leader, num_blocks)

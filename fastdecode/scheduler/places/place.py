@@ -28,6 +28,11 @@ class Copy:
     shared: list[Block] = field(default_factory=list)
     prefix_id: int | None = None
 
+    def share(self, num_blocks: int) -> list[Block]:
+        """Return its first ``num_blocks`` full blocks, which others may hold from now on."""
+        self.shared += [Block() for _ in range(num_blocks - len(self.shared))]
+        return self.shared[:num_blocks]
+
 
 class Columns(Protocol):
     """Columns of a table with a row for each sequence that holds a cache, int64 [num_rows]: the counts of its tail, the
@@ -47,6 +52,10 @@ class Columns(Protocol):
 
     @property
     def last_tokens(self) -> np.ndarray: ...
+
+
+UNNAMED = 0
+"""The cache id of a segment until the store names it."""
 
 
 class Segment:

@@ -1,4 +1,4 @@
-"""The prefix cache's lower level: chains of blocks on R-workers' disks, and prefixes on their way to and from there."""
+"""The source of parked prefixes: chains of blocks on R-workers' disks, and prefixes on their way to and from there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdecode.core.parked import Chain
+from fastdecode.scheduler.names import CacheIds
+from fastdecode.scheduler.places.place import Block
+from fastdecode.scheduler.places.workers import Prefix, Workers
+from fastdecode.scheduler.prefix.index import PrefixIndex, usable_hashes
+from fastdecode.scheduler.prefix.source import Keeper, Source
 from fastdecode.scheduler.sequence import Sequence
-from fastdecode.scheduler.store.prefix import PrefixCache
-from fastdecode.scheduler.store.workers import Prefix, Workers
 
 LEAST_FREE = 10
 """Prefixes are parked before their time where less than one block in so many is free: they may be evicted soon."""
@@ -90,42 +93,52 @@ class ParkedChains:
         return None
 
 
-class ParkedPrefixes:
-    """Prefixes and their chains: what is to be parked, what a sequence would go on from, and the blocks of what comes
-    back.
+class Parked(Source):
+    """Knows what is on disks. Nothing is taken from there at once: a prefix is woken first, and then retained.
 
     ``chains``: on the disks. ``counts``: of what came back.
     """
 
-    def __init__(self, workers: Workers, prefixes: PrefixCache) -> None:
+    def __init__(self, workers: Workers, index: PrefixIndex, ids: CacheIds, kept: Keeper) -> None:
         self.chains, self.counts = ParkedChains(), WakeCounts()
-        self._workers, self._prefixes = workers, prefixes
+        self._workers, self._index, self._ids, self._kept = workers, index, ids, kept
+
+    def forget(self, worker: int) -> None:
+        self.chains.forget(worker)
+
+    def set_clock(self, now_seconds: float) -> None:
+        """Set the time at which prefixes are used from here on."""
+        self._index.now_seconds = now_seconds
 
     def wanted(self, sequence: Sequence) -> Beginning | None:
-        """What ``sequence``, which waits, would go on from if it was there: longer than what is, and worth it."""
-        usable, cached = self._prefixes.lookup(sequence)
-        found = self.chains.longest(usable[cached:], self._workers.accepting) if self.chains else None
+        """Return what ``sequence``, which waits, would begin from if it was there: longer than what is, and worth
+        it."""
+        if not len(self.chains):
+            return None
+        usable = usable_hashes(sequence, self._workers.block_size)
+        cached = self._index.num_cached(sequence, usable, self)
+        found = self.chains.longest(usable[cached:], self._workers.accepting)
         if found is None:
             return None
         found = found._replace(num_blocks=found.num_blocks + cached)
-        return found if self._prefixes.is_worth(sequence, found.num_blocks) else None
+        return found if self._kept.is_worth(sequence, found.num_blocks) else None
 
     def begin(self, sequence: Sequence, beginning: Beginning) -> Waking | None:
-        """Keep blocks for ``beginning``, of ``sequence``; None where there are none, or not for the sequence too."""
+        """Take blocks for ``beginning``, of ``sequence``; None where there are none, or not for the sequence too."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
-        if needed > worker.available or not self._prefixes.make_room(beginning.worker, beginning.num_blocks):
+        if needed > worker.available or not self._index.make_room(beginning.worker, beginning.num_blocks):
             return None
         worker.grow(beginning.num_blocks)
         hashes = sequence.block_hashes[: beginning.num_blocks]
-        return Waking(beginning, self._prefixes.new_id(), hashes)
+        return Waking(beginning, self._ids.new(), hashes)
 
     def woken(self, waking: Waking, sequence: Sequence) -> None:
-        """It is there, as a retained prefix that was used just now, and ``sequence``, which waited for it, is to start
-        there."""
+        """Retain ``waking``, which is there now, as used just now; ``sequence``, which waited for it, starts there."""
         worker, count = waking.beginning.worker, waking.beginning.num_blocks
         sequence.woken_on = worker
-        self._workers[worker].grow(-count)
-        self._prefixes.take_back(Prefix(waking.prefix_id, worker, waking.block_hashes, [], is_parked=True))
+        self._workers[worker].cached += count
+        blocks = [Block(num_sequences=0) for _ in range(count)]
+        self._index.add(Prefix(waking.prefix_id, worker, waking.block_hashes, blocks, is_parked=True))
         self.counts.num_woken += 1
         self.counts.num_tokens += count * self._workers.block_size
 
@@ -138,18 +151,24 @@ class ParkedPrefixes:
             self._workers[beginning.worker].release(waking.prefix_id)
         self.counts.num_failed += 1
 
+    def mark_parked(self, worker: int) -> None:
+        """Mark the prefixes of R-worker ``worker`` that its disk has already."""
+        for prefix in self._workers[worker].prefixes.values():
+            if not prefix.is_parked and prefix.blocks and self.chains.has(worker, prefix.block_hashes[-1]):
+                prefix.is_parked = not self._index.is_within_another(prefix)
+
     def next_to_park(self, worker: int, unused_since: float) -> tuple[Prefix, Chain] | None:
-        """A prefix of R-worker ``worker`` that was not used since then, or may be evicted soon, and is on no disk."""
+        """Return a prefix of R-worker ``worker`` that was not used since then, or may be evicted soon, and is on no
+        disk."""
         state = self._workers[worker]
         is_short = state.free * LEAST_FREE < state.num_blocks
         for prefix in state.prefixes.values():
-            if prefix.is_parked or not prefix.blocks or self._prefixes.is_within_another(prefix):
+            if prefix.is_parked or not prefix.blocks or self._index.is_within_another(prefix):
                 continue
             if prefix.used_seconds > unused_since and not is_short:
                 return None
             if not self.chains.has(worker, prefix.block_hashes[-1]):
                 return prefix, Chain.of(prefix.block_hashes, self._workers.block_size)
-            prefix.is_parked = True
         return None
 
     def parked(self, prefix: Prefix, chain: Chain | None) -> None:

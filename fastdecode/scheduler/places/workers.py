@@ -10,8 +10,8 @@ import numpy as np
 
 from fastdecode.core.errors import BackendError
 from fastdecode.core.types import Verb
-from fastdecode.scheduler.store.place import Block
-from fastdecode.scheduler.store.speeds import Observed, Speeds
+from fastdecode.scheduler.places.place import Block
+from fastdecode.scheduler.places.speeds import Observed, Speeds
 
 Control = tuple[int, int, int, int]
 

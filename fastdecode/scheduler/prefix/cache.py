@@ -1,0 +1,130 @@
+"""Prefix caching: what a sequence can take over from others, and what it leaves to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as PySequence
+
+from fastdecode.core.held import KnownTokens
+from fastdecode.scheduler.names import CacheIds, Names
+from fastdecode.scheduler.places.place import Copy, Segment
+from fastdecode.scheduler.places.workers import Workers
+from fastdecode.scheduler.prefix.adopted import Adopted, Held
+from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
+from fastdecode.scheduler.prefix.leaders import Leaders
+from fastdecode.scheduler.prefix.parked import Parked
+from fastdecode.scheduler.prefix.retained import Retained
+from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
+from fastdecode.scheduler.prefix.states import StateIndex, States
+from fastdecode.scheduler.schedules import Limits
+from fastdecode.scheduler.sequence import Sequence
+
+
+class PrefixCache:
+    """Asks its sources, in order: the first that has a beginning of a sequence provides it.
+
+    ``kept`` keeps what sequences of this engine compute, ``adopted`` has what an engine before it left on R-workers,
+    and ``parked`` what lies on their disks. ``leaders``: who computes prefixes now. ``ids``: names for what is kept.
+    Disabled, the cache keeps nothing.
+    """
+
+    def __init__(self, workers: Workers, limits: Limits, enabled: bool, names: Names) -> None:
+        self.enabled = enabled and (limits.kept_states > 0 or not limits.state_blocks)
+        self.ids = CacheIds()
+        self.num_queries = self.num_hit_tokens = 0
+        self._workers, self._segment_tokens = workers, limits.placing.segment_tokens
+        self._index, self.kept = self._keeper(limits, names)
+        self.adopted = Adopted(workers, self._index, self.ids, self._segment_tokens, self.enabled)
+        self.parked = Parked(workers, self._index, self.ids, self.kept)
+        self.leaders = Leaders(workers, self._index, self.kept)
+        self.sources: PySequence[Source] = (self.adopted, self.kept, self.parked)
+
+    def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
+        """Return who keeps what is computed: blocks alone, or states where the layers have some."""
+        if not limits.state_blocks:
+            index = PrefixIndex(self._workers, self._segment_tokens)
+            return index, Retained(self._workers, index, self.ids, names, self.enabled)
+        by_end = StateIndex(self._workers, self._segment_tokens)
+        worth = limits.state_worth_blocks or limits.state_blocks
+        return by_end, States(self._workers, by_end, self.ids, names, limits.kept_states * self.enabled, worth)
+
+    def __len__(self) -> int:
+        """Return how many prefixes are retained."""
+        return sum(len(worker.prefixes) for worker in self._workers)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while a sequence computes blocks that others may wait for."""
+        return len(self.leaders) > 0
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Hash what ``sequence`` is about to compute."""
+        if self.enabled:
+            tokens = sequence.tokens(0, sequence.num_prefill)
+            extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
+        self.kept.arrive(sequence)
+
+    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+        """Return for each R-worker with a beginning worth taking the longest, by its index; none for a scored prompt."""
+        if sequence.scored:
+            return {}
+        return next((found for source in self.sources if (found := source.hits(sequence))), {})
+
+    def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
+        """Keep what R-workers hold of an engine before this one: see :meth:`Adopted.adopt`."""
+        return self.adopted.adopt(held, known, lowest_name)
+
+    def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
+        """Return what a sequence may begin from where ``hit`` is the longest, best first.
+
+        A state is copied: where there is no room for two, all is computed again.
+        """
+        return (hit, None) if hit and self.kept.copies_all else (hit,)
+
+    def begin(self, sequence: Sequence, hit: Hit | None) -> None:
+        """Count that ``sequence`` begins, from ``hit`` if it has one, and computes the rest."""
+        if hit is None:
+            self.close(sequence)
+        if sequence.output_token_ids == []:
+            self.num_queries += self.enabled
+            self.num_hit_tokens += hit.num_tokens if hit else 0
+        self.leaders.begin(sequence, hit.num_blocks if hit else 0)
+
+    def name(self, sequence: Sequence, segments: PySequence[Segment], hit: Hit | None) -> None:
+        """Name ``segments``, with which ``sequence`` begins from ``hit``; those that go on in place keep their name."""
+        ids = [self.kept.name(sequence, hit)] if len(segments) == 1 else []
+        if not ids and hit and hit.is_own:
+            ids = [each.prefix.prefix_id for each in hit.source.pieces(sequence, hit)]
+        ids = ids or [sequence.sequence_id]
+        ids += [self.ids.new() for _ in segments[len(ids) :]]
+        for segment, cache_id in zip(segments, ids, strict=True):
+            segment.cache_id = cache_id
+
+    def close(self, sequence: Sequence) -> None:
+        """Give up what is kept for ``sequence`` alone, which has begun."""
+        for source in self.sources:
+            source.close(sequence)
+
+    def leave(self, sequence: Sequence) -> bool:
+        """Keep what ``sequence``, which gives up its cache, leaves; True where that is its cache as it is."""
+        return any(source.leave(sequence) for source in self.sources)
+
+    def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
+        """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens: it is wrong."""
+        prefix = None if copy.prefix_id is None else self._workers[copy.worker].prefixes.get(copy.prefix_id)
+        if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
+            self._index.shorten(prefix, num_tokens // self._workers.block_size)
+
+    def make_room(self, worker: int, num_blocks: int) -> bool:
+        """Evict until ``num_blocks`` are free, or nothing is left to evict; True when they are free then."""
+        return self._index.make_room(worker, num_blocks)
+
+    def reset(self) -> None:
+        """Forget everything that R-workers have in memory; running sequences go on."""
+        for index in range(len(self._workers)):
+            self._index.clear(index)
+
+    def lose(self, worker: int) -> None:
+        """Forget what R-worker ``worker``, which is gone, had."""
+        for source in self.sources:
+            source.forget(worker)
