@@ -65,7 +65,7 @@ class PrefixCache:
         self.kept.arrive(sequence)
 
     def hits(self, sequence: Sequence) -> dict[int, Hit]:
-        """Return for each R-worker with a beginning worth taking the longest, by its index; none for a scored prompt."""
+        """Return for each R-worker with a beginning worth taking the longest, by its index; none of a scored prompt."""
         if sequence.scored:
             return {}
         return next((found for source in self.sources if (found := source.hits(sequence))), {})
