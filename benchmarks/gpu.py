@@ -20,7 +20,7 @@ from models import decode, llama_folder
 from stand_in import StandInBackend
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.layout import WIRE_DTYPE
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.engine.engine import LLMEngine
 
 LLAMA_7B = {

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from fastdecode import _rworker
-from fastdecode.core.absorption import Absorption
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Absorption, Latent, Layer
 from fastdecode.sworker.adapters.latents import multiplied_by_head
 
 HEADS, RANK, ROPE, NOPE, VALUE = 128, 512, 64, 128, 128
-LATENT = LayerLayout(HEADS, 1, RANK + ROPE, RANK, 0.07, values_in_keys=True)
+LATENT = Latent(HEADS, 1, RANK + ROPE, RANK, 0.07)
 LAYERS = {"s": LATENT, "r": replace(LATENT, absorption=Absorption(NOPE, VALUE))}
 SIZES = ((1, 1024), (16, 1024), (64, 512), (256, 64))
 """Sequences, and tokens of each."""
@@ -33,7 +32,7 @@ SIZES = ((1, 1024), (16, 1024), (64, 512), (256, 64))
 class Side:
     """An R-worker of one layer that holds random rows."""
 
-    def __init__(self, layer: LayerLayout, weights: np.ndarray, batch: int, context: int) -> None:
+    def __init__(self, layer: Layer, weights: np.ndarray, batch: int, context: int) -> None:
         self._layer, self._rng, self._batch, self._context = layer, np.random.default_rng(1), batch, context
         blocks = batch * (context // 32 + 4)
         self._worker = _rworker.RWorker(

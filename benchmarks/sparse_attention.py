@@ -17,16 +17,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.layout import LayerLayout
 from fastdecode.core.types import READ_AHEAD
+from fastdecode.kinds import Dense, Index, Latent, Layer
 
 DEEPSEEK = (
-    LayerLayout(64, 1, 128, 1, 0.1, values_in_keys=True, picks=2048),
-    LayerLayout(128, 1, 576, 512, 0.07, values_in_keys=True, picked_by=0),
+    Index(64, 128, 0.1, picks=2048),
+    Latent(128, 1, 576, 512, 0.07, picked_by=0),
 )
 MINIMAX = (
-    LayerLayout(4, 1, 128, 1, 1.0, values_in_keys=True, picks=16, pick_block=128, pick_local=1),
-    LayerLayout(64, 4, 128, 128, 0.09, picked_by=0),
+    Index(4, 128, 1.0, picks=16, pick_block=128, pick_local=1),
+    Dense(64, 4, 128, 128, 0.09, picked_by=0),
 )
 SHAPES = {"deepseek-v3.2": DEEPSEEK, "minimax-m3": MINIMAX}
 BLOCK_SIZE, APPENDED, PEAK_BYTES = 128, 1 << 14, 1 << 28
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(
-    layers: tuple[LayerLayout, ...], num_tokens: int, options: argparse.Namespace, peaks: _rworker.Peaks
+    layers: tuple[Layer, ...], num_tokens: int, options: argparse.Namespace, peaks: _rworker.Peaks
 ) -> dict[str, float]:
     """Figures of one shape and length."""
     rng = np.random.default_rng(1)
@@ -69,9 +69,9 @@ def measured(
     )
     index_seconds, seconds = np.median(seconds[1:], axis=0)
     index, layer = layers
-    index_bytes = num_tokens * index.kv_bytes_per_token("bfloat16")
+    index_bytes = num_tokens * index.token_bytes("bfloat16")
     seen = index.picks * (index.pick_block or 1)
-    row_bytes = layer.kv_bytes_per_token("bfloat16")
+    row_bytes = layer.token_bytes("bfloat16")
     piece = row_bytes * index.pick_block // layer.num_kv_heads if index.pick_block else row_bytes
     scattered = max(peaks.read_scattered(piece_bytes=piece, read_ahead=each) for each in (*READ_AHEAD, None))
     macs = peaks.multiply_add(kv_dtype="bfloat16")
@@ -97,7 +97,7 @@ def measured(
 
 
 def _step(
-    worker: _rworker.RWorker, layers: Sequence[LayerLayout], rng: np.random.Generator, span: tuple[int, int, int, int]
+    worker: _rworker.RWorker, layers: Sequence[Layer], rng: np.random.Generator, span: tuple[int, int, int, int]
 ) -> list[float]:
     """One step of random rows; seconds of each layer."""
     _, _, count, attends = span
@@ -105,7 +105,9 @@ def _step(
     seconds = []
     for number, layer in enumerate(layers):
         q = rows(rng, count * attends, layer.num_heads, layer.query_dim)
-        fresh = count if layer.picks or attends else APPENDED // 64  # of equal index keys the first would be picked
+        fresh = (
+            count if layer.ranks_tokens or attends else APPENDED // 64
+        )  # of equal index keys the first would be picked
         k, v = (
             np.resize(rows(rng, fresh, layer.num_kv_heads, dim), (count, layer.num_kv_heads, dim))
             for dim in (layer.key_head_dim, layer.stored_value_dim)

@@ -19,9 +19,10 @@ import numpy as np
 from sparse_attention import APPENDED, BLOCK_SIZE, SHAPES, rows
 
 from fastdecode import _rworker
-from fastdecode.core.layout import LayerLayout, from_wire
+from fastdecode.core.dtypes import from_wire
 from fastdecode.core.routes import node_widths
 from fastdecode.core.types import SPLIT_TOKENS, SpanMode
+from fastdecode.kinds import Layer
 
 NO_CONTROLS = np.zeros((0, 4), np.int64)
 
@@ -30,7 +31,7 @@ class Holder:
     """An R-worker of one thread with some ranges of the sequence, numbered from ``first`` on, each of ``size`` tokens;
     all rows come from the ranges' numbers, so that two holders of a range have the same."""
 
-    def __init__(self, layers: tuple[LayerLayout, ...], ranges: range, size: int, read_ahead: str) -> None:
+    def __init__(self, layers: tuple[Layer, ...], ranges: range, size: int, read_ahead: str) -> None:
         self.layers, self.ranges, self.size = layers, ranges, size
         self.worker = _rworker.RWorker(
             layers=list(layers),
@@ -52,7 +53,7 @@ class Holder:
                 span = name, lengths[name], APPENDED, SpanMode.APPEND
                 self.worker.begin_step(NO_CONTROLS, [np.array([span], np.int64)])
                 for index, layer in enumerate(self.layers):
-                    fresh = APPENDED if layer.picks else APPENDED // 64
+                    fresh = APPENDED if layer.ranks_tokens else APPENDED // 64
                     q, k, v = (
                         np.resize(rows(rng, count, *shape), (count and APPENDED, *shape))
                         for count, shape in zip((0, fresh, fresh), layer.row_shapes, strict=False)
@@ -115,12 +116,12 @@ def decode(
         seconds[name] = max(run[0] for run in runs)
         partials, start = [run[2] for run in runs], time.perf_counter()
         seconds[f"{name}_bytes"] = max(each.nbytes for each in partials)
-        if layer.picks:
+        if layer.ranks_tokens:
             for holder, counts in zip(holders, _rworker.share_picks(partials, parts, spans), strict=True):
                 holder.worker.share(0, 0, counts)
         else:
             _rworker.merge_partials(partials, parts, spans, [], o, "bfloat16")
-        seconds["share" if layer.picks else "merge"] = time.perf_counter() - start
+        seconds["share" if layer.ranks_tokens else "merge"] = time.perf_counter() - start
     for holder in holders:
         holder.worker.end_step()
     return o, seconds
@@ -134,7 +135,7 @@ def whole(holder: Holder, length: int, seed: int) -> tuple[np.ndarray, dict[str,
     return runs[1][1], {"scan": runs[0][0], "attention": runs[1][0]}
 
 
-def token(layer: LayerLayout, seed: int) -> list[np.ndarray]:
+def token(layer: Layer, seed: int) -> list[np.ndarray]:
     """q, k and v of one token."""
     rng = np.random.default_rng(1_000_000 + seed)
     found = [rows(rng, 1, *shape) for shape in layer.row_shapes[:3]]

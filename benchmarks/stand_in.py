@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import WorkerLostError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.lab.measure.decode_rig import InstantBackend
 from fastdecode.perfmodel.lab.simulate import Timeline, WorkerEvent
 

@@ -18,7 +18,8 @@ from statistics import median
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.layout import WIRE_DTYPE, LayerLayout, StateLayout
+from fastdecode.core.dtypes import WIRE_DTYPE
+from fastdecode.kinds import Recurrent
 
 SHAPES = {"delta": (32, 16, 128, 128), "scan": (80, 1, 128, 64)}
 """Heads, groups, key_dim and value_dim."""
@@ -82,11 +83,12 @@ def decode_steps(
     channels = heads * value_dim + 2 * groups * key_dim
     random = np.random.default_rng(1)
     filters = random.standard_normal(TAPS * channels).astype(np.float32).tobytes()
-    state = StateLayout(
-        kind, groups, key_dim, TAPS, 1, True, kind == "delta", channels + 2 * heads, filters, dtype=dtype,
+    scale = key_dim**-0.5 if kind == "delta" else 1.0
+    layer = Recurrent(
+        heads, value_dim, scale, kind, groups, key_dim, TAPS, 1, True, kind == "delta", channels + 2 * heads, filters,
+        dtype=dtype,
         kept_rows=int(keeps), keeps_single=keeps,
     )  # fmt: skip
-    layer = LayerLayout(heads, 1, value_dim, value_dim, key_dim**-0.5 if kind == "delta" else 1.0, state=state)
     worker = _rworker.RWorker(
         layers=[layer], model_dtype="float32", kv_dtype="float32", block_size=16, num_threads=threads,
         num_blocks=num_sequences * (heads * (key_dim + 3 * (1 + 2 * groups)) // 16 + 64 + 60 * num_tokens // 16),

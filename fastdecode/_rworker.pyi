@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Layer
 
 def supported_isas() -> list[str]:
     """Which of "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16" and "avx512_amx", on ARM "neon",
@@ -28,14 +28,14 @@ def self_test(isa: str) -> str | None:
     """
 
 def block_bytes(
-    layers: Sequence[LayerLayout | tuple],
+    layers: Sequence[Layer],
     kv_dtype: str,
     block_size: int,
 ) -> int:
     """Bytes that one block of ``block_size`` tokens takes over all ``layers``; arguments as in :class:`RWorker`."""
 
 def state_blocks(
-    layers: Sequence[LayerLayout | tuple],
+    layers: Sequence[Layer],
     kv_dtype: str,
     block_size: int,
 ) -> int:
@@ -134,7 +134,7 @@ class RWorker:
     def __init__(
         self,
         *,
-        layers: Sequence[LayerLayout | tuple],
+        layers: Sequence[Layer],
         model_dtype: str,
         kv_dtype: str,
         block_size: int,
@@ -146,8 +146,8 @@ class RWorker:
     ) -> None:
         """Reserve address space for the cache (committed as it fills) and start the threads.
 
-        ``layers``: ValueError names the fields of a ``LayerLayout`` that one lacks; head dims up to 1,088, of int8 and
-        int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
+        ``layers``: ValueError names the field of ``fastdecode.kinds`` that one lacks; head dims up to 1,088, of int8
+        and int4 up to 512. ``model_dtype`` (of q, k, v and out): "float32",
         "float16" or "bfloat16"; ``kv_dtype`` (of the cache): these, "int8" or "int4", rounded to by this worker.
         ``block_size``: 16, 32, 64, 128 or 256 tokens; where no layer attends also more, a power of two up to 2**30, for
         256 rows of states then. ``num_threads``: 1 to 1024.

@@ -22,29 +22,27 @@ from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, Kind
 from fastdecode.cluster.wire.leases import AskedLease
 from fastdecode.cluster.wire.messages import Hello
-from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import Verb
+from fastdecode.kinds import Absorption, Dense, Index, Latent
+from fastdecode.kinds.layout import KVLayout
 
 LAYOUTS = (
-    KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
-    KVLayout((LayerLayout(2, 1, 32, 32, 0.2, soft_cap=2.0, sinks=(0.5, 1.0)),), "bfloat16", "int8"),
-    KVLayout((LayerLayout(8, 2, 64, 64, 0.1, alibi_slopes=(0.1,) * 8),) * 2, "float16", "int4"),
+    KVLayout((Dense(4, 2, 8, 16, 0.3), Dense(4, 4, 16, 8, 0.3, window=9)), "float32", "float32"),
+    KVLayout((Dense(2, 1, 32, 32, 0.2, soft_cap=2.0, sinks=(0.5, 1.0)),), "bfloat16", "int8"),
+    KVLayout((Dense(8, 2, 64, 64, 0.1, alibi_slopes=(0.1,) * 8),) * 2, "float16", "int4"),
     KVLayout(
         (
-            LayerLayout(3, 1, 16, 1, 0.3, values_in_keys=True, picks=5),
-            LayerLayout(4, 1, 24, 16, 0.3, values_in_keys=True, picked_by=0),
-            LayerLayout(2, 1, 16, 1, 1.0, values_in_keys=True, picks=2, pick_block=32, pick_local=1),
-            LayerLayout(4, 2, 16, 8, 0.3, picked_by=2),
+            Index(3, 16, 0.3, picks=5),
+            Latent(4, 1, 24, 16, 0.3, picked_by=0),
+            Index(2, 16, 1.0, picks=2, pick_block=32, pick_local=1),
+            Dense(4, 2, 16, 8, 0.3, picked_by=2),
         ),
         "bfloat16",
         "bfloat16",
     ),
-    KVLayout(
-        (LayerLayout(4, 1, 24, 16, 0.3, values_in_keys=True, absorption=Absorption(8, 12)),), "bfloat16", "bfloat16"
-    ),
+    KVLayout((Latent(4, 1, 24, 16, 0.3, absorption=Absorption(8, 12)),), "bfloat16", "bfloat16"),
 )
 BLOCK_SIZE = 16
 CACHE_BYTES = 1 << 19

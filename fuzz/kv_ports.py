@@ -13,8 +13,8 @@ from fastdecode.cluster.links import port
 from fastdecode.cluster.r_worker import kv_port
 from fastdecode.cluster.wire import messages
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import WIRE_DTYPE
 from fastdecode.core.types import Verb
 
 

@@ -24,12 +24,13 @@ from fastdecode.cluster.wire import frames, handshake, leases, messages, parked,
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.core.errors import CapacityError, ChainError, FrameError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 LAYOUT = KVLayout(
-    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
+    (Dense(4, 2, 8, 16, 0.25), Dense(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
 )
 HELLO = Hello("host:1", LAYOUT, 32, leases.AskedLease("s", "a", "b", 1.5, 3))
 WELCOME = Welcome(100, 2, "avx2", 10.5, (0, 1), "boot", "0" * 64, lease_epoch=2, goes_on=True, kept_of="a")

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import ITEM_BYTES
 
 FLOPS_EFFICIENCY = 0.62
 """The part of nominal 16-bit tensor FLOP/s that large products reach: the FastDecode paper's A10."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Index
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,14 @@ class IndexShape:
         return (self.q_rank or hidden_size) * self.num_heads * self.head_dim + hidden_size * self.head_dim + weighing
 
     @property
-    def layer_layout(self) -> LayerLayout:
-        """One layer's index as an R-worker scans it: keys of one head, without values."""
-        return LayerLayout(self.num_heads, 1, self.head_dim, 0, 1.0)
-
-    @property
-    def picking_layout(self) -> LayerLayout:
-        """The same as R-workers are told it, which scan it and pick."""
+    def layer_layout(self) -> Index:
+        """One layer's index as R-workers are told it, which scan it and pick."""
         block = 0 if self.weighs_heads else self.block
-        return LayerLayout(
-            self.num_heads, 1, self.head_dim, 1, 1.0, values_in_keys=True, picks=self.top_tokens // max(block, 1),
-            pick_block=block,
-        )  # fmt: skip
+        return Index(self.num_heads, self.head_dim, 1.0, self.top_tokens // max(block, 1), block)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of the keys of one token over all layers; the index's keys are kept in the model's ``dtype``."""
-        return self.num_layers * self.layer_layout.kv_bytes_per_token(dtype)
+        return self.num_layers * self.layer_layout.token_bytes(dtype)
 
 
 INDEXED, BLOCK_SPARSE = "indexed_attention", "minimax_m3_sparse"

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Absorption, Latent
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ class LatentShape:
         """Those of them that make the latents, which all heads share."""
         return hidden_size * (self.q_rank + self.row_dim)
 
-    def layer_layout(self, num_heads: int) -> LayerLayout:
+    def layer_layout(self, num_heads: int) -> Latent:
         """One layer as an R-worker sees it: one KV head."""
         scale = (self.nope + self.rope) ** -0.5
         absorption = Absorption(self.nope, self.value) if self.at_r_workers else None
-        return LayerLayout(num_heads, 1, self.row_dim, self.kv_rank, scale, values_in_keys=True, absorption=absorption)
+        return Latent(num_heads, 1, self.row_dim, self.kv_rank, scale, absorption=absorption)
 
     def absorbing_products(self, num_heads: int) -> int:
         """Multiply-adds of one row's absorption in one layer: its queries by K, its outputs by V."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.core.layout import ITEM_BYTES
 from fastdecode.perfmodel.index_shape import (
     BLOCK_SPARSE,
     INDEXED,

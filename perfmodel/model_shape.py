@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import ITEM_BYTES, KVLayout, LayerLayout
+from fastdecode.kinds import Dense, Latent
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.index_shape import IndexShape
 from fastdecode.perfmodel.latent_shape import LatentShape
 from fastdecode.perfmodel.state_shape import StateShape
@@ -168,11 +170,11 @@ class ModelShape:
         return ITEM_BYTES[self.dtype]
 
     @property
-    def layer_layout(self) -> LayerLayout:
+    def layer_layout(self) -> Dense | Latent:
         """One attending layer as an R-worker sees it."""
         if self.latent:
             return self.latent.layer_layout(self.num_heads)
-        return LayerLayout(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
+        return Dense(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def kv_layout(self, kv_dtype: str) -> KVLayout:
         """All attending layers as an R-worker sees them."""
@@ -215,7 +217,7 @@ class ModelShape:
     @property
     def appending_row_bytes(self) -> int:
         """Bytes of k and v alone, and of a recurrent layer's row: what an R-worker stores."""
-        rows = self.attention_layers * self.layer_layout.kv_elements_per_token * self.item_bytes + self._index_bytes
+        rows = self.attention_layers * self.layer_layout.kv_elements * self.item_bytes + self._index_bytes
         if self.sent_states:
             rows += self.sent_states.num_layers * self.sent_states.row_bytes(self.item_bytes)
         return rows // self.num_layers

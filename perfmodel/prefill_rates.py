@@ -53,7 +53,7 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: 
 def stored_kv_bytes(shape: ModelShape, kv_dtype: str) -> int:
     """Return the bytes of a token in one layer of a cache of that dtype, "auto" being the model's."""
     kv_dtype = shape.dtype if kv_dtype == "auto" else kv_dtype
-    return shape.layer_layout.kv_bytes_per_token(kv_dtype)
+    return shape.layer_layout.token_bytes(kv_dtype)
 
 
 def measured_prefill_model(

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
+from fastdecode.core.dtypes import is_quantized
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import LayerLayout, is_quantized
+from fastdecode.kinds import Layer
 from fastdecode.perfmodel.hardware import CpuHost, Gpu, kernel_bytes_per_second, products_per_second
 from fastdecode.perfmodel.model_shape import ModelShape
 
@@ -221,19 +222,19 @@ def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]
     return reading, products / products_per_second(host.cores)
 
 
-def _token_r_part(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
+def _token_r_part(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
     """Return the seconds of all of a cached token in one layer; latents' codes are computed with as ``model_dtype``."""
-    reading = layer.kv_bytes_per_token(kv_dtype) / host.read_bytes_per_second.achieved
+    reading = layer.token_bytes(kv_dtype) / host.read_bytes_per_second.achieved
     computing = _product_seconds(layer, kv_dtype, host, model_dtype)
     bound_by = "reads" if reading >= computing else "arithmetic"
     return RPart(max(reading, computing), bound_by=bound_by, arithmetic_over_reads=computing / reading)
 
 
-def _product_seconds(layer: LayerLayout, kv_dtype: str, host: CpuHost, model_dtype: str) -> float:
+def _product_seconds(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> float:
     """Seconds of the multiply-adds of one row with one cached token in one layer."""
     computed = model_dtype if layer.values_in_keys and is_quantized(kv_dtype) else kv_dtype
-    return layer.kv_bytes_per_token(computed) / kernel_bytes_per_second(
-        computed, layer.products_per_element, host.cores
+    return layer.token_bytes(computed) / kernel_bytes_per_second(
+        computed, layer.multiply_adds() / layer.kv_elements, host.cores
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fastdecode.core.errors import PlanError, UnsupportedModelError
-from fastdecode.core.layout import LayerLayout, StateLayout
+from fastdecode.kinds import Recurrent
 
 STATE_ITEM_BYTES = 4
 """Bytes of an element of a state: float32. Matrices may have 16 bits."""
@@ -66,7 +66,7 @@ class StateShape:
             return "selective" if self.groups else "lru"
         return "delta" if self.rates == 2 or self.decays > 1 else "scan"
 
-    def layer_layout(self, model_item_bytes: int) -> LayerLayout:
+    def layer_layout(self, model_item_bytes: int) -> Recurrent:
         """One layer as R-workers are told it, with filters of zeros, of a model whose elements have so many bytes.
 
         Where channels decay by themselves, an engine has a layer of its own for what is convolved; here one does both.
@@ -74,12 +74,12 @@ class StateShape:
         numbers = (self.wide if self.by_channel else self.heads * (self.decays + 1)) if self.key_dim else 0
         factors = b"" if self.kind != "selective" else bytes(4 * self.key_dim * self.wide)
         filters = b"" if self.taps == 1 else bytes(4 * self.taps * self.channels)
-        state = StateLayout(
-            self.kind, self.groups, self.key_dim, self.taps, 0 if self.by_channel or not numbers else self.decays,
+        return Recurrent(
+            self.heads, self.value_dim, 1.0, self.kind, self.groups, self.key_dim, self.taps,
+            0 if self.by_channel or not numbers else self.decays,
             True, self.kind == "delta", self.channels + numbers * 4 // model_item_bytes, filters, factors=factors,
             dtype="float32" if self.item_bytes == STATE_ITEM_BYTES else "bfloat16",
         )  # fmt: skip
-        return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, 1.0, state=state)
 
     def row_bytes(self, item_bytes: int) -> int:
         """Bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.core.layout import ITEM_BYTES
+from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import RPart

@@ -21,8 +21,9 @@ from chaos.configuration import HYBRIDS, Configuration, accepted_settings, draw 
 
 from fastdecode.api.config import EngineConfig  # noqa: E402
 from fastdecode.core.errors import ConfigError  # noqa: E402
-from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout  # noqa: E402
-from fastdecode.hybrids import check_hybrid  # noqa: E402
+from fastdecode.engine.compose.ways import check_ways  # noqa: E402
+from fastdecode.kinds import Dense, Recurrent  # noqa: E402
+from fastdecode.kinds.layout import KVLayout  # noqa: E402
 
 PAGE = ROOT / "docs" / "features.md"
 NUM_ROUNDS = 1000
@@ -55,8 +56,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 LAYOUT = KVLayout(
     (
-        LayerLayout(1, 1, 16, 16, 1.0),
-        LayerLayout(1, 1, 16, 16, 1.0, state=StateLayout("window", 0, 0, 3, 0, False, False, 16, b"")),
+        Dense(1, 1, 16, 16, 1.0),
+        Recurrent(1, 16, 1.0, "window", 0, 0, 3, 0, False, False, 16),
     ),
     "float32",
     "float32",
@@ -156,7 +157,7 @@ def _refusals() -> dict[frozenset[str], str]:
     found = {}
     for states, (name, settings) in product((STATES, STATES_HERE), SETTINGS.items()):
         try:
-            check_hybrid(EngineConfig(device="cpu", **settings | SETTINGS[states]), LAYOUT, on_gpu=False)
+            check_ways(EngineConfig(device="cpu", **settings | SETTINGS[states]), LAYOUT, on_gpu=False)
         except ConfigError as error:
             found[frozenset((name, states))] = str(error)
     for (name, one), (other, two) in combinations(SETTINGS.items(), 2):
@@ -180,7 +181,7 @@ def _of_states() -> str:
         ({}, LAYOUT, True),
     ):
         try:
-            check_hybrid(EngineConfig(device="cpu", **settings), layout, on_gpu)
+            check_ways(EngineConfig(device="cpu", **settings), layout, on_gpu)
         except ConfigError as error:
             found.append(f"- {error}")
     return "\nOf recurrent states also:\n\n" + "\n".join(found)

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,15 +30,17 @@ from helpers.contract import (
     story,
 )
 from helpers.ranges import RangeDriver
+from msgspec.structs import replace
 
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.pool.mpi import MpiBackend
 from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError, CapacityError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import StepPlan, Verb
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 BACKENDS = os.environ.get("FASTDECODE_TEST_BACKENDS", "fake,inproc,spawn,tcp").split(",")
 Makers = dict[str, Callable[[], AttentionBackend]]
@@ -240,7 +241,7 @@ def test_close_twice_and_serve_the_next(makers: Makers, request: pytest.FixtureR
 
 def test_too_little_memory_is_said(makers: Makers) -> None:
     """One block of this layout takes more than the R-workers of these tests have."""
-    large = KVLayout((LayerLayout(64, 64, 512, 512, 1.0),) * 80, "float32", "float32")
+    large = KVLayout((Dense(64, 64, 512, 512, 1.0),) * 80, "float32", "float32")
     for name, make in makers.items():
         if name != "fake":
             with pytest.raises(CapacityError, match="holds not even one block of 16 tokens"):

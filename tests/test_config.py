@@ -12,12 +12,13 @@ from fastdecode.api import engine_settings, worker_checks
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import WorkerSpec, parse_bytes
 from fastdecode.core.errors import CapacityError, ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import total_memory_bytes
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.engine.compose import setup as engine_setup
 from fastdecode.engine.compose.backends import check_room, kv_cache_bytes
 from fastdecode.engine.compose.setup import scratch_tokens
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 BAD: list[tuple[str, Any]] = [
     ("dtype", "int3"),
@@ -204,7 +205,7 @@ def test_memory_up_to_the_machines() -> None:
 
 # What the model's layout makes of them.
 
-LAYOUT = KVLayout((LayerLayout(4, 2, 16, 8, 0.25), LayerLayout(4, 1, 16, 16, 0.25)), "float32", "bfloat16")
+LAYOUT = KVLayout((Dense(4, 2, 16, 8, 0.25), Dense(4, 1, 16, 16, 0.25)), "float32", "bfloat16")
 """48 + 32 elements a token: 320 bytes in the model's dtype, 160 in the cache's."""
 
 

@@ -12,12 +12,12 @@ import pytest
 from helpers.modules import ROOT, Module, modules, read_module, sources, trees
 
 FLOORS = [
-    {"", "core", "api", "drafting.speculative_config"},
+    {"", "core", "kinds", "api", "drafting.speculative_config"},
     {"scheduler", "perfmodel", "perfmodel.lab.planner", "_rworker", "_sworker"}
     | {"perfmodel.lab.gpu_only", "perfmodel.lab.draft_times"},
     {"cycle"},
     {"sworker", "cluster", "perfmodel.lab.simulate"},
-    {"engine", "tensor_parallel", "hybrids", "prefills", "drafting"} | {"journal"} | {"api.request", "api.text"},
+    {"engine", "tensor_parallel", "prefills", "drafting"} | {"journal"} | {"api.request", "api.text"},
     {"cli", "server", "llm", "batch", "perfmodel.lab"},
 ]
 """Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
@@ -25,7 +25,7 @@ FLOORS = [
 APART = {1, 3}
 """Floors whose rooms know nothing of each other: a module imports lower floors and its own room."""
 
-OUTSIDE = {0: {"numpy"}, 1: {"numpy"}, 2: {"numpy"}}
+OUTSIDE = {0: {"numpy", "msgspec"}, 1: {"numpy"}, 2: {"numpy"}}
 """Third-party packages these floors may import."""
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}

@@ -19,13 +19,13 @@ from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
-from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import FrameError, WorkerLostError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
+from fastdecode.kinds import Absorption, Dense, Latent
+from fastdecode.kinds.layout import KVLayout
 
 LAYOUT = KVLayout(
-    (LayerLayout(4, 2, 8, 16, 0.25), LayerLayout(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
+    (Dense(4, 2, 8, 16, 0.25), Dense(4, 4, 16, 8, 0.3, 9, 2.0, (0.5,) * 4, (0.25,) * 4)), "bfloat16", "int8"
 )
 
 
@@ -130,20 +130,18 @@ def test_hello_carries_the_layout_and_its_fingerprint() -> None:
     hello = messages.Hello("host:1", LAYOUT, 32)
     assert messages.decode_hello(messages.encode_hello(hello)) == hello
     assert messages.fingerprint(LAYOUT, 32) != messages.fingerprint(LAYOUT, 16)
-    layer = LayerLayout(4, 2, 8, 16, 1, soft_cap=2, sinks=(0,) * 4, alibi_slopes=(1,) * 4)
+    layer = Dense(4, 2, 8, 16, 1, soft_cap=2, sinks=(0,) * 4, alibi_slopes=(1,) * 4)
     whole = KVLayout((layer,), "float32", "float32")
     assert messages.decode_hello(messages.encode_hello(messages.Hello("host:1", whole, 32))).layout == whole
 
 
 def test_hello_carries_sizes_of_absorption_without_weights() -> None:
-    layer = LayerLayout(4, 1, 24, 16, 0.5, values_in_keys=True, absorption=Absorption(8, 12, lambda: np.zeros(1)))
-    latent = KVLayout((layer,), "float32", "float32")
+    layer = Latent(4, 1, 24, 16, 0.5, absorption=Absorption(8, 12))
+    latent = KVLayout((layer,), "float32", "float32", weights={0: lambda: np.zeros(1)})
     (found,) = messages.decode_hello(messages.encode_hello(messages.Hello("host:1", latent, 32))).layout.layers
     assert found.row_shapes == layer.row_shapes == ((4, 16), (1, 24), (1, 0), (4, 12))
     assert messages.fingerprint(latent, 32) != messages.fingerprint(latent.absorbed, 32)
-    assert found.absorption is not None
-    with pytest.raises(ValueError, match="weights come apart"):
-        list(found.absorption.parts())
+    assert found == layer
 
 
 @pytest.mark.parametrize(

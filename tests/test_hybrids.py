@@ -19,10 +19,11 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.metrics import StepRecord
 from fastdecode.engine.compose.backends import pool_layout
-from fastdecode.hybrids import check_hybrid
+from fastdecode.engine.compose.ways import check_ways
+from fastdecode.kinds import Dense, Recurrent
+from fastdecode.kinds.layout import KVLayout
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +120,7 @@ def test_states_of_16_bits_take_half_the_room_and_losses_keep_tokens(saved: Any)
     folder, _ = saved("qwen3_next")
     with make_llm(folder, mamba_ssm_cache_dtype="bfloat16") as llm:
         layout = llm.engine.s_model.layout
-        of_layer = layout.state_bytes(0) / layout.with_state_dtype("float32").state_bytes(0)
+        of_layer = layout.sequence_bytes(0) / layout.with_state_dtype("float32").sequence_bytes(0)
         assert 0.5 < of_layer < 0.7, "windows stay float32"
         expected = generated(llm)
     cut = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "num_mini_batches": 2, "prefill_workers": "spawn:1"}
@@ -258,23 +259,26 @@ def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved
         make_llm(saved("lfm2")[0], r_workers="inproc:2", **{setting: value})
 
 
+def window(width: int) -> Recurrent:
+    """A layer that is a convolution of ``width`` channels alone."""
+    return Recurrent(1, width, 1.0, "window", 0, 0, 3, 0, False, False, 64)
+
+
 @pytest.mark.parametrize(("drafts", "kept_rows"), [({}, 1), ({"method": "ngram", "num_speculative_tokens": 4}, 5)])
 def test_r_workers_that_keep_sessions_keep_a_row_beside_states(drafts: dict[str, Any], kept_rows: int) -> None:
-    state = StateLayout("window", 0, 0, 3, 0, False, False, 64, b"")
-    layout = KVLayout((LayerLayout(1, 1, 16, 16, 1.0, state=state),), "float32", "float32")
+    layout = KVLayout((window(16),), "float32", "float32")
     kept = {"r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0}
     told = [pool_layout(EngineConfig(speculative_config=drafts, **each), layout) for each in ({}, kept)]
-    assert [each.layers[0].state.keeps_single for each in told] == [False, True]
-    assert told[1].layers[0].state.kept_rows == kept_rows
+    assert [each.layers[0].keeps_single for each in told] == [False, True]
+    assert told[1].layers[0].kept_rows == kept_rows
 
 
 @pytest.mark.parametrize(("widths", "message"), [((64,), "no layer of this model attends"), ((0, 64, 32), "several")])
 def test_prefill_workers_are_refused_for_some_layers(widths: tuple[int, ...], message: str) -> None:
-    state = StateLayout("window", 0, 0, 3, 0, False, False, 64, b"")
-    layers = [LayerLayout(1, 1, width or 16, width or 16, 1.0, state=state if width else None) for width in widths]
+    layers = [window(width) if width else Dense(1, 1, 16, 16, 1.0) for width in widths]
     config = EngineConfig(model="demo", device="cpu", prefill_workers="spawn:1")
     with pytest.raises(ConfigError, match=f"prefill_workers: .*{message}"):
-        check_hybrid(config, KVLayout(tuple(layers), "float32", "float32"), on_gpu=False)
+        check_ways(config, KVLayout(tuple(layers), "float32", "float32"), on_gpu=False)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,10 @@ from fastdecode.cluster.r_worker.kv_port import NICENESS
 from fastdecode.cluster.wire.frames import Conversation, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security, read_security
 from fastdecode.cluster.wire.messages import KV_ROWS, MOST_IN_FLIGHT, decode_refusal
+from fastdecode.core.dtypes import KV_BITS, to_wire
 from fastdecode.core.errors import BackendError
-from fastdecode.core.layout import KV_BITS, KVLayout, to_wire
 from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, StepPlan, Verb, WorkerPlan
+from fastdecode.kinds.layout import KVLayout
 
 LENGTH, JOB, PATIENCE_SECONDS = 70, 7, 30.0
 LAYOUT = replace(contract.LAYOUT, kv_port="loopback")
@@ -154,7 +155,7 @@ def test_stored_rows_are_appended_rows(
 
 def stored_bytes(layer: int, kv_dtype: str = "float32") -> int:
     """Of one token in a layer's cache."""
-    return LAYOUT.layers[layer].kv_bytes_per_token(kv_dtype)
+    return LAYOUT.layers[layer].token_bytes(kv_dtype)
 
 
 def check_prefixes(feed: KvFeed, exported: np.ndarray, kv_dtype: str) -> None:

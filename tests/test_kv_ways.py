@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import contract
+from msgspec import structs
 
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.prefill.kv_ways import PortHeads, read_way, store_way
@@ -17,9 +17,10 @@ from fastdecode.cluster.prefill.messages import Place, PlacedRows
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.dtypes import WIRE_DTYPE, to_wire
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout, to_wire
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
+from fastdecode.kinds.layout import KVLayout
 
 LENGTH, START, TICKET, PATIENCE_SECONDS = 70, 512, 7, 30.0
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float16", "int4")]
@@ -28,7 +29,9 @@ DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")
 def layout_of(num_ranks: int, model_dtype: str, kv_dtype: str) -> KVLayout:
     """What each of so many ranks has of ``contract.LAYERS``, all of it for one: some layers' heads are repeated."""
     layers = tuple(
-        replace(each, num_heads=4, num_kv_heads=max(1, each.num_kv_heads // num_ranks), sinks=(), alibi_slopes=())
+        structs.replace(
+            each, num_heads=4, num_kv_heads=max(1, each.num_kv_heads // num_ranks), sinks=(), alibi_slopes=()
+        )
         for each in contract.LAYERS
     )
     return KVLayout(layers, model_dtype, kv_dtype, kv_port="loopback")
@@ -104,7 +107,7 @@ class Ranks:
         read = read_way(PlacedRows(self.places, 0, LENGTH, TICKET + 1), self.heads, readers)
         found = []
         for layer, shape in enumerate(self.whole.layers):
-            stored, is_read = np.zeros((LENGTH, shape.kv_bytes_per_token(self.whole.kv_dtype)), np.uint8), []
+            stored, is_read = np.zeros((LENGTH, shape.token_bytes(self.whole.kv_dtype)), np.uint8), []
             done = threading.Event()
             read(layer, stored, lambda is_read=is_read, done=done: (is_read.append(1), done.set()))
             assert done.wait(PATIENCE_SECONDS), self.failures
@@ -120,7 +123,7 @@ def test_heads_of_ranks_are_those_of_one_cache(model_dtype: str, kv_dtype: str) 
         one = Ranks(1, model_dtype, kv_dtype, opened)
         num_bytes = one.store()
         assert num_bytes == WIRE_DTYPE[model_dtype].itemsize * LENGTH * sum(
-            layer.kv_elements_per_token for layer in one.whole.layers
+            layer.kv_elements for layer in one.whole.layers
         )
         (wanted,) = (cache.commit() for cache in one.caches)
         assert one.read() == wanted

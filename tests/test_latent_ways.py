@@ -125,7 +125,7 @@ def run(name: str, way: str, root: Path, num_workers: int, num_mini_batches: int
             assert {(each.num_kv_heads, each.key_head_dim, each.stored_value_dim) for each in layers} == {(1, 40, 0)}
             assert {each.num_heads for each in layers} == {2 if "ranks" in way else 4}
         if "absorbed" in way:
-            assert {each.output_dim for each in layers if not each.picks} == {12}
+            assert {each.output_dim for each in layers if not each.ranks_tokens} == {12}
         if "drafts" in way:
             guessed = dict(zip(map(tuple, zoo(name).prompts()), proven(name, root), strict=True))
             always_draft(llm.engine, Clairvoyant(guessed, error=0.3))

@@ -162,9 +162,10 @@ def test_an_r_worker_never_imports_torch() -> None:
     s_worker = script("""
         import numpy as np
         from fastdecode.cluster.links.mpi_link import MpiBackend
-        from fastdecode.core.layout import KVLayout, LayerLayout
+        from fastdecode.kinds import Dense
+        from fastdecode.kinds.layout import KVLayout
         backend = MpiBackend(16)
-        print(backend.open(KVLayout((LayerLayout(1, 1, 8, 8, 1.0),), "float32", "float32")))
+        print(backend.open(KVLayout((Dense(1, 1, 8, 8, 1.0),), "float32", "float32")))
         backend.close()
     """)
     with true_starts():

@@ -16,10 +16,11 @@ import transformers
 from helpers import model_zoo
 from helpers.engine_checks import assert_nothing_held
 from helpers.tiny_configs import tiny_config
+from msgspec import structs
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Dense, Layer
 from fastdecode.sworker import SModel
 
 NAMES = ["falcon-40b", "falcon-rw", "bloom", "gptj"]
@@ -76,14 +77,14 @@ def test_preempted_sequences(name: str, folder: Path) -> None:
         assert_nothing_held(llm.engine)
 
 
-def first_layer(config: transformers.PretrainedConfig, folder: Path, **settings: Any) -> LayerLayout:
+def first_layer(config: transformers.PretrainedConfig, folder: Path, **settings: Any) -> Layer:
     """What R-workers would be told of a model with random weights."""
     config.save_pretrained(folder)
     given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32"} | settings
     return SModel(EngineConfig(model=str(folder), **given)).layout.layers[0]
 
 
-PLAIN = LayerLayout(6, 6, 8, 8, 8**-0.5)
+PLAIN = Dense(6, 6, 8, 8, 8**-0.5)
 BLOOM_SLOPES = tuple(2.0**-power for power in (2, 4, 6, 8, 1, 3))
 """Of the paper, for 6 heads: those of 4, and every other one of 8."""
 
@@ -121,7 +122,9 @@ def test_what_r_workers_are_told(
     slopes = changes.get("alibi_slopes", ())
     assert layer.alibi_slopes == pytest.approx(slopes, rel=1e-6)
     assert layer.scale == pytest.approx(PLAIN.scale)
-    assert replace(layer, scale=PLAIN.scale, alibi_slopes=()) == replace(PLAIN, **changes | {"alibi_slopes": ()})
+    assert structs.replace(layer, scale=PLAIN.scale, alibi_slopes=()) == structs.replace(
+        PLAIN, **changes | {"alibi_slopes": ()}
+    )
 
 
 def test_slopes_between_powers_of_two(tmp_path: Path) -> None:

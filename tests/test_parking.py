@@ -36,11 +36,12 @@ from fastdecode.cluster.wire.parked import (
     encode_parking,
 )
 from fastdecode.core.errors import BackendError, FrameError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.parked import Chain, Parked, ParkPlace, Progress
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
-LAYOUT = KVLayout((LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3)), "float32", "int8")
+LAYOUT = KVLayout((Dense(4, 2, 8, 16, 0.3), Dense(4, 4, 16, 8, 0.3)), "float32", "int8")
 NUM_BLOCKS, BLOCK_SIZE = 85, 16  # two whole pieces of 512 tokens, and 336
 SIZE = RWorkerSize(1 << 20, 1)
 HASHES = [number.to_bytes(16, "big") for number in range(1, 1 + NUM_BLOCKS)]

@@ -9,23 +9,24 @@ from fastdecode import _rworker
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import WorkerLostError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
+from fastdecode.kinds import Dense, Index, Latent, Layer
+from fastdecode.kinds.layout import KVLayout
 
 RANGE, NUM_CLOSED, TAIL = 512, 3, 70
 WHOLE, CUT = 7, 1
 KINDS = {
     "tokens": (
-        LayerLayout(3, 1, 8, 1, 0.5, values_in_keys=True, picks=40),
-        LayerLayout(2, 1, 24, 16, 0.3, values_in_keys=True, picked_by=0),
-        LayerLayout(2, 1, 24, 16, 0.2, values_in_keys=True, picked_by=0, sinks=(0.5, -1.0)),
-        LayerLayout(2, 1, 16, 1, 0.5, values_in_keys=True, picks=700),
-        LayerLayout(2, 1, 24, 16, 0.3, values_in_keys=True, picked_by=3),
+        Index(3, 8, 0.5, picks=40),
+        Latent(2, 1, 24, 16, 0.3, picked_by=0),
+        Latent(2, 1, 24, 16, 0.2, picked_by=0, sinks=(0.5, -1.0)),
+        Index(2, 16, 0.5, picks=700),
+        Latent(2, 1, 24, 16, 0.3, picked_by=3),
     ),
     "blocks": (
-        LayerLayout(2, 1, 16, 1, 1.0, values_in_keys=True, picks=5, pick_block=32, pick_local=3),
-        LayerLayout(4, 2, 16, 8, 0.3, picked_by=0),
-        LayerLayout(2, 2, 16, 8, 0.3),
+        Index(2, 16, 1.0, picks=5, pick_block=32, pick_local=3),
+        Dense(4, 2, 16, 8, 0.3, picked_by=0),
+        Dense(2, 2, 16, 8, 0.3),
     ),
 }
 
@@ -33,7 +34,7 @@ KINDS = {
 class Both:
     """A pool that holds a sequence as a whole and in ranges; ``places``: R-workers of the ranges and of the tail."""
 
-    def __init__(self, layers: tuple[LayerLayout, ...], places: list[int], ties: bool = False) -> None:
+    def __init__(self, layers: tuple[Layer, ...], places: list[int], ties: bool = False) -> None:
         self.layers, self.places, self.ties = layers, places, ties
         self.rng = np.random.default_rng(3)
         self.pool = InprocBackend([RWorkerSize(1 << 22, 1)] * (max(places) + 1), 16)
@@ -63,7 +64,7 @@ class Both:
                 q[..., layer.key_head_dim :] = np.abs(q[..., layer.key_head_dim :])
             self.pool.submit(0, number, q, k, v)
             o = self.pool.collect(0).copy()
-            if attends and not layer.picks:
+            if attends and not layer.ranks_tokens:
                 found.append((o[:count], o[count:]))
         self.pool.end_step()
         self.length += count
@@ -71,7 +72,7 @@ class Both:
 
     def rows(self, count: int, heads: int, dim: int, number: int) -> np.ndarray:
         """Random rows; with ``ties``, of an index layer, numbers of which many scores are equal."""
-        if self.ties and self.layers[number].picks:
+        if self.ties and self.layers[number].ranks_tokens:
             return self.rng.integers(0, 2, (count, heads, dim)).astype(np.float32)
         return self.rng.standard_normal((count, heads, dim), np.float32)
 

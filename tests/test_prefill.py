@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.step import Chunk, MiniBatch
+from fastdecode.kinds import Dense, Layer
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.run import prompts
 from fastdecode.sworker.run.prompt_scratch import PromptScratch
 from fastdecode.sworker.run.prompts import PromptCache, prompt_attention, reference_attention
 from fastdecode.sworker.run.staging import pack
 
-LAYER = LayerLayout(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
+LAYER = Dense(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
 LAYOUT = KVLayout((LAYER,), "float32", "float32")
 SHAPES = {"first chunk": (23, 23), "one token": (1, 1), "later chunk": (7, 23), "last token": (1, 23)}
 """Rows, and keys up to the last row."""
 
 
-def rows(num_rows: int, num_keys: int, layer: LayerLayout, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def rows(num_rows: int, num_keys: int, layer: Layer, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Random q, k, v as the model hands them over."""
     generator = torch.Generator().manual_seed(num_rows + 100 * num_keys)
     heads = (
@@ -34,7 +34,7 @@ def rows(num_rows: int, num_keys: int, layer: LayerLayout, dtype: torch.dtype = 
     return [torch.randn(shape, generator=generator).to(dtype) for shape in heads]
 
 
-def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> np.ndarray:
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Layer) -> np.ndarray:
     """One query and head at a time, in float64: each sees the keys up to its own, at most ``window`` of them."""
     queries, keys, values = (rows.double().numpy() for rows in (q, k, v))
     o = np.zeros((len(queries), layer.num_heads, layer.value_head_dim))

@@ -83,7 +83,7 @@ def test_tokens_are_those_of_generate(folder: Path, addresses: str, size: int) -
     """After one block, several, and all tokens but one; and the traffic is as the formula says."""
     with LLM(str(folder), prefill_workers=addresses, **SETTINGS) as llm:
         run = Run(llm, (size,), seed=size)
-        row_bytes = sum(layer.kv_bytes_per_token("float32") for layer in llm.engine.s_model.layout.layers)
+        row_bytes = sum(layer.token_bytes("float32") for layer in llm.engine.s_model.layout.layers)
         handed = handed_out(llm)
         for index, cached in HITS:
             assert list(run(index, cached).token_ids) == expected(index)

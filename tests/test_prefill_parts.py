@@ -36,8 +36,9 @@ from fastdecode.cluster.prefill.messages import Place, PlacedRows, Prompt, decod
 from fastdecode.cluster.prefill.rows import Arrays, EarlyRows
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
 from fastdecode.core.errors import BackendError, FrameError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
+from fastdecode.kinds import Dense, Latent
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.prefill_times import chain_traffic_tokens
 from fastdecode.sworker import SModel
 from fastdecode.sworker.part.attention import (
@@ -122,7 +123,7 @@ class Chain:
     def as_stored(self, layer: int, num_tokens: int) -> np.ndarray:
         """The first tokens as the R-worker's cache has them, uint8 [num_tokens, bytes]."""
         caches = LayerCaches(self.layout, make_cache)
-        stored_bytes = self.layout.layers[layer].kv_bytes_per_token(self.layout.kv_dtype)
+        stored_bytes = self.layout.layers[layer].token_bytes(self.layout.kv_dtype)
         prefix = np.zeros((0, stored_bytes), np.uint8)
         kv = PromptKV(prefix, *self.rows(layer))
         queries = np.empty((0, *self.layout.layers[layer].row_shapes[0]), kv.k.dtype)
@@ -284,7 +285,7 @@ def test_keys_and_values_of_the_first_part_do_not_depend_on_the_others(llama: SM
 def test_traffic_is_that_of_the_formulas(llama: SModel) -> None:
     """KV-Runahead, section 4.2: a chain sends C(p-1)/2 rows of k and of v per layer, an all-gather C(p-1)."""
     prompt = model_zoo.prompts("llama-gqa")[0]
-    row_bytes = sum(layer.kv_bytes_per_token("float32") for layer in llama.layout.layers)
+    row_bytes = sum(layer.token_bytes("float32") for layer in llama.layout.layers)
     for method, rows in (("kvr", 50 + 100 + 150), ("tsp", 200 * 3)):
         chain = Chain(llama.layout, prompt, EVEN, method)
         run(llama, chain)
@@ -305,7 +306,7 @@ def test_parts_after_a_prefix(llama: SModel, bounds: tuple[int, ...]) -> None:
     for layer in range(len(llama.layout.layers)):
         for ours, theirs in zip(chain.rows(layer), whole.rows(layer), strict=True):
             np.testing.assert_allclose(ours, theirs[bounds[0] :], rtol=2e-4, atol=2e-4)
-    row_bytes = sum(layer.kv_bytes_per_token("float32") for layer in llama.layout.layers)
+    row_bytes = sum(layer.token_bytes("float32") for layer in llama.layout.layers)
     rows = np.diff(bounds).tolist()
     assert sum(job.sent_bytes for job in chain.jobs) == chain_traffic_tokens(rows, bounds[0]) * row_bytes
     assert [job.read_bytes for job in chain.jobs] == [bounds[0] * row_bytes, *[0] * (len(rows) - 1)]
@@ -406,7 +407,7 @@ def test_rows_without_a_place_are_refused(llama: SModel) -> None:
 
 def test_rows_that_came_early_are_taken_in_by_their_bytes() -> None:
     """Keys that have values in them have one part, as those of a prefix; so they may have come as such."""
-    layout = KVLayout((LayerLayout(2, 1, 6, 4, 1.0, values_in_keys=True),), "float32", "float32")
+    layout = KVLayout((Latent(2, 1, 6, 4, 1.0),), "float32", "float32")
     job = Chain(layout, [0] * 30, (0, 20, 30)).jobs[1]
     keys = np.arange(120, dtype=np.float32).reshape(20, 1, 6)
     job.take_in(0, 0, (keys.reshape(20, 6).view(np.uint8),))
@@ -420,7 +421,7 @@ def test_rows_that_came_early_are_taken_in_by_their_bytes() -> None:
 @pytest.mark.parametrize(("start", "num_rows", "num_keys"), [(0, 33, 33), (1, 32, 33), (70, 9, 79), (40, 20, 90)])
 def test_parts_attend_as_the_formula_says(start: int, num_rows: int, num_keys: int, dtype: torch.dtype) -> None:
     """By torch, also where there are later keys."""
-    layer = LayerLayout(num_heads=4, num_kv_heads=2, key_head_dim=16, value_head_dim=16, scale=0.3)
+    layer = Dense(num_heads=4, num_kv_heads=2, key_head_dim=16, value_head_dim=16, scale=0.3)
     generator = torch.Generator().manual_seed(start)
     shapes = ((num_rows, 4, 16), (num_keys, 2, 16), (num_keys, 2, 16))
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)

@@ -21,8 +21,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
 from fastdecode.cluster.wire.handshake import read_security
 from fastdecode.core.errors import BackendError
-from fastdecode.core.layout import KVLayout
 from fastdecode.engine.compose.backends import pool_layout
+from fastdecode.kinds.layout import KVLayout
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "128MiB"}

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,17 @@ from helpers.sessions import (
     serves,
     works,
 )
+from msgspec.structs import replace
 
 from fastdecode.cli.main import main
 from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.wire.frames import VERSION, Kind
 from fastdecode.cluster.wire.messages import FIRST_HEAD, Hello, encode_hello
 from fastdecode.cluster.wire.payload import encode_plan
-from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import BackendError, ConfigError, WorkerLostError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.types import SPAN, StepPlan, WorkerPlan
+from fastdecode.kinds import Absorption, Latent
+from fastdecode.kinds.layout import KVLayout
 
 pytestmark = pytest.mark.slow
 
@@ -379,19 +379,12 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
         backend.close()
 
 
-class FirstHeads(Absorption):
-    """Of which not all weights are sent."""
-
-    def parts(self) -> Iterator[tuple[int, np.ndarray]]:
-        yield 0, self.weights()[:2]
-
-
 def test_no_plan_comes_before_the_weights_of_latents_which_are_checked() -> None:
     rows = np.ones((4, 8 + 12, 16), np.float32)
-    layer = LayerLayout(4, 1, 24, 16, 0.3, values_in_keys=True, absorption=FirstHeads(8, 12, lambda: rows))
+    layer = Latent(4, 1, 24, 16, 0.3, absorption=Absorption(8, 12))
     with r_workers.listening() as (_, address):
         backend = TcpBackend([address], 16, None, None)
-        backend.open(KVLayout((layer,), "float32", "float32"))
+        backend.open(KVLayout((layer,), "float32", "float32", weights={0: lambda: rows[:2]}))
         conversation = backend.workers[0].link  # type: ignore[attr-defined]
 
         def answer(*parts: Any, layer: int = 0) -> str:

@@ -12,13 +12,14 @@ from doubles.labelling_worker import Kept, LabellingWorker
 from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.worker import LostWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.route_records import MiniBatchRoutes, Rows
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, WorkerPlan
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
-LAYOUT = KVLayout((LayerLayout(4, 2, 8, 6, 0.3), LayerLayout(2, 1, 8, 8, 0.3)), "float32", "float32")
+LAYOUT = KVLayout((Dense(4, 2, 8, 6, 0.3), Dense(2, 1, 8, 8, 0.3)), "float32", "float32")
 RANGE_TOKENS = 1024
 NUM_ROUNDS = 300
 

@@ -15,11 +15,12 @@ from fastdecode.cli.findings import Finding
 from fastdecode.cluster.r_worker import host as local
 from fastdecode.cluster.r_worker.host import take_host
 from fastdecode.core.errors import BackendError, ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.types import ISAS
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 REFUSAL = "instruction set avx512 is broken here: the attention of a int8 cache; set FASTDECODE_ISA=avx2"
-LAYOUT = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
+LAYOUT = KVLayout((Dense(2, 1, 8, 8, 1.0),), "float32", "float32")
 SIZE = local.RWorkerSize(1 << 20, 1)
 
 
@@ -73,8 +74,9 @@ import resource
 import psutil
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.core.errors import CapacityError
-from fastdecode.core.layout import KVLayout, LayerLayout
-layout = KVLayout((LayerLayout(2, 1, 8, 8, 1.0),), "float32", "float32")
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
+layout = KVLayout((Dense(2, 1, 8, 8, 1.0),), "float32", "float32")
 make_rworker(layout, 16, RWorkerSize(1 << 20, 1)).close()
 most = psutil.Process().memory_info().vms + (64 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -11,11 +11,12 @@ from doubles.fake_backend import FakeBackend
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
-LAYERS = (LayerLayout(4, 2, 8, 16, 0.3), LayerLayout(4, 4, 16, 8, 0.3))
+LAYERS = (Dense(4, 2, 8, 16, 0.3), Dense(4, 4, 16, 8, 0.3))
 LAYOUT = KVLayout(LAYERS, "float32", "float32")
 NO_CONTROLS = np.zeros(0, CONTROL)
 

@@ -20,8 +20,9 @@ from helpers.sparse_zoo import CONFIGS, SETTINGS, build_model, prompts
 from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.r_worker.host import make_layer_cache
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
+from fastdecode.kinds import Index, Latent
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.adapters.index import BlockIndexer, TokenIndexer, picked, use_index
 from fastdecode.sworker.adapters.latents import use_latent_rows
 from fastdecode.sworker.part.attention import StoredAttention, TorchAttention
@@ -73,7 +74,7 @@ def generated(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
 def test_every_architecture_matches_generate(model: tuple[str, Any, Path]) -> None:
     name, own, folder = model
     with LLM(str(folder), **SETTINGS | RUN[name]) as llm:
-        assert [(each.picks, each.picked_by) for each in llm.engine.s_model.layout.layers] == KINDS[name]
+        assert [(getattr(each, "picks", 0), each.reads) for each in llm.engine.s_model.layout.layers] == KINDS[name]
         tokens = generated(llm, prompts())
     assert [model_zoo.disagreements(own, *pair) for pair in zip(prompts(), tokens, strict=True)] == [0] * 8
 
@@ -257,8 +258,8 @@ def test_parts_of_prompts_attend_as_at_once(kind: Any, prefix: int, start: int, 
 
 INDEXED = KVLayout(
     (
-        LayerLayout(20, 1, 16, 1, 0.3, values_in_keys=True, picks=6),
-        LayerLayout(3, 1, 24, 16, 0.2, values_in_keys=True, picked_by=0),
+        Index(20, 16, 0.3, picks=6),
+        Latent(3, 1, 24, 16, 0.2, picked_by=0),
     ),
     "float32",
     "float32",

@@ -15,6 +15,7 @@ from helpers import r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.tiny_hybrids import random_prompts, save_with_texts
+from msgspec import structs
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -22,22 +23,23 @@ from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, StepReport, Verb, WorkerPlan
-from fastdecode.hybrids import check_hybrid
+from fastdecode.engine.compose.ways import check_ways
+from fastdecode.kinds import Dense, Recurrent
+from fastdecode.kinds.layout import KVLayout
 
 NUM_TOKENS = 20
 PROMPTS = random_prompts((70, 1, 30, 29))
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 
-WINDOW = StateLayout("window", 0, 0, 3, 0, False, False, 16, b"", kept_rows=4)
+WINDOW = Recurrent(1, 16, 1.0, "window", 0, 0, 3, 0, False, False, 16, kept_rows=4)
 LAYOUT = KVLayout(
     (
-        LayerLayout(1, 1, 16, 16, 1.0, state=replace(WINDOW, filters=np.ones(48, np.float32).tobytes())),
-        LayerLayout(2, 1, 16, 16, 0.25),
-        LayerLayout(1, 1, 16, 16, 1.0, state=replace(WINDOW, filters=np.arange(48, dtype=np.float32).tobytes())),
-        LayerLayout(2, 1, 16, 16, 0.5),
+        structs.replace(WINDOW, filters=np.ones(48, np.float32).tobytes()),
+        Dense(2, 1, 16, 16, 0.25),
+        structs.replace(WINDOW, filters=np.arange(48, dtype=np.float32).tobytes()),
+        Dense(2, 1, 16, 16, 0.5),
     ),
     "float32",
     "float32",
@@ -189,16 +191,16 @@ def test_no_more_states_are_kept_than_there_is_room_for(saved: Any) -> None:
 def test_what_does_not_go_with_states_here_is_refused(settings: dict[str, Any], message: str) -> None:
     config = EngineConfig(**{"model": "demo", "device": "cpu", "state_on": "s", **settings})
     with pytest.raises(ConfigError, match=message):
-        check_hybrid(config, LAYOUT, on_gpu=False)
+        check_ways(config, LAYOUT, on_gpu=False)
 
 
 def test_without_attention_r_workers_would_have_nothing() -> None:
     alone = replace(LAYOUT, layers=LAYOUT.layers[:1])
     with pytest.raises(ConfigError, match="state_on: no layer of this model attends"):
-        check_hybrid(EngineConfig(model="demo", device="cpu", state_on="s"), alone, on_gpu=False)
+        check_ways(EngineConfig(model="demo", device="cpu", state_on="s"), alone, on_gpu=False)
     with pytest.raises(ConfigError, match="state_on: no layer of this model is recurrent"):
         attends = replace(LAYOUT, layers=LAYOUT.layers[1:2])
-        check_hybrid(EngineConfig(model="demo", device="cpu", state_on="s"), attends, on_gpu=False)
+        check_ways(EngineConfig(model="demo", device="cpu", state_on="s"), attends, on_gpu=False)
 
 
 def test_memory_that_is_too_small_says_what_would_do() -> None:

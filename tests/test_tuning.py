@@ -22,12 +22,13 @@ from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker import tuning
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.types import ISAS, READ_AHEAD, best_common_isa
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 pytestmark = pytest.mark.slow
 
-LAYOUT = KVLayout((LayerLayout(4, 2, 16, 16, 0.25),), "float32", "float32")
+LAYOUT = KVLayout((Dense(4, 2, 16, 16, 0.25),), "float32", "float32")
 SUPPORTED = _rworker.supported_isas()
 
 
@@ -170,7 +171,7 @@ def test_reading_ahead_changes_no_bit() -> None:
     outputs = []
     for read_ahead in READ_AHEAD:
         worker = _rworker.RWorker(
-            layers=[LayerLayout(4, 2, 64, 64, 0.1)], model_dtype="float32", kv_dtype="bfloat16", block_size=16,
+            layers=[Dense(4, 2, 64, 64, 0.1)], model_dtype="float32", kv_dtype="bfloat16", block_size=16,
             num_blocks=64, num_threads=1, read_ahead=read_ahead,
         )  # fmt: skip
         rng = np.random.default_rng(0)
@@ -183,7 +184,7 @@ def test_reading_ahead_changes_no_bit() -> None:
         np.testing.assert_array_equal(output, outputs[0])
     with pytest.raises(ValueError, match="read_ahead is '2'; it must be run, run-l2 or pages"):
         _rworker.RWorker(
-            layers=[LayerLayout(1, 1, 8, 8, 1.0)], model_dtype="float32", kv_dtype="float32", block_size=16,
+            layers=[Dense(1, 1, 8, 8, 1.0)], model_dtype="float32", kv_dtype="float32", block_size=16,
             num_blocks=1, num_threads=1, read_ahead="2",
         )  # fmt: skip
 

@@ -18,9 +18,9 @@ from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.errors import BackendError, NoRWorkerError, WorkerLostError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener

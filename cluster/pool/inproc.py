@@ -18,10 +18,10 @@ from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.r_worker.session import open_kv_port
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import host_id
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
@@ -61,12 +61,11 @@ class InprocWorker(PoolWorker):
 
     def open(self, layout: KVLayout) -> None:
         self._worker = make_rworker(layout, self._block_size, self._size)
-        for index, layer in enumerate(layout.layers):
-            for first, rows in layer.absorption.parts() if layer.absorption else ():
-                self._worker.set_weights(index, first, rows)
+        for layer, first, rows in layout.weight_parts():
+            self._worker.set_weights(layer, first, rows)
         if layout.kv_port:
             self._kv_port = open_kv_port(self._worker, layout, self._security)
-        if self._park and not layout.has_states:
+        if self._park and not layout.cannot("parking"):
             self._parker = Parker(self._worker, self._park, layout)
 
     def opened(self) -> RWorkerInfo:

@@ -18,7 +18,7 @@ from fastdecode.cluster.pool.worker import Joined
 from fastdecode.cluster.wire.frames import Conversation, Kind
 from fastdecode.cluster.wire.messages import PREFILL_WORKER, decode_join
 from fastdecode.core.errors import FastDecodeError, FrameError
-from fastdecode.core.layout import KVLayout
+from fastdecode.kinds.layout import KVLayout
 
 DISMISSED_SECONDS = 10.0
 """One that was let go and has not asked for so long has ended: what asks later at its address is another."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.cluster.pool.worker import Joined
 from fastdecode.core.errors import FastDecodeError, SupersededError
-from fastdecode.core.layout import KVLayout
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener

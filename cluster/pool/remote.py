@@ -43,9 +43,9 @@ from fastdecode.core.errors import (
     interrupts_deferred,
 )
 from fastdecode.core.held import HeldSequence
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import process_name
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 
 OPEN_SECONDS = 30.0
 """Most time from HELLO to WELCOME: a running R-worker answers in milliseconds, one that starts in seconds."""
@@ -132,11 +132,10 @@ class RemoteWorker(PoolWorker):
 
     def _send_weights(self) -> None:
         """K and V of latent layers, to an R-worker that multiplies them; one piece is under way at a time."""
-        for index, layer in enumerate(self._layout.layers):
-            for first, rows in layer.absorption.parts() if layer.absorption else ():
-                with self.calls.losses as link:
-                    link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=index)
-                self.calls.answer(Kind.READY)
+        for layer, first, rows in self._layout.weight_parts():
+            with self.calls.losses as link:
+                link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)
+            self.calls.answer(Kind.READY)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """What the R-worker has of the session that goes on; from now on this side has its epoch."""

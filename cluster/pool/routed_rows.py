@@ -9,8 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.route_records import Merge, MiniBatchRoutes, Rows
+from fastdecode.kinds import Layer
+from fastdecode.kinds.attending import Attending
+from fastdecode.kinds.layout import KVLayout
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 """q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""
@@ -69,7 +72,7 @@ class RoutedRows:
         """
         for rows in self._zeroed:
             self._o[rows] = 0
-        if self._tables and self._spec and not self._spec.picks:
+        if self._tables and isinstance(self._spec, Attending):
             _rworker.merge_partials(
                 self._partials(self._spec), *self._tables, self._spec.sinks, self._o, self._layout.model_dtype, isa
             )
@@ -78,7 +81,7 @@ class RoutedRows:
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
         """After ``gather`` of an index layer: each R-worker with ranges, and how many of what they ranked is picked,
         int32 [rows of partial results, heads that pick]. Of equal scores the earlier tokens are."""
-        if not (self._spec and self._spec.picks):
+        if not (self._spec and self._spec.ranks_tokens):
             return
         none = np.zeros((0, 5), np.int64), np.zeros((0, 4), np.int64)
         partials = self._partials(self._spec)
@@ -101,7 +104,7 @@ class RoutedRows:
         self._tables = (_as_table(merge.parts), _as_table(merge.merged)) if len(merge.merged) else None
 
     @property
-    def _spec(self) -> LayerLayout | None:
+    def _spec(self) -> Layer | None:
         """The layer that was scattered last."""
         return None if self.layer is None else self._layout.layers[self.layer]
 
@@ -126,7 +129,7 @@ class RoutedRows:
             self._taken[key] = np.empty(shape, array.dtype)
         return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # which needs no copy in between
 
-    def _partials(self, spec: LayerLayout) -> list[np.ndarray]:
+    def _partials(self, spec: Layer) -> list[np.ndarray]:
         """Every R-worker's partial results of ``spec``, the layer that was scattered."""
         found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)
         for share in self._shares[spec.row_shapes[3], spec.partial_shape][1]:

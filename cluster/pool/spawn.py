@@ -17,11 +17,11 @@ from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.own_folder import leave_folder, make_folder
 from fastdecode.core.parent import parent_flags
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 END_SECONDS = 10.0
 """How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""

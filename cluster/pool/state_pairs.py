@@ -16,10 +16,11 @@ from fastdecode import _rworker
 from fastdecode.cluster.pool.remote_journal import RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
-from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, layer_tuples, make_rworker
-from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, make_rworker
 from fastdecode.core.state_room import COUNTED_BLOCKS
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.kinds import Layer
+from fastdecode.kinds.layout import KVLayout
 
 TABLE_TOKENS = 1 << 30
 """Tokens of a block of states: they leave nothing in it, so that a sequence takes one for all of them."""
@@ -41,17 +42,16 @@ class LayerParts:
     @classmethod
     def of(cls, layout: KVLayout) -> LayerParts:
         """Those of ``layout``, of which some layers attend and some are recurrent."""
-        parts: tuple[list[LayerLayout], list[LayerLayout]] = ([], [])
+        parts: tuple[list[Layer], list[Layer]] = ([], [])
         places = []
         for layer in layout.layers:
-            part = parts[layer.state is not None]
-            places.append((layer.state is not None, len(part)))
+            part = parts[not layer.caches_rows]
+            places.append((not layer.caches_rows, len(part)))
             part.append(layer)
-        attending = [
-            replace(each, picked_by=places[each.picked_by][1]) if each.picked_by >= 0 else each for each in parts[0]
-        ]
-        states = replace(layout, layers=tuple(parts[1]), kv_port="")
-        return cls(replace(layout, layers=tuple(attending)), states, tuple(places))
+        attending = tuple(each.reading(places[each.reads][1]) if each.reads >= 0 else each for each in parts[0])
+        weights = {places[layer][1]: each for layer, each in layout.weights.items()}
+        states = replace(layout, layers=tuple(parts[1]), kv_port="", weights={})
+        return cls(replace(layout, layers=attending, weights=weights), states, tuple(places))
 
     @property
     def attending(self) -> list[int]:
@@ -66,7 +66,7 @@ class LayerParts:
     @property
     def blocks_of_state(self) -> int:
         """Blocks that a sequence takes in this process, that of its tokens included."""
-        layers = layer_tuples(self.states)
+        layers = list(self.states.layers)
         return _rworker.state_blocks(layers, self.states.kv_dtype, TABLE_TOKENS) + 1
 
 

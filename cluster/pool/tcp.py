@@ -19,8 +19,8 @@ from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.wire.handshake import S_WORKER, Security, read_security
 from fastdecode.cluster.wire.leases import LEASE_SECONDS, AskedLease
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 SETTLE_SECONDS = LEASE_SECONDS + 0.5
 """From the moment in which one R-worker notices that an S-worker is gone to that in which all have."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool.remote_journal import RemoteJournal

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.wire.messages import Welcome
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import allowed_cores, host_id, own_address
 from fastdecode.core.types import KvAddress, RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 NUM_PINGS = 8
 

@@ -13,8 +13,8 @@ import numpy as np
 from fastdecode.cluster.prefill.messages import Prompt
 from fastdecode.cluster.prefill.rows import Arrays, LayerRows
 from fastdecode.core.errors import FastDecodeError, FrameError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.remote_prefill import PromptKV
+from fastdecode.kinds.layout import KVLayout
 
 TICK_SECONDS = 0.2
 """How long a wait for another's keys and values lasts before the S-worker is looked after again."""
@@ -144,7 +144,7 @@ class PromptJob:
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
         """Where ``num_rows`` rows from another worker go; FrameError where they have no place."""
-        if 0 <= layer < len(self.layout.layers) and self.layout.layers[layer].state:
+        if 0 <= layer < len(self.layout.layers) and not self.layout.layers[layer].caches_rows:
             return self._place_for_state(layer, start, num_rows)
         if self._prefix and start < self.prompt.start:
             raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from R-workers")
@@ -174,7 +174,7 @@ class PromptJob:
     def filled(self, layer: int, start: int, num_rows: int) -> None:
         """The rows that ``place_for`` gave a place are there."""
         with self._changed:
-            if self.layout.layers[layer].state:
+            if not self.layout.layers[layer].caches_rows:
                 self._has_state.add(layer)
                 self._changed.notify_all()
                 return
@@ -232,7 +232,7 @@ class PromptJob:
             wanted = self._num_done <= layer and layer not in self._states and self.prompt.part > 0
             if not wanted or num_rows != 1 or start != self.prompt.bounds[self.prompt.part - 1]:
                 raise FrameError(f"KV of job {self.prompt.job_id}, layer {layer}: a state at {start} has no place")
-            self._states[layer] = np.empty(self.layout.state_bytes(layer), np.uint8)
+            self._states[layer] = np.empty(self.layout.sequence_bytes(layer), np.uint8)
             return (self._states[layer][None],)
 
     def _await_state(self, layer: int) -> np.ndarray:

@@ -16,7 +16,8 @@ from fastdecode.cluster.prefill.messages import PlacedRows
 from fastdecode.cluster.prefill.rows import Arrays
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import KVLayout, LayerLayout
+from fastdecode.kinds import Layer
+from fastdecode.kinds.layout import KVLayout
 
 
 class PortHeads:
@@ -45,7 +46,7 @@ class PortHeads:
 
     def part(self, layer: int, port: int, num_ports: int, arrays: Arrays) -> Arrays:
         """Of rows of a layer, those of the heads of port ``port``; a state whole."""
-        if self._layout.layers[layer].state:
+        if not self._layout.layers[layer].caches_rows:
             return arrays
         own = self.of(layer, port, num_ports)
         return tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
@@ -116,7 +117,7 @@ def _taken(
     once()
 
 
-def _by_head(layer: LayerLayout, kv_dtype: str, stored: np.ndarray, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
+def _by_head(layer: Layer, kv_dtype: str, stored: np.ndarray, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
     """Views of ``stored``, uint8 [rows, bytes]: keys and values [rows, num_heads, bytes of a head]."""
     key_bytes, value_bytes = layer.head_bytes(kv_dtype)
     keys, values = stored[:, : num_heads * key_bytes], stored[:, num_heads * key_bytes :]

@@ -15,10 +15,11 @@ from msgspec import Meta
 
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.wire.json_bodies import Text, decode_json, encode_json
-from fastdecode.cluster.wire.messages import MAX_CORES, MAX_LAYERS, MAX_ROWS, Heads
+from fastdecode.cluster.wire.messages import MAX_CORES, MAX_ROWS
+from fastdecode.core.dtypes import KV_BITS, WIRE_DTYPE
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import KV_BITS, WIRE_DTYPE
 from fastdecode.core.types import ISAS, PREFILL_METHODS
+from fastdecode.kinds.kind import MAX_LAYERS, Heads
 
 MAX_PARTS = 1 << 12
 """Prefill workers that share one prompt."""

@@ -30,11 +30,12 @@ from fastdecode.cluster.prefill.messages import (
 )
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
+from fastdecode.core.dtypes import ITEM_BYTES, WIRE_DTYPE
 from fastdecode.core.errors import BackendError, FrameError, WorkerLostError
-from fastdecode.core.layout import ITEM_BYTES, WIRE_DTYPE, KVLayout
 from fastdecode.core.machine import process_name
 from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePrefill, StoredAt
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 LOOK_SECONDS = 0.001
 """Between two looks at all links, for an engine that has nothing else to do."""

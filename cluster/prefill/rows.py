@@ -6,9 +6,11 @@ import threading
 
 import numpy as np
 
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
+from fastdecode.kinds import Layer
+from fastdecode.kinds.layout import KVLayout
 
 MOST_EARLY_BYTES = 1 << 28
 """Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""
@@ -20,13 +22,12 @@ Arrays = tuple[np.ndarray, ...]
 class LayerRows:
     """Keys and values of one layer, from position 0 to ``end``; ``filled``: rows of each part that are here."""
 
-    def __init__(self, layout: KVLayout, layer: LayerLayout, context_len: int, end: int, num_parts: int) -> None:
+    def __init__(self, layout: KVLayout, layer: Layer, context_len: int, end: int, num_parts: int) -> None:
         dtype, num_rows = WIRE_DTYPE[layout.model_dtype], end - context_len
         self.end = end
         self.kv = PromptKV(
-            np.empty((context_len, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8),
-            np.empty((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype),
-            np.empty((num_rows, layer.num_kv_heads, layer.stored_value_dim), dtype),
+            np.empty((context_len, layer.token_bytes(layout.kv_dtype)), np.uint8),
+            *(np.empty((num_rows, *shape), dtype) for shape in layer.row_shapes[1:3]),
         )
         self.filled = [0] * num_parts
 

@@ -33,8 +33,8 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import host_id
+from fastdecode.kinds.layout import KVLayout
 
 MOST_ENDED = 1 << 12
 """Jobs that are remembered after their end: what still comes for them is dropped."""
@@ -242,8 +242,8 @@ class PrefillServer:
     def _early_place(self, number: int, num_rows: int, part_bytes: tuple[int, ...]) -> Arrays:
         """Room for rows of a job that is not here yet: of a prefix or after it, as their bytes tell, or a state."""
         layer = self._layout.layers[number]
-        if layer.state:
-            return (np.empty((1, self._layout.state_bytes(number)), np.uint8),)
+        if not layer.caches_rows:
+            return (np.empty((1, self._layout.sequence_bytes(number)), np.uint8),)
         forms = [LayerRows(self._layout, layer, length, num_rows, 0).of(0, num_rows) for length in (num_rows, 0)]
         return forms[0] if _part_bytes(forms[0]) == part_bytes else forms[1]
 

@@ -15,7 +15,6 @@ from fastdecode import _rworker
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import (
     CAN_BIND,
     KV_CACHE_SHARE,
@@ -28,6 +27,7 @@ from fastdecode.core.machine import (
 )
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import WorkerPlan, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 
 LAYER_CACHE_BLOCK = 256
 """Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""
@@ -127,7 +127,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
         )
     with _out_of_resources(size):
         worker = _rworker.RWorker(
-            layers=layer_tuples(layout),
+            layers=list(layout.layers),
             model_dtype=layout.model_dtype,
             kv_dtype=layout.kv_dtype,
             block_size=block_size,
@@ -165,9 +165,9 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
     layout = layout.absorbed
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
-    block_size = math.gcd(LAYER_CACHE_BLOCK, *(layer.pick_block for layer in layout.layers))
+    block_size = math.gcd(LAYER_CACHE_BLOCK, *(layer.block_tokens for layer in layout.layers))
     of_block = block_bytes(layout, block_size)
-    states = [layout.state_bytes(layer) for layer in range(len(layout.layers))]
+    states = [layout.sequence_bytes(layer) for layer in range(len(layout.layers))]
     state_blocks = sum(2 * each // of_block + 1 for each in states if each)
     num_bytes = (-(-num_tokens // block_size) + state_blocks) * of_block
     return make_rworker(layout, block_size, RWorkerSize(num_bytes, num_threads, cores))
@@ -185,12 +185,7 @@ def has_isa(isa: str) -> bool:
 
 def block_bytes(layout: KVLayout, block_size: int) -> int:
     """Bytes that a block of ``block_size`` tokens takes, over all layers."""
-    return _rworker.block_bytes(layer_tuples(layout), layout.kv_dtype, block_size)
-
-
-def layer_tuples(layout: KVLayout) -> list[LayerLayout | tuple]:
-    """The layers as the C++ R-worker is told them."""
-    return [_layer_tuple(layer) for layer in layout.layers]
+    return _rworker.block_bytes(list(layout.layers), layout.kv_dtype, block_size)
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:
@@ -202,25 +197,6 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
     """Commit the step; busy times on this machine's clock, ``transfer_seconds`` 0."""
     busy_start, busy_end, bytes_read, blocks_free = worker.end_step()
     return WorkerReport(busy_start, busy_end, 0.0, bytes_read, blocks_free, leaving)
-
-
-def _layer_tuple(layer: LayerLayout) -> LayerLayout | tuple:
-    if layer.state or layer.absorption:
-        return layer
-    index = (layer.picks, layer.pick_block, layer.pick_local, layer.picked_by)
-    return (
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.key_head_dim,
-        layer.value_head_dim,
-        layer.scale,
-        layer.window,
-        layer.soft_cap,
-        list(layer.sinks),
-        list(layer.alibi_slopes),
-        layer.values_in_keys,
-        *((layer.chunked, *index) if layer.picks or layer.picked_by >= 0 else (True,) if layer.chunked else ()),
-    )
 
 
 def _columns(records: np.ndarray) -> np.ndarray:

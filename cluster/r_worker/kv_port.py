@@ -10,9 +10,10 @@ from fastdecode.cluster.links.port import Port, Reader
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 from fastdecode.core.machine import own_address
+from fastdecode.kinds.layout import KVLayout
 
 NICENESS = 10
 """Beside threads that attend or wait for the next layer on the same core, the port's get about a tenth of it: rows come
@@ -30,7 +31,7 @@ class RowStore:
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
         self._worker, self._layout = worker, layout
         self._layers, self._dtype = layout.layers, WIRE_DTYPE[layout.model_dtype]
-        self._stored_bytes = [layer.kv_bytes_per_token(layout.kv_dtype) for layer in layout.layers]
+        self._stored_bytes = [layer.token_bytes(layout.kv_dtype) for layer in layout.layers]
 
     def __call__(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         if frame.kind is Kind.READ:
@@ -45,13 +46,12 @@ class RowStore:
         job_id, start, num_rows = reader.record(KV_ROWS)
         self._worker.check_store(job_id, frame.layer, start, num_rows)
         layer = self._layers[frame.layer]
-        if layer.state:
-            state = reader.array((self._layout.state_bytes(frame.layer),), np.dtype(np.uint8))
+        if not layer.caches_rows:
+            state = reader.array((self._layout.sequence_bytes(frame.layer),), np.dtype(np.uint8))
             self._worker.store_state(job_id, frame.layer, state)
             port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
             return
-        k = reader.array((num_rows, layer.num_kv_heads, layer.key_head_dim), self._dtype)
-        v = reader.array((num_rows, layer.num_kv_heads, layer.stored_value_dim), self._dtype)
+        k, v = (reader.array((num_rows, *shape), self._dtype) for shape in layer.row_shapes[1:3])
         self._worker.store(job_id, frame.layer, start, k, v)
         port.send(identity, Kind.STORED, KV_STORED.pack(job_id, frame.layer, start, num_rows))
 

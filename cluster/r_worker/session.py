@@ -40,9 +40,10 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
-from fastdecode.core.absorption import FRAME_BYTES
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import CapacityError, FrameError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout
+from fastdecode.kinds.latent import FRAME_BYTES
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
@@ -208,7 +209,7 @@ class Session:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
         self._worker, self._layout = worker, hello.layout
-        park = None if hello.layout.has_states else self._host.park
+        park = None if hello.layout.cannot("parking") else self._host.park
         if park:
             self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
             self._handlers |= self._park_door.handlers
@@ -237,10 +238,10 @@ class Session:
     def _weights(self, frame: Frame) -> None:
         """K and V of some heads of a latent layer; what is announced is checked before memory is taken."""
         layer = self._layout.layers[frame.layer] if frame.layer < len(self._layout.layers) else None
-        if layer is None or layer.absorption is None:
+        shape = layer.weight_rows if layer else None
+        if layer is None or shape is None:
             raise FrameError(f"WEIGHTS of layer {frame.layer}, which multiplies none here")
         dtype = WIRE_DTYPE[self._layout.model_dtype]
-        shape = layer.absorption.nope_dim + layer.absorption.value_dim, layer.value_head_dim
         num_heads, rest = divmod(frame.lengths[1], math.prod(shape) * dtype.itemsize)
         if frame.lengths[0] != FIRST_HEAD.size or rest or not 0 < num_heads <= layer.num_heads or frame.lengths[2]:
             raise FrameError(f"a WEIGHTS frame with parts of {frame.lengths} bytes, which are no heads of its layer")

@@ -17,6 +17,7 @@ from fastdecode import __version__, _rworker
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import cpu_identity
 from fastdecode.core.types import READ_AHEAD
+from fastdecode.kinds import Dense
 
 ROUNDS = 5
 """Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down."""
@@ -118,7 +119,7 @@ class _Trial:
     """One row, or ``rows``, of each of some sequences of random bfloat16 tokens attends."""
 
     def __init__(self, isa: str, read_ahead: str = "run", sequences: int = 1, kv_heads: int = 1, rows: int = 1) -> None:
-        layer: tuple = (HEADS * kv_heads, kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5, 0, 0.0, [], [])
+        layer = Dense(HEADS * kv_heads, kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5)
         self._worker = _rworker.RWorker(
             layers=[layer], model_dtype="bfloat16", kv_dtype="bfloat16", block_size=64,
             num_blocks=sequences * ((CONTEXT + rows) // 64 + 1), num_threads=1, isa=isa, read_ahead=read_ahead,

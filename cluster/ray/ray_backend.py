@@ -20,8 +20,8 @@ from fastdecode.cluster.pool.joining import JoinListener
 from fastdecode.cluster.pool.tcp import JoiningBackend
 from fastdecode.cluster.wire.handshake import Security, read_secret
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
 
 CODE = "from fastdecode.cluster.ray.driver import main; main()"
 

@@ -5,42 +5,29 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from fastdecode.api.engine_fields import BLOCK_SIZES
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT, Text, decode_json, encode_json, printable
 from fastdecode.cluster.wire.leases import AskedLease
-from fastdecode.core.absorption import Absorption
+from fastdecode.core.dtypes import KV_BITS, KV_ROTATION, WIRE_DTYPE
 from fastdecode.core.errors import ConfigError, FrameError
-from fastdecode.core.layout import (
-    KV_BITS,
-    KV_ROTATION,
-    MAX_HEAD_DIM,
-    STATE_KINDS,
-    WIRE_DTYPE,
-    KVLayout,
-    LayerLayout,
-    StateLayout,
-)
-from fastdecode.core.types import ISAS, SPLIT_TOKENS
+from fastdecode.core.types import ISAS
+from fastdecode.kinds import Layer
+from fastdecode.kinds.kind import MAX_LAYERS, MAX_NUMBER
+from fastdecode.kinds.layout import KVLayout
 
 MAX_HELLO_BYTES = 1 << 27
 """Of a HELLO, which has the filters of a hybrid's convolutions, and of Mamba-1 a factor for each number of a state:
 bytes that stay bytes."""
 
-MAX_LAYERS = 4096
-MAX_HEADS = 1 << 12
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
-MAX_NUMBER = float(np.finfo(np.float32).max)
-"""R-workers compute with float32."""
-
 MOST_IN_FLIGHT = 16
 """Frames to a port that wait for their answers, at most; so a port's queue never fills. It also bounds memory."""
 
@@ -78,64 +65,10 @@ def _one_of(choices: Iterable[str]) -> Meta:
     return Meta(pattern=f"^({'|'.join(choices)})$")
 
 
-Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
-HeadDim = Annotated[int, Meta(ge=1, le=MAX_HEAD_DIM)]
-Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-
-
-class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``StateLayout`` within the limits of the wire."""
-
-    kind: Annotated[str, _one_of(STATE_KINDS)]
-    groups: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
-    key_dim: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
-    taps: Annotated[int, Meta(ge=1, le=16)]
-    decays: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
-    silu: bool
-    norm: bool
-    row_elements: Annotated[int, Meta(ge=1, le=1 << 20)]
-    filters: bytes
-    bias: bytes
-    skip: bytes
-    factors: bytes
-    kept_rows: Annotated[int, Meta(ge=0, le=1 << 12)]
-    dtype: Annotated[str, _one_of(WIRE_DTYPE)]
-    keeps_single: bool
-
-
-class _Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``Absorption`` within the limits of the wire, without weights: these follow the WELCOME."""
-
-    nope_dim: HeadDim
-    value_dim: HeadDim
-
-
-class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``LayerLayout`` within the limits of the wire."""
-
-    num_heads: Heads
-    num_kv_heads: Heads
-    key_head_dim: HeadDim
-    value_head_dim: HeadDim
-    scale: Number
-    window: Annotated[int, Meta(ge=0, le=1 << 40)]
-    soft_cap: Number
-    sinks: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
-    alibi_slopes: Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
-    values_in_keys: bool
-    chunked: bool
-    picks: Annotated[int, Meta(ge=0, le=1 << 30)]
-    pick_block: Annotated[int, Meta(ge=0, le=SPLIT_TOKENS)]
-    pick_local: Annotated[int, Meta(ge=0, le=1 << 30)]
-    picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)]
-    absorption: _Absorption | None
-    state: _State | None
-
-
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``KVLayout`` within the limits of the wire, and the block size."""
 
-    layers: Annotated[tuple[_Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    layers: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     model_dtype: Annotated[str, _one_of(WIRE_DTYPE)]
     kv_dtype: Annotated[str, _one_of(KV_BITS)]
     isa: Annotated[str, _one_of(("auto", *ISAS))]
@@ -219,7 +152,6 @@ def decode_hello(data: bytes | bytearray) -> Hello:
     layout = msgspec.structs.asdict(cache)
     block_size = layout.pop("block_size")
     del layout["rotation"]  # the dtype's
-    layout["layers"] = tuple(map(_layer_layout, cache.layers))
     if message.lease is not None and not message.lease.session.isprintable():
         raise FrameError("HELLO: session must be a text that can be printed")
     return Hello(message.name, KVLayout(**layout), block_size, message.lease)
@@ -276,26 +208,8 @@ def _check_address(kind: str, address: str) -> None:
 
 
 def _cache(layout: KVLayout, block_size: int) -> _Cache:
-    layers = tuple(map(_layer, layout.layers))
     rotation = KV_ROTATION.get(layout.kv_dtype, "")
-    return _Cache(layers, layout.model_dtype, layout.kv_dtype, layout.isa, layout.kv_port, rotation, block_size)
-
-
-def _layer(layer: LayerLayout) -> _Layer:
-    """With floats even where the layout has whole numbers, since the fingerprint is of the text."""
-    numbers = {name: float(getattr(layer, name)) for name in ("scale", "soft_cap")}
-    tuples = {name: tuple(map(float, getattr(layer, name))) for name in ("sinks", "alibi_slopes")}
-    state = _State(**asdict(layer.state)) if layer.state else None
-    given = layer.absorption
-    absorption = _Absorption(given.nope_dim, given.value_dim) if given else None
-    plain = asdict(replace(layer, state=None, absorption=None))
-    return _Layer(**(plain | numbers | tuples | {"state": state, "absorption": absorption}))
-
-
-def _layer_layout(layer: _Layer) -> LayerLayout:
-    state = StateLayout(**msgspec.structs.asdict(layer.state)) if layer.state else None
-    absorption = Absorption(layer.absorption.nope_dim, layer.absorption.value_dim) if layer.absorption else None
-    return LayerLayout(**(msgspec.structs.asdict(layer) | {"state": state, "absorption": absorption}))
+    return _Cache(layout.layers, layout.model_dtype, layout.kv_dtype, layout.isa, layout.kv_port, rotation, block_size)
 
 
 def _fingerprint(cache: _Cache) -> str:

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdecode.cluster.wire.messages import MAX_ROWS
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import FrameError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
 from fastdecode.core.routes import node_widths
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, WorkerPlan, WorkerReport
+from fastdecode.kinds import Layer
+from fastdecode.kinds.layout import KVLayout
 
 ALIGNMENT = 64
 """Bytes; a cache line."""
@@ -109,7 +111,7 @@ class PayloadSlots:
         *_, first, last = self._starts[mini_batch]
         return self._memory[first : last + views[4].nbytes]
 
-    def _make_views(self, mini_batch: int, layer: LayerLayout) -> Views:
+    def _make_views(self, mini_batch: int, layer: Layer) -> Views:
         shapes = _shapes(layer, self._rows[mini_batch])
         sizes = self._sizes(layer, self._rows[mini_batch])
         dtypes = (*(self._dtype,) * 4, np.dtype(np.float32))
@@ -119,7 +121,7 @@ class PayloadSlots:
         )
         return q, k, v, o, partials
 
-    def _sizes(self, layer: LayerLayout, rows: RowCounts) -> list[int]:
+    def _sizes(self, layer: Layer, rows: RowCounts) -> list[int]:
         item_bytes = (*(self._dtype.itemsize,) * 4, 4)
         return [
             num * heads * dim * item for (num, heads, dim), item in zip(_shapes(layer, rows), item_bytes, strict=True)
@@ -148,12 +150,12 @@ def _tail_rows(spans: np.ndarray) -> int:
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
 
 
-def _shapes_of(layer: LayerLayout) -> tuple[tuple[int, int], ...]:
+def _shapes_of(layer: Layer) -> tuple[tuple[int, int], ...]:
     """Shapes of a row of q, k, v, o and partial results."""
     return *layer.row_shapes, layer.partial_shape
 
 
-def _shapes(layer: LayerLayout, rows: RowCounts) -> list[tuple[int, int, int]]:
+def _shapes(layer: Layer, rows: RowCounts) -> list[tuple[int, int, int]]:
     counts = (rows.queries, rows.stored, rows.stored, rows.outputs)
     shapes = [(count, *shape) for count, shape in zip(counts, layer.row_shapes, strict=True)]
     return [*shapes, (rows.partials, *layer.partial_shape)]

@@ -23,11 +23,12 @@ from fastdecode.cli.findings import Finding
 from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
 from fastdecode.core.errors import ConfigError, FastDecodeError
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.machine import available_memory_bytes, is_trapped, usable_cores
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import CONTROL, StepPlan, WorkerPlan
 from fastdecode.engine.compose.backends import make_backend
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
 
@@ -219,7 +220,7 @@ def _python(code: str) -> tuple[str, str]:
     return done.stdout.strip(), ""
 
 
-LAYOUT = KVLayout((LayerLayout(8, 8, 128, 128, 1.0),), "float32", "float32")
+LAYOUT = KVLayout((Dense(8, 8, 128, 128, 1.0),), "float32", "float32")
 NUM_STEPS = 50
 NUM_TOKENS = 2048
 """16 MiB of keys and values."""

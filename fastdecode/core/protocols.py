@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.remote_prefill import PrefillOutcomes, PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport
+from fastdecode.kinds.layout import KVLayout
 
 
 class AttentionBackend(Protocol):

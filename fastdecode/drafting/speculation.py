@@ -9,7 +9,6 @@ from dataclasses import replace
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
 from fastdecode.core.errors import ConfigError, FastDecodeError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.metrics import MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend, Drafter, DraftRequest
 from fastdecode.cycle import Companion, Cycle
@@ -17,6 +16,7 @@ from fastdecode.drafting.draft_model import DraftModelDrafter
 from fastdecode.drafting.early_exit import EarlyExitDrafter
 from fastdecode.drafting.ngram import NgramDrafter
 from fastdecode.drafting.speculative_config import SpeculativeConfig
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.sworker.run.s_worker import Lead
 from fastdecode.sworker.sampling import SampledToken
@@ -135,7 +135,7 @@ def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model
         draft = SModel(own)
     except FastDecodeError as error:
         raise type(error)(f"speculative_config: model {speculative.model!r}: {error}") from error
-    if draft.layout.has_states:
+    if not draft.layout.rewinds(1):
         raise ConfigError(
             f"speculative_config: model {speculative.model!r} keeps a state per sequence, which cannot go back to the "
             f"token before a draft that is refused"

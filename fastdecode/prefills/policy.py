@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.layout import ITEM_BYTES
+from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.protocols import PrefillPolicy
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.engine.compose.setup import profile_steps, s_thread_count
@@ -59,11 +59,11 @@ def timed_prefill_model(
     seconds = profile_steps(s_worker, r_workers, num_tokens)(num_tokens, 0) / len(layout.layers)
     attention = PromptAttentionTimes(_pair_seconds(model, make_cache), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens
-    elements = max(layer.kv_elements_per_token for layer in model.whole_layout.layers)
+    elements = max(layer.kv_elements for layer in model.whole_layout.layers)
     s_part = MeasuredSPart((1, MANY_ROWS), (per_row, per_row * MANY_ROWS), (0.0, 0.0))
     return PrefillTimes(
         len(layout.layers), s_part, attention, elements * ITEM_BYTES[layout.model_dtype],
-        stored_kv_bytes=max(layer.kv_bytes_per_token(layout.kv_dtype) for layer in layout.layers),
+        stored_kv_bytes=max(layer.token_bytes(layout.kv_dtype) for layer in layout.layers),
     )  # fmt: skip
 
 

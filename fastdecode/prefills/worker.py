@@ -16,7 +16,7 @@ from fastdecode.cluster.prefill.jobs import JobCancelledError, PromptJob
 from fastdecode.cluster.prefill.server import PrefillModel, PrefillServer
 from fastdecode.cluster.r_worker.host import attends_in, make_layer_cache
 from fastdecode.cluster.wire.handshake import Security
-from fastdecode.core.layout import KVLayout
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import SModel, set_threads
 from fastdecode.sworker.part.attention import PartAttention, StoredAttention, TorchAttention
 from fastdecode.sworker.part.prefill_part import compute_part

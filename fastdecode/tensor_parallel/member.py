@@ -12,10 +12,10 @@ import numpy as np
 from fastdecode.core import errors
 from fastdecode.core.errors import BackendError, FastDecodeError, WorkerLostError
 from fastdecode.core.held import HeldSequence
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KvAddress, RWorkerInfo, StepPlan, StepReport
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.tensor_parallel.held import common, levelling, read_held
 from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message

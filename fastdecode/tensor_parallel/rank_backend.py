@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from fastdecode.core.errors import FastDecodeError, RankLostError, interrupts_deferred
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, Verb
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.tensor_parallel.lifeline import Lifelines
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_messages import Message, step_message

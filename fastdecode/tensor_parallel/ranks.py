@@ -15,7 +15,6 @@ from typing import ClassVar
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import BackendError, FastDecodeError, RankLostError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
@@ -23,6 +22,7 @@ from fastdecode.core.types import RWorkerInfo
 from fastdecode.engine.compose.backends import make_backend, make_prompt_backend, pool_layout
 from fastdecode.engine.compose.setup import pin_s_worker
 from fastdecode.journal.records import Run
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.model.sharding import Rank, Rendezvous, leave
 from fastdecode.sworker.run.random_prompts import RandomPrompts

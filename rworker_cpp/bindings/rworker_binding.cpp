@@ -98,7 +98,7 @@ void PyRWorker::set_weights(std::int64_t layer, std::int64_t first_head, const p
         throw Error("set_weights: layer " + std::to_string(layer) + " multiplies no K and V here");
     const LayerSpec& spec = layers[layer];
     const std::int64_t heads = rows.ndim() > 0 ? rows.shape(0) : 0;
-    check_array(rows, {"rows", heads, spec.absorbed_nope + spec.absorbed_value, spec.value_dim});
+    check_array(rows, {"rows", heads, spec.latent()->nope_dim + spec.latent()->out_dim, spec.value_dim});
     const py::gil_scoped_release unlocked;
     open.set_weights(layer, first_head, heads, rows.data());
 }
@@ -125,9 +125,9 @@ rworker::Payload PyRWorker::checked_payload(std::int64_t mini_batch, std::int64_
     open.check_submit(mini_batch, layer);
     const rworker::RowCount rows = open.row_count(mini_batch, layer);
     const LayerSpec& spec = open.cache().layers()[layer];
-    if (spec.state) {
+    if (spec.state()) {
         check_array(q, {"q", rows.queries, 1, 0});
-        check_array(k, {"k", rows.stored, 1, spec.state->row_elements(rworker::item_bytes(open.model_dtype()))});
+        check_array(k, {"k", rows.stored, 1, spec.state()->row_elements(rworker::item_bytes(open.model_dtype()))});
         check_array(v, {"v", rows.stored, 1, 0});
     } else {
         check_array(q, {"q", rows.queries, spec.num_heads, spec.sent_query_dim()});

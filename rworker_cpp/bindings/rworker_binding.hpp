@@ -70,7 +70,7 @@ class PyRWorker {
     std::vector<std::array<py::object, 5>> in_use_;  // per mini-batch: what its running job reads and writes
 };
 
-/// Layers from records that have the fields of core.layout.LayerLayout; Error names the fields that one lacks.
+/// Layers from records of fastdecode.kinds; Error names the field that one lacks.
 std::vector<rworker::LayerSpec> parse_layers(const py::list& layers);
 
 /// Dtype and shape, for messages.

@@ -24,9 +24,9 @@ std::uint8_t* at(void* data, std::int64_t elements, DType dtype) {
 }  // namespace
 
 HeadWeights::HeadWeights(const LayerSpec& layer, DType dtype)
-    : nope_(layer.absorbed_nope),
+    : nope_(layer.latent()->nope_dim),
       rank_(layer.value_dim),
-      value_(layer.absorbed_value),
+      value_(layer.latent()->out_dim),
       item_bytes_(item_bytes(dtype)),
       keys_bytes_(nope_ * round_up16(rank_) * item_bytes_),
       head_bytes_(keys_bytes_ + rank_ * round_up16(value_) * item_bytes_),
@@ -73,17 +73,17 @@ void HeadProductJob::prepare_outputs(const LayerSpec& spec, const HeadWeights& w
                                      std::int64_t num_rows, std::int64_t num_partials) {
     constexpr std::int64_t before = 2;  // max and sum
     spec_ = &spec, weights_ = &weights, dtype_ = dtype, is_of_queries_ = false;
-    parts_[0] = {latents.out, payload.out, dtype, dtype, num_rows, spec.value_dim, spec.absorbed_value};
+    parts_[0] = {latents.out, payload.out, dtype, dtype, num_rows, spec.value_dim, spec.latent()->out_dim};
     parts_[1] = {latents.partials,  payload.partials,          DType::float32,
                  DType::float32,    num_partials,              before + spec.value_dim,
-                 before + spec.absorbed_value, before,         before};
+                 before + spec.latent()->out_dim, before,         before};
     start(layer);
 }
 
 void HeadProductJob::start(std::int64_t layer) {
-    const std::int64_t products = (is_of_queries_ ? spec_->absorbed_nope : spec_->absorbed_value) * spec_->value_dim;
-    const std::int64_t floats = std::max(product_scratch_floats(spec_->absorbed_nope, spec_->value_dim),
-                                         product_scratch_floats(spec_->value_dim, spec_->absorbed_value));
+    const std::int64_t products = (is_of_queries_ ? spec_->latent()->nope_dim : spec_->latent()->out_dim) * spec_->value_dim;
+    const std::int64_t floats = std::max(product_scratch_floats(spec_->latent()->nope_dim, spec_->value_dim),
+                                         product_scratch_floats(spec_->value_dim, spec_->latent()->out_dim));
     for (std::vector<float>& scratch : scratch_)
         if (std::int64_t(scratch.size()) < floats) scratch.resize(floats);
     const std::int64_t rows = parts_[0].num_rows + parts_[1].num_rows;
@@ -114,8 +114,8 @@ void HeadProductJob::multiply(const HeadRows& rows, std::int64_t head, std::int6
         .in_stride = spec_->num_heads * rows.in_stride,
         .out_stride = spec_->num_heads * rows.out_stride,
         .num_rows = count,
-        .in_dim = int(is_of_queries_ ? spec_->absorbed_nope : spec_->value_dim),
-        .out_dim = int(is_of_queries_ ? spec_->value_dim : spec_->absorbed_value),
+        .in_dim = int(is_of_queries_ ? spec_->latent()->nope_dim : spec_->value_dim),
+        .out_dim = int(is_of_queries_ ? spec_->value_dim : spec_->latent()->out_dim),
         .scratch = scratch_[thread].data(),
     });
     for (std::int64_t row = first; row < first + count; ++row) copy(rows, head, row);
@@ -127,7 +127,7 @@ void HeadProductJob::copy(const HeadRows& rows, std::int64_t head, std::int64_t 
     std::uint8_t* const out = at(rows.out, place * rows.out_stride, rows.out_dtype);
     const std::int64_t rotary = spec_->key_dim - spec_->value_dim;
     if (is_of_queries_)
-        std::memcpy(at(out, spec_->value_dim, dtype_), at(in, spec_->absorbed_nope, dtype_),
+        std::memcpy(at(out, spec_->value_dim, dtype_), at(in, spec_->latent()->nope_dim, dtype_),
                     rotary * item_bytes(dtype_));
     else
         std::memcpy(out, in, rows.in_offset * item_bytes(rows.in_dtype));

@@ -27,7 +27,7 @@ void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Paylo
     payload_ = payload;
     for (std::int64_t i = 0; i < list.num_stored; ++i) list.stored_flags[i].store(0, std::memory_order_relaxed);
     begin(layer, list.num_items, list.cost, list.bytes_read);
-    if (spec_->picks > 0) {
+    if (spec_->index()) {
         picks_.reset(layer, *spec_, list.num_queries, list.most_tokens);
         is_shared_ = false;
     }
@@ -93,7 +93,7 @@ void AttentionJob::append(const PlannedSpan& span, std::int64_t head, std::int64
         .end = end,
         .key_dim = int(spec_->key_dim),
         .value_dim = int(spec_->stored_value_dim()),
-        .latent_dim = spec_->values_in_keys ? int(spec_->value_dim) : 0,
+        .latent_dim = spec_->values_in_keys() ? int(spec_->value_dim) : 0,
         .keep_rows = spec_->keeps_rows(),
     });
 }
@@ -121,7 +121,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
     }
     const DType dtype = worker_.model_dtype_, stored = dtype_of(*spec_, worker_.cache_.dtype());
     const bool is_read_before = has_latent_codes(*spec_, stored);
-    const auto* const kernels = spec_->picks > 0 ? worker_.kernels_.score : worker_.kernels_.attend;
+    const auto* const kernels = spec_->index() ? worker_.kernels_.score : worker_.kernels_.attend;
     kernels[int(is_read_before ? dtype : stored)]({
         .view = view_to_attend(piece, thread),
         .dtype = dtype,
@@ -143,7 +143,7 @@ void AttentionJob::attend(const Piece& piece, const NextTokens* next, int thread
         .next = is_read_before ? nullptr : next,
         .read_ahead = worker_.read_ahead_,
         .scratch = worker_.scratch_[thread].data(),
-        .pick_block = spec_->pick_block,
+        .pick_block = spec_->index() ? spec_->index()->block : 0,
     });
     finish(piece, partials, partial_stride, thread);
 }
@@ -165,13 +165,13 @@ void AttentionJob::attend_picked(const Piece& piece, const Piece& next, int thre
 /// With values where they are not stored, made of the keys that are about to be read; keys and values of latent codes.
 HeadView AttentionJob::view_to_attend(const Piece& piece, int thread) const {
     HeadView view = worker_.cache_.view(layer(), piece.head, list_->spans[piece.unit->span].blocks);
-    if (spec_->picks > 0) return view;
+    if (spec_->index()) return view;
     NextTokens tokens = tokens_of(piece);
     std::uint8_t* const memory = worker_.split_values_[thread].data();
     std::uint8_t* const aligned = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
-    if (spec_->values_in_keys) view.split_values = aligned;
+    if (spec_->values_in_keys()) view.split_values = aligned;
     if (spec_->picked_by >= 0) tokens.view = view = picked_view(piece, view, thread);
-    if (!spec_->values_in_keys) return view;
+    if (!spec_->values_in_keys()) return view;
     if (has_latent_codes(*spec_, worker_.cache_.dtype()))
         return read_split(worker_.kernels_, *spec_, worker_.cache_.dtype(), worker_.model_dtype_, tokens, aligned);
     make_values(worker_.cache_.dtype(), view, tokens.begin, tokens.end, int(spec_->key_dim), int(spec_->value_dim));
@@ -194,7 +194,7 @@ void AttentionJob::count_off(const WorkUnit& unit, std::int64_t head, int thread
 
 void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* partials, std::int64_t stride,
                          int thread) const {
-    if (spec_->picks > 0) return pick(span, partials, stride);
+    if (spec_->index()) return pick(span, partials, stride);
     const std::int64_t row = span.first_out_row * spec_->num_heads + head * spec_->group();
     const std::int64_t node_floats = rworker::node_floats(spec_->value_dim);
     MergeArgs args{
@@ -227,7 +227,7 @@ void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* part
 
 /// What an index layer's queries pick, once all their scores are there; it has no output but the ranks of ranges.
 void AttentionJob::pick(const PlannedSpan& span, const float* scores, std::int64_t stride) const {
-    const std::int64_t node_ranks = picks_.heads() * spec_->picks, row_ranks = span.num_nodes * node_ranks;
+    const std::int64_t node_ranks = picks_.heads() * spec_->index()->picks, row_ranks = span.num_nodes * node_ranks;
     for (std::int64_t i = 0; i < span.num_rows; ++i) {
         const std::int64_t query = span.first_row + i, position = span.context_len + i;
         const float* const own = scores + i * span.num_splits * stride;
@@ -276,12 +276,12 @@ PickedTokens AttentionJob::picked_tokens(const Piece& piece) const {
 /// The cache as the queries of a piece see it: what they picked of `view`.
 HeadView AttentionJob::picked_view(const Piece& piece, const HeadView& view, int thread, bool next) const {
     const PlannedSpan& query = list_->spans[piece.unit->span];
-    const LayerSpec& index = worker_.cache_.layers()[spec_->picked_by];
+    const Index& index = *worker_.cache_.layers()[spec_->picked_by].index();
     const std::int64_t begin = piece.unit->split * kSplitTokens, end = end_of(piece);
     PickedRows& rows = worker_.picked_rows_[thread];
-    const std::int32_t* const picks = picks_.of(query.first_row, index.pick_block > 0 ? piece.head : 0);
-    if (index.pick_block == 0) return rows.gather(view, *spec_, worker_.cache_.dtype(), picks, begin, end);
-    return rows.table(view, index.pick_block, worker_.cache_.block_size(), picks, begin, end, next);
+    const std::int32_t* const picks = picks_.of(query.first_row, index.block > 0 ? piece.head : 0);
+    if (index.block == 0) return rows.gather(view, *spec_, worker_.cache_.dtype(), picks, begin, end);
+    return rows.table(view, index.block, worker_.cache_.block_size(), picks, begin, end, next);
 }
 
 NextTokens AttentionJob::tokens_of(const Piece& piece) const {
@@ -304,7 +304,7 @@ void AttentionJob::prefetch_append(const Piece& piece) const {
     const bool fills = token + 1 == kTileTokens;
     prefetch_to_write(block + tile * view.key_tile_bytes + (fills ? 0 : token * row_bytes),
                       fills ? view.key_tile_bytes : row_bytes);
-    if (spec_->values_in_keys) return;
+    if (spec_->values_in_keys()) return;
     prefetch_to_write(
         block + view.values_offset_bytes + tile * view.value_tile_bytes + token / 2 * (view.value_tile_bytes / 8),
         view.value_tile_bytes / 8);

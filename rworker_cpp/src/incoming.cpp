@@ -209,7 +209,7 @@ void KVCache::store_state(std::int64_t job_id, std::int64_t layer, std::span<con
     const std::lock_guard<std::mutex> lock = let_controls_go_first();
     const std::int64_t begin = incoming(job_id).begin(), end = incoming(job_id).end();
     incoming(job_id).check(layer, begin, end - begin);
-    const std::int64_t row_bytes = 4 * states_.row_floats(), rows = layers_[layer].state ? states_.rows_of_layer(layer) : 0;
+    const std::int64_t row_bytes = 4 * states_.row_floats(), rows = layers_[layer].state() ? states_.rows_of_layer(layer) : 0;
     if (rows == 0 || std::int64_t(data.size()) != rows * row_bytes)
         throw Error("store: the state of layer " + std::to_string(layer) + " has " + std::to_string(rows * row_bytes) +
                     " bytes, not " + std::to_string(data.size()));
@@ -221,7 +221,7 @@ void KVCache::store_state(std::int64_t job_id, std::int64_t layer, std::span<con
 
 void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) {
     check_store(job_id, layer, rows.start, rows.num_rows);
-    if (layers_[layer].state) throw Error("store: layer " + std::to_string(layer) + " has a state, and no rows");
+    if (layers_[layer].state()) throw Error("store: layer " + std::to_string(layer) + " has a state, and no rows");
     const RowBytes bytes(layers_[layer], rows.dtype);
     const std::int64_t most = slice_rows(layer, rows.dtype);
     for (std::int64_t start = rows.start; start < rows.end();) {
@@ -289,7 +289,7 @@ void KVCache::write_rows(const Incoming& job, std::int64_t layer, const Incoming
             .end = rows.end(),
             .key_dim = int(spec.key_dim),
             .value_dim = int(spec.stored_value_dim()),
-            .latent_dim = spec.values_in_keys ? int(spec.value_dim) : 0,
+            .latent_dim = spec.values_in_keys() ? int(spec.value_dim) : 0,
             .keep_rows = spec.keeps_rows(),
         });
 }

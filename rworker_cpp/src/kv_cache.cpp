@@ -12,7 +12,7 @@ namespace {
 std::int64_t state_row_floats(const std::vector<LayerSpec>& layers) {
     std::int64_t floats = 0;
     for (const LayerSpec& layer : layers)
-        if (layer.state) floats = std::max(floats, StatePlaces::row_floats(*layer.state));
+        if (layer.state()) floats = std::max(floats, StatePlaces::row_floats(*layer.state()));
     return floats;
 }
 

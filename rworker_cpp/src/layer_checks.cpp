@@ -10,22 +10,21 @@ namespace {
 
 void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
     const std::string name = "layers[" + std::to_string(index) + "]: ";
-    if (layer.state) return check_state(*layer.state, name.c_str());
+    if (layer.state()) return check_state(*layer.state(), name.c_str());
     require(layer.num_kv_heads >= 1 && layer.num_heads >= 1 && layer.num_heads % layer.num_kv_heads == 0,
             name + "num_heads (" + std::to_string(layer.num_heads) + ") must be a positive multiple of num_kv_heads (" +
                 std::to_string(layer.num_kv_heads) + ")");
-    const int most = is_quantized(kv_dtype) && !layer.values_in_keys ? kMaxQuantizedHeadDim : kMaxHeadDim;
+    const int most = is_quantized(kv_dtype) && !layer.values_in_keys() ? kMaxQuantizedHeadDim : kMaxHeadDim;
     for (const std::int64_t dim : {layer.key_dim, layer.value_dim})
         require(dim >= 1 && dim <= most,
                 name + "head dims must be 1 to " + std::to_string(most) + ", not " + std::to_string(dim));
-    require(!layer.values_in_keys || layer.value_dim <= layer.key_dim,
+    require(!layer.values_in_keys() || layer.value_dim <= layer.key_dim,
             name + "values_in_keys needs keys of at least value_dim elements");
-    require(layer.absorbed_nope == 0 ? layer.absorbed_value == 0
-                                     : layer.values_in_keys && layer.num_kv_heads == 1 && layer.picks == 0 &&
-                                           std::min(layer.absorbed_nope, layer.absorbed_value) >= 1 &&
-                                           std::max(layer.absorbed_nope, layer.absorbed_value) <= kMaxHeadDim,
-            name + "absorption needs latents, one KV head whose values are in its keys, and 1 to " +
-                std::to_string(kMaxHeadDim) + " dims");
+    if (const Latent* const latent = layer.latent())
+        require(latent->nope_dim == 0 ? latent->out_dim == 0
+                                      : layer.num_kv_heads == 1 && std::min(latent->nope_dim, latent->out_dim) >= 1 &&
+                                            std::max(latent->nope_dim, latent->out_dim) <= kMaxHeadDim,
+                name + "absorption needs one KV head, and 1 to " + std::to_string(kMaxHeadDim) + " dims");
     require(layer.window >= (layer.chunked ? 1 : 0), name + "window must not be negative, nor 0 where it is a chunk");
     require(layer.soft_cap >= 0.0f, name + "soft_cap must not be negative");
     require(layer.sinks.empty() || std::int64_t(layer.sinks.size()) == layer.num_heads,
@@ -42,29 +41,23 @@ void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
 void check_picks(std::span<const LayerSpec> layers, std::int64_t block_size) {
     const LayerSpec& layer = layers.back();
     const std::string name = "layers[" + std::to_string(layers.size() - 1) + "]: ";
-    const bool plain = layer.window == 0 && layer.alibi_slopes.empty();
-    require(layer.picks >= 0 && layer.pick_block >= 0 && layer.pick_local >= 0 && layer.picked_by >= -1,
-            name + "picks, pick_block and pick_local must not be negative, nor picked_by below -1");
-    if (layer.picks > 0) {
-        require(layer.num_kv_heads == 1 && layer.values_in_keys && layer.value_dim == 1 && layer.picked_by < 0 && plain &&
-                    layer.soft_cap == 0.0f && layer.sinks.empty() && layer.picks < INT32_MAX,
-                name + "a layer that picks has one KV head, values_in_keys with a value_head_dim of 1, and neither "
-                       "window, soft cap, sinks nor ALiBi");
-        const bool block = std::has_single_bit(std::uint64_t(layer.pick_block)) && layer.pick_block <= kSplitTokens &&
-                           layer.pick_block % block_size == 0 && layer.pick_local >= 1 && layer.pick_local <= layer.picks;
-        require(layer.pick_block == 0 ? layer.pick_local == 0 : block,
-                name + "pick_block is " + std::to_string(layer.pick_block) + "; it must be 0, or a power of two up to " +
+    require(layer.picked_by >= -1, name + "picked_by must not be below -1");
+    if (const Index* const index = layer.index()) {
+        require(index->picks >= 1 && index->picks < INT32_MAX && index->block >= 0 && index->local >= 0,
+                name + "picks must be at least 1, and pick_block and pick_local not negative");
+        const bool block = std::has_single_bit(std::uint64_t(index->block)) && index->block <= kSplitTokens &&
+                           index->block % block_size == 0 && index->local >= 1 && index->local <= index->picks;
+        require(index->block == 0 ? index->local == 0 : block,
+                name + "pick_block is " + std::to_string(index->block) + "; it must be 0, or a power of two up to " +
                     std::to_string(kSplitTokens) + " and a multiple of block_size (" + std::to_string(block_size) +
                     "), with a pick_local of 1 to picks");
-    } else {
-        require(layer.pick_block == 0 && layer.pick_local == 0, name + "pick_block and pick_local need picks");
     }
     if (layer.picked_by < 0) return;
     std::int64_t last = std::int64_t(layers.size()) - 2;
-    while (last >= 0 && layers[last].picks == 0) --last;
+    while (last >= 0 && !layers[last].index()) --last;
     require(last >= 0 && layer.picked_by == last, name + "picked_by must be the last layer before it that picks");
-    const bool in_blocks = layers[last].pick_block > 0;
-    require(plain && layer.values_in_keys != in_blocks &&
+    const bool in_blocks = !layers[last].weighs_heads();
+    require(layer.window == 0 && layer.alibi_slopes.empty() && layer.values_in_keys() != in_blocks &&
                 layer.num_kv_heads == (in_blocks ? layers[last].num_heads : 1),
             name + "a layer that reads what another picks has neither window nor ALiBi; where tokens are picked one KV head "
                    "and values_in_keys, where blocks are picked as many KV heads as that one has heads, and values");

@@ -80,7 +80,7 @@ std::int64_t token_bytes(const LayerSpec& layer, DType cache_dtype) {
         return (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim) +
                2 * (layer.key_dim - layer.value_dim);
     const std::int64_t keys = (layer.key_dim * bits + 7) / 8 + 4 * key_words(kv_dtype, layer.key_dim);
-    if (layer.values_in_keys) return keys;
+    if (layer.values_in_keys()) return keys;
     return keys + (layer.value_dim * bits + 7) / 8 + scale_bytes(kv_dtype, layer.value_dim);
 }
 
@@ -93,8 +93,8 @@ LayerLayout::LayerLayout(const LayerSpec& layer, DType cache_dtype, std::int64_t
     value_tile_bytes = kTileTokens * (scale_bytes(kv_dtype, value_dim) + value_dim * bits_of(kv_dtype) / 8);
     const std::int64_t tiles = block_size / kTileTokens;
     const std::int64_t keys_bytes = round_up(tiles * key_tile_bytes, 64);
-    values_offset_bytes = layer.values_in_keys ? 0 : keys_bytes;
-    head_bytes = keys_bytes + (layer.values_in_keys ? 0 : round_up(tiles * value_tile_bytes, 64));
+    values_offset_bytes = layer.values_in_keys() ? 0 : keys_bytes;
+    head_bytes = keys_bytes + (layer.values_in_keys() ? 0 : round_up(tiles * value_tile_bytes, 64));
     block_bytes = layer.num_kv_heads * head_bytes;
 }
 

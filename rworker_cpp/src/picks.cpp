@@ -93,17 +93,17 @@ void rows_to_tile(const std::uint8_t* const* rows, std::int64_t lines, std::uint
 
 }  // namespace
 
-PickedTokens::PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end)
+PickedTokens::PickedTokens(const Index& index, std::int64_t position, std::int64_t end)
     : PickedTokens(index, position, end,
-                   std::min(index.picks, index.pick_block == 0 ? position + 1 : position / index.pick_block + 1)) {}
+                   std::min(index.picks, index.block == 0 ? position + 1 : position / index.block + 1)) {}
 
-PickedTokens::PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end, std::int64_t count)
+PickedTokens::PickedTokens(const Index& index, std::int64_t position, std::int64_t end, std::int64_t count)
     : seen(count), stored(count) {
-    if (index.pick_block == 0 || count == 0) return;
-    const std::int64_t first = position / index.pick_block * index.pick_block;
-    const std::int64_t before = (count - 1) * index.pick_block;
+    if (index.block == 0 || count == 0) return;
+    const std::int64_t first = position / index.block * index.block;
+    const std::int64_t before = (count - 1) * index.block;
     seen = before + position + 1 - first;
-    stored = before + std::min(end - first, index.pick_block);
+    stored = before + std::min(end - first, index.block);
 }
 
 void share_picks(std::span<const std::uint32_t* const> parts, std::int64_t most, std::span<std::int32_t> counts) {
@@ -131,10 +131,10 @@ void share_picks(std::span<const std::uint32_t* const> parts, std::int64_t most,
         for (; left > 0 && counts[i] < most && parts[i][counts[i]] == least; --left) ++counts[i];
 }
 
-void Picks::reset(std::int64_t layer, const LayerSpec& index, std::int64_t num_queries, std::int64_t longest) {
-    index_ = &index, layer_ = layer, block_ = index.pick_block, local_ = index.pick_local;
-    most_ = std::min(index.picks, block_ == 0 ? longest : (longest + block_ - 1) / block_);
-    heads_ = block_ == 0 ? 1 : index.num_heads;
+void Picks::reset(std::int64_t layer, const LayerSpec& spec, std::int64_t num_queries, std::int64_t longest) {
+    index_ = spec.index(), layer_ = layer, block_ = index_->block, local_ = index_->local;
+    most_ = std::min(index_->picks, block_ == 0 ? longest : (longest + block_ - 1) / block_);
+    heads_ = block_ == 0 ? 1 : spec.num_heads;
     picked_.resize(num_queries * heads_ * most_);
     counts_.resize(num_queries * heads_);
     places_.resize(num_queries);

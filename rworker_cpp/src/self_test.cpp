@@ -26,12 +26,12 @@ struct Case {
 
 const Case kCases[] = {
     {"groups of 5 with ALiBi over two splits",
-     {5, 1, 72, 40, 0.12f, 0, 0.0f, {}, {0.3f, 0.1f, 0.03f, 0.01f, 0.0f}},
+     {{5, 1, 72, 40, 0.12f, 0, 0.0f, {}, {0.3f, 0.1f, 0.03f, 0.01f, 0.0f}}},
      531,
      2},
-    {"groups of 6 over two splits", {6, 1, 72, 40, 0.12f, 0, 0.0f, {}}, 531, 1},
-    {"one query row with a window, a soft cap and a sink", {1, 1, 128, 130, 0.09f, 50, 3.0f, {0.5f}}, 79, 1},
-    {"many query rows of small heads", {3, 1, 7, 5, 0.4f, 0, 0.0f, {}}, 33, 20},
+    {"groups of 6 over two splits", {{6, 1, 72, 40, 0.12f, 0, 0.0f, {}}}, 531, 1},
+    {"one query row with a window, a soft cap and a sink", {{1, 1, 128, 130, 0.09f, 50, 3.0f, {0.5f}}}, 79, 1},
+    {"many query rows of small heads", {{3, 1, 7, 5, 0.4f, 0, 0.0f, {}}}, 33, 20},
 };
 
 constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int8", "int4"};
@@ -195,7 +195,7 @@ std::string find_difference(const Kernels& tested, const Kernels& oracle, const 
 std::vector<std::uint8_t> latent_bytes(const Kernels& kernels, DType dtype) {
     constexpr std::int64_t kTokens = 37, kTiles = 3;
     constexpr std::int32_t kFirstBlock = 0;
-    const LayerSpec layer{1, 1, 72, 58, 0.1f, 0, 0.0f, {}, {}, true};
+    const LayerSpec layer{{1, 1, 72, 58, 0.1f, 0, 0.0f, {}}, Latent{}};
     const Rows rows({"latent rows", layer, kTokens, 1});
     const std::int64_t rows_bytes = kTiles * kTileTokens * token_bytes(layer, dtype);
     const LayerLayout tiles(layer, DType::float32, kSplitTokens, 0);

@@ -27,8 +27,8 @@ StateJob::StateJob(const KVCache& cache, const StateKernels& kernels, DType dtyp
     : cache_(cache), kernels_(kernels), dtype_(dtype), hands_(num_threads) {
     std::int64_t floats = 0, keys = 0, values = 0;
     for (const LayerSpec& layer : cache.layers()) {
-        if (!layer.state) continue;
-        const StateSpec& state = *layer.state;
+        if (!layer.state()) continue;
+        const StateSpec& state = *layer.state();
         floats = std::max(floats, state_scratch_floats(state.key_dim, state.value_dim, state.taps));
         keys = std::max(keys, state_shared_floats(state.key_dim, 1));
         values = std::max(values, round_up16(state.value_dim));
@@ -68,13 +68,13 @@ void StateJob::settle(std::int64_t layer) {
 void StateJob::reserve_counters() {
     std::size_t counters = 0;
     for (const LayerSpec& layer : cache_.layers())
-        if (layer.state) counters = std::max(counters, rows_.size() * std::size_t(layer.state->groups));
+        if (layer.state()) counters = std::max(counters, rows_.size() * std::size_t(layer.state()->groups));
     if (counters > num_counters_) heads_left_ = std::make_unique<std::atomic<std::int32_t>[]>(num_counters_ = counters);
 }
 
 void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     const LayerSpec& of = cache_.layers()[layer];
-    spec_ = of.state.get();
+    spec_ = of.state();
     payload_ = payload;
     std::int64_t most_rows = 0;
     for (const Rows& rows : rows_) most_rows = std::max(most_rows, rows.count + rows.num_kept);
@@ -283,7 +283,7 @@ void settle_state(KVCache& cache, const StateKernels& kernels, DType dtype, std:
     StateJob job(cache, kernels, dtype, 1);
     job.plan(sequence_id, count);
     for (std::size_t layer = 0; layer < cache.layers().size(); ++layer)
-        if (cache.layers()[layer].state) job.settle(std::int64_t(layer));
+        if (cache.layers()[layer].state()) job.settle(std::int64_t(layer));
     cache.settled(sequence_id, count);
 }
 

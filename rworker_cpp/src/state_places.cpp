@@ -13,6 +13,14 @@ std::int64_t pending_floats(const StateSpec& state) {
 
 }  // namespace
 
+StateKind parse_recurrence(const std::string& name, const std::string& where) {
+    const char* const names[] = {"delta", "scan", "window", "selective", "lru"};
+    const auto found = std::find(std::begin(names), std::end(names), name);
+    if (found == std::end(names))
+        throw Error(where + ".recurrence is '" + name + "'; it must be delta, scan, window, selective or lru");
+    return StateKind(found - std::begin(names));
+}
+
 void check_state(const StateSpec& spec, const char* name) {
     constexpr std::int64_t kMost = 1 << 12;
     const std::string of = std::string(name) + "state: ";
@@ -40,16 +48,16 @@ void check_state(const StateSpec& spec, const char* name) {
 
 StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector<LayerLayout>& layouts) {
     for (const LayerSpec& layer : layers) {
-        if (layer.state) row_floats_ = std::max(row_floats_, row_floats(*layer.state));
-        if (layer.state) most_kept_ = std::max(most_kept_, layer.state->kept_rows);
-        keeps_single_ |= layer.state && layer.state->keeps_single;
+        if (layer.state()) row_floats_ = std::max(row_floats_, row_floats(*layer.state()));
+        if (layer.state()) most_kept_ = std::max(most_kept_, layer.state()->kept_rows);
+        keeps_single_ |= layer.state() && layer.state()->keeps_single;
     }
     place_kept(layers);
     if (row_floats_ == 0) return;
     for (const LayerSpec& layer : layers) {
         first_rows_.push_back(num_rows_);
-        if (!layer.state) continue;
-        const StateSpec& state = *layer.state;
+        if (!layer.state()) continue;
+        const StateSpec& state = *layer.state();
         num_rows_ += (state.taps - 1) * (2 * state.groups * rows_of(state.key_dim) + state.heads * rows_of(state.value_dim));
         num_rows_ += state.heads * state.key_dim;
     }
@@ -71,29 +79,29 @@ void StatePlaces::place_kept(const std::vector<LayerSpec>& layers) {
     std::int64_t end = 0;
     for (const LayerSpec& layer : layers) {
         kept_offsets_.push_back(end);
-        if (layer.state) end += most_kept_ * 4 * (layer.state->channels() + layer.state->numbers());
+        if (layer.state()) end += most_kept_ * 4 * (layer.state()->channels() + layer.state()->numbers());
         end = (end + kLine - 1) / kLine * kLine;
         pending_offsets_.push_back(end);
-        if (layer.state && layer.state->has_matrix() && most_kept_) end += 4 * pending_floats(*layer.state);
+        if (layer.state() && layer.state()->has_matrix() && most_kept_) end += 4 * pending_floats(*layer.state());
     }
     kept_offsets_.push_back(end);
 }
 
 std::int64_t StatePlaces::query_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const {
-    return first_rows_[layer_index] + group * (layer.state->taps - 1) * rows_of(layer.state->key_dim);
+    return first_rows_[layer_index] + group * (layer.state()->taps - 1) * rows_of(layer.state()->key_dim);
 }
 
 std::int64_t StatePlaces::key_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t group) const {
-    return query_window(layer, layer_index, layer.state->groups + group);
+    return query_window(layer, layer_index, layer.state()->groups + group);
 }
 
 std::int64_t StatePlaces::value_window(const LayerSpec& layer, std::int64_t layer_index, std::int64_t head) const {
-    return query_window(layer, layer_index, 2 * layer.state->groups) +
-           head * (layer.state->taps - 1) * rows_of(layer.state->value_dim);
+    return query_window(layer, layer_index, 2 * layer.state()->groups) +
+           head * (layer.state()->taps - 1) * rows_of(layer.state()->value_dim);
 }
 
 std::int64_t StatePlaces::matrix(const LayerSpec& layer, std::int64_t layer_index, std::int64_t head) const {
-    return value_window(layer, layer_index, layer.state->heads) + head * layer.state->key_dim;
+    return value_window(layer, layer_index, layer.state()->heads) + head * layer.state()->key_dim;
 }
 
 }  // namespace rworker

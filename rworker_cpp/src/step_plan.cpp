@@ -29,7 +29,7 @@ WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const
         if (layer.picked_by < 0)
             place_partials(planned);
         else
-            place_picking(cache.layers()[layer.picked_by], planned);
+            place_picking(*cache.layers()[layer.picked_by].index(), planned);
         next_row += span.num_rows;
         next_stored += span.is_stored() ? span.num_rows : 0;
         next_out += span.mode == SpanMode::attend ? span.num_rows : 0;
@@ -61,7 +61,7 @@ PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
     planned.end = span.mode == SpanMode::read ? sequence.length : span.context_len + span.num_rows;
     planned.mode = span.mode;
     planned.num_nodes = std::int32_t(span.num_nodes());
-    planned.is_cut = planned.attends() && span.is_stored() && layer_.num_kv_heads == 1 && layer_.picks == 0 &&
+    planned.is_cut = planned.attends() && span.is_stored() && layer_.num_kv_heads == 1 && !layer_.index() &&
                      layer_.picked_by < 0 &&
                      span.num_rows * layer_.group() >= kCutBlocks * kBlockRows;
     if (planned.attends())
@@ -90,7 +90,7 @@ void WorkList::place_partials(PlannedSpan& span) {
 
 /// Each query of the span by itself, over the tokens it picked as if they were a sequence: of a range, as many as it may
 /// have picked there, in splits that make one node.
-void WorkList::place_picking(const LayerSpec& index, const PlannedSpan& span) {
+void WorkList::place_picking(const Index& index, const PlannedSpan& span) {
     for (std::int64_t i = 0; span.attends() && i < span.num_rows; ++i) {
         const PickedTokens tokens_of(index, std::min(span.context_len + i, span.end - 1), span.end);
         PlannedSpan query = span;

@@ -110,7 +110,7 @@ std::int64_t TokenCodec::key_bytes() const {
 }
 
 std::int64_t TokenCodec::value_bytes() const {
-    if (layer_.values_in_keys) return 0;
+    if (layer_.values_in_keys()) return 0;
     return elements_bytes(dtype_, layer_.value_dim) + scale_words(dtype_, layer_.value_dim) * 4;
 }
 
@@ -121,7 +121,7 @@ void TokenCodec::read_key(const TokenPlace& place, std::uint8_t* out) const {
 }
 
 void TokenCodec::read_value(const TokenPlace& place, std::uint8_t* out) const {
-    if (layer_.values_in_keys) return;
+    if (layer_.values_in_keys()) return;
     const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
     read_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, scale_words(dtype_, layer_.value_dim), out);
 }
@@ -133,7 +133,7 @@ void TokenCodec::write_key(const TokenPlace& place, const std::uint8_t* data) co
 }
 
 void TokenCodec::write_value(const TokenPlace& place, const std::uint8_t* data) const {
-    if (layer_.values_in_keys) return;
+    if (layer_.values_in_keys()) return;
     const RowPlace row = value_place(dtype_, place.token, layer_.value_dim);
     write_row(dtype_, place.value_tile, row, place.token, layer_.value_dim, scale_words(dtype_, layer_.value_dim),
               data);

@@ -135,7 +135,7 @@ std::int64_t most_split_bytes(const KVCache& cache, DType model_dtype) {
         const bool has_codes = has_latent_codes(layer, cache.dtype());
         const LayerLayout layout(layer, has_codes ? model_dtype : cache.dtype(), kSplitTokens, 0);
         const std::int64_t values = kSplitTokens / kTileTokens * layout.value_tile_bytes;
-        if (layer.values_in_keys) most = std::max(most, (has_codes ? layout.head_bytes : 0) + values + 64);
+        if (layer.values_in_keys()) most = std::max(most, (has_codes ? layout.head_bytes : 0) + values + 64);
     }
     return most;
 }

@@ -33,7 +33,7 @@ Worker::Worker(WorkerConfig config)
     std::int64_t scratch = 0;
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
         const LayerSpec& layer = config.layers[i];
-        if (layer.state) {
+        if (layer.state()) {
             shape_of_layer_.push_back(-1);
             continue;
         }
@@ -155,7 +155,7 @@ void Worker::share(std::int64_t mini_batch, std::int64_t layer, std::span<const 
     const std::int64_t rows = row_count(mini_batch, layer).partials;
     const LayerSpec& index = cache_.layers()[layer];
     AttentionJob& job = *jobs_[mini_batch];
-    require(index.picks > 0 && job.picked_by() == layer && job.layer() == layer &&
+    require(index.index() && job.picked_by() == layer && job.layer() == layer &&
                 !mini_batches_[mini_batch].outstanding,
             "share: layer " + std::to_string(layer) + " did not pick last in mini-batch " + std::to_string(mini_batch));
     const std::int64_t wanted = rows * index.pick_heads();
@@ -277,7 +277,7 @@ void Worker::abandon_step() {
 void Worker::settle_others() {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
         for (std::size_t layer = 0; layer < cache_.layers().size(); ++layer)
-            if (cache_.layers()[layer].state && !mini_batches_[i].submitted[layer]) state_jobs_[i]->settle(std::int64_t(layer));
+            if (cache_.layers()[layer].state() && !mini_batches_[i].submitted[layer]) state_jobs_[i]->settle(std::int64_t(layer));
 }
 
 void Worker::unwrite(const MiniBatch& mini_batch) const {

@@ -26,14 +26,14 @@ std::shared_ptr<const StateSpec> padded(StateSpec state) {
 }  // namespace
 
 WorkerConfig checked(WorkerConfig config) {
-    const bool attends = std::ranges::any_of(config.layers, [](const LayerSpec& layer) { return !layer.state; });
+    const bool attends = std::ranges::any_of(config.layers, [](const LayerSpec& layer) { return !layer.state(); });
     require(config.block_size >= kTileTokens && config.block_size <= (attends ? kMostBlockRows : kMostBlockTokens) &&
                 std::has_single_bit(std::uint64_t(config.block_size)),
             "block_size is " + std::to_string(config.block_size) + "; it must be 16, 32, 64, 128 or 256" +
                 (attends ? "" : ", or, where no layer attends, a higher power of two up to 2^30"));
     check_layers(config.layers, config.kv_dtype, config.block_size);
     for (LayerSpec& layer : config.layers)
-        if (layer.state) layer.state = padded(*layer.state);
+        if (layer.state()) layer.kind = Recurrent{padded(*layer.state())};
     require(config.num_blocks >= 1 && config.num_blocks < INT32_MAX,
             "num_blocks is " + std::to_string(config.num_blocks) + "; it must be 1 to 2147483646");
     require(config.num_threads >= 1 && config.num_threads <= 1024,

@@ -63,7 +63,7 @@ void check_outputs(const Worker& worker, const std::vector<float>& queries, cons
     std::vector<float> keys((context + num_rows) * layer.num_kv_heads * layer.key_dim);
     std::vector<float> values((context + num_rows) * layer.num_kv_heads * layer.value_dim);
     worker.cache().read_tokens(1, 0, keys.data(), values.data());
-    for (std::size_t i = 0; layer.values_in_keys && i < values.size(); ++i)
+    for (std::size_t i = 0; layer.values_in_keys() && i < values.size(); ++i)
         values[i] = keys[i / layer.value_dim * layer.key_dim + i % layer.value_dim];
     const std::int64_t stride = 1 + num_rows / kChecked, head_stride = 1 + layer.num_heads / kChecked;
     for (std::int64_t row = num_rows - 1; row >= 0; row -= stride)
@@ -131,13 +131,13 @@ std::vector<float> last_outputs(const char* isa, DType dtype, const std::vector<
 
 /// Where an index picks all tokens, its layer has the bits it has without; where it picks fewer, others.
 void test_picks(const char* isa, DType dtype) {
-    LayerSpec latent{3, 1, 40, 24, 0.2f, 0, 0.0f, {}, {}, true}, heads{4, 2, 16, 16, 0.2f, 0, 0.0f, {}};
-    LayerSpec tokens{20, 1, 16, 1, 0.2f, 0, 0.0f, {}, {}, true, false, 20}, blocks{2, 1, 16, 1, 1.0f, 0, 0.0f, {}, {}, true, false, 2, 16, 1};
+    LayerSpec latent{{3, 1, 40, 24, 0.2f, 0, 0.0f, {}}, Latent{}}, heads{{4, 2, 16, 16, 0.2f, 0, 0.0f, {}}};
+    LayerSpec tokens{{20, 1, 16, 1, 0.2f, 0, 0.0f, {}}, Index{20}}, blocks{{2, 1, 16, 1, 1.0f, 0, 0.0f, {}}, Index{2, 16, 1}};
     for (auto [layer, index] : {std::pair(latent, tokens), std::pair(heads, blocks)}) {
         const std::vector<float> wanted = last_outputs(isa, dtype, {layer});
         layer.picked_by = 0;
         CHECK(last_outputs(isa, dtype, {index, layer}) != wanted);
-        index.picks = 1000;
+        std::get<Index>(index.kind).picks = 1000;
         CHECK(last_outputs(isa, dtype, {index, layer}) == wanted);
     }
 }

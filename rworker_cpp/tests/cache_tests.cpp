@@ -58,7 +58,7 @@ void test_abandon_returns_blocks() {
 }
 
 void test_export_and_import() {
-    const std::vector<LayerSpec> layers{{2, 1, 7, 8, 1.0f, 0, 0.0f, {}}, {2, 2, 24, 5, 1.0f, 0, 0.0f, {}}};
+    const std::vector<LayerSpec> layers{{{2, 1, 7, 8, 1.0f, 0, 0.0f, {}}}, {{2, 2, 24, 5, 1.0f, 0, 0.0f, {}}}};
     KVCache small(layers, DType::bfloat16, 16, 8), large(layers, DType::bfloat16, 64, 2);
     std::vector<std::uint8_t> data(small.sequence_bytes(40));
     CHECK(data.size() == 40 * 2 * (1 * (7 + 8) + 2 * (24 + 5)));

@@ -17,7 +17,7 @@ namespace {
 constexpr std::int64_t kLayers = 2, kKvHeads = 2, kKeyDim = 20, kValueDim = 12;
 
 Worker make_worker(DType kv_dtype, const std::string& isa = "auto", std::int64_t num_blocks = 64) {
-    const LayerSpec layer{4, kKvHeads, kKeyDim, kValueDim, 0.25f, 0, 0.0f, {}};
+    const LayerSpec layer{{4, kKvHeads, kKeyDim, kValueDim, 0.25f, 0, 0.0f, {}}};
     return Worker({std::vector<LayerSpec>(kLayers, layer), DType::float32, kv_dtype, 32, num_blocks, 2, {}, isa});
 }
 

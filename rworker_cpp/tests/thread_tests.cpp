@@ -64,7 +64,7 @@ void test_submitted_jobs_finish_before_the_pool_ends() {
 /// Output of two layers and two mini-batches in flight, 4 sequences of growing length.
 std::vector<float> run_worker(int num_threads) {
     constexpr std::int64_t layers = 2, heads = 4, dim = 16, each = 2;
-    const LayerSpec layer{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}};
+    const LayerSpec layer{{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}}};
     Worker worker(
         {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 16, 4000, num_threads, {}, "auto"});
     std::vector<float> outputs;
@@ -132,7 +132,7 @@ void test_shared_prefixes() {
 /// Outputs of sequences of 90 tokens that had more, which their full tiles still held, or never had.
 std::vector<float> run_cuts(int num_threads, bool had_more, bool in_one_call) {
     constexpr std::int64_t layers = 3, heads = 2, dim = 64, count = 8, kept = 90;
-    const LayerSpec layer{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}};
+    const LayerSpec layer{{heads, 2, dim, dim, 0.25f, 0, 0.0f, {}}};
     Worker worker(
         {std::vector<LayerSpec>(layers, layer), DType::float32, DType::bfloat16, 32, 1000, num_threads, {}, "auto"});
     std::vector<float> data(count * kept * heads * dim);
@@ -194,9 +194,8 @@ std::vector<float> run_states(int num_threads, std::int64_t cut, std::int64_t re
     state->filters.resize(4 * state->channels(), 0.3f);
     state->kept_rows = refused ? cut + refused : 0;
     const std::int64_t elements = state->row_elements(4);
-    LayerSpec recurrent{heads, 0, 0, dim, 1.0f, 0, 0.0f, {}};
-    recurrent.state = state;
-    Worker worker({{{2, 1, 16, 16, 0.25f, 0, 0.0f, {}}, recurrent},
+    const LayerSpec recurrent{{heads, 0, 0, dim, 1.0f, 0, 0.0f, {}}, Recurrent{state}};
+    Worker worker({{LayerSpec{{2, 1, 16, 16, 0.25f, 0, 0.0f, {}}}, recurrent},
                    DType::float32, DType::float32, 16, 2000, num_threads, {}, "auto"});
     std::vector<float> outputs(count * rows * heads * dim), none(count * (rows + refused) * 32);
     std::vector<Control> controls;
@@ -229,7 +228,7 @@ std::vector<float> run_states(int num_threads, std::int64_t cut, std::int64_t re
 
 /// One KV head alone has pieces for many threads, though all rows attend to the split that they are stored into.
 void test_a_prompt_by_itself_is_shared() {
-    const LayerSpec layer{128, 1, 24, 16, 0.2f, 0, 0.0f, {}, {}, true};
+    const LayerSpec layer{{128, 1, 24, 16, 0.2f, 0, 0.0f, {}}, Latent{}};
     KVCache cache({layer}, DType::bfloat16, 32, 4);
     const std::vector<Span> spans{{1, 0, 100, SpanMode::attend}};
     cache.begin_step({}, spans);

@@ -158,7 +158,7 @@ void test_tiles_are_a_threads_own() {
 void test_kernels_release_their_tiles() {
     using namespace rworker;
     for (const DType dtype : {DType::bfloat16, DType::int8, DType::int4}) {
-        const LayerSpec layer{4, 2, 16, 16, 0.25f, 0, 0.0f, {}};
+        const LayerSpec layer{{4, 2, 16, 16, 0.25f, 0, 0.0f, {}}};
         Worker worker({{layer}, DType::float32, dtype, 16, 4, 1, {}, "avx512_amx"});
         const std::vector<float> rows(4 * 16, 0.5f);
         std::vector<float> out(4 * 16);

@@ -1,7 +1,7 @@
 """Trained sparsity: a layer's queries see only the tokens that an index picks.
 
 An indexer has queries and one key for each token of its own. Its keys are kept where the rows are that they pick, so
-indexers hand over queries and keys, as a layer of their own (``LayerLayout.picks``), in place of what they pick.
+indexers hand over queries and keys, as a layer of their own (``fastdecode.kinds.Index``), in place of what they pick.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Index
+from fastdecode.sworker.adapters.calls import Attend, Calls, Rule
 from fastdecode.sworker.adapters.latents import LatentRows
 
 PROOF_ROWS = 24
 """Random rows over which an indexer's picks are compared with those made here."""
-
-INDEX_ARGUMENTS = ("indices", "block_indices")
-"""Names of what an indexer picked among an attention call's arguments."""
 
 ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 """Functions of a model's own module, of which an indexer uses one."""
 
 
 @dataclass
-class IndexRows:
-    """What an indexer hands over: q [1, heads, T, query_dim] and k [1, 1, T, dim], scored by ``scale``, and what its
-    queries pick (see ``LayerLayout``); ``is_sent``: they were handed over before, for another layer."""
+class IndexRows(Calls):
+    """Hold what an indexer hands over: q [1, heads, T, query_dim] and k [1, 1, T, dim], scored by ``scale``.
+
+    ``rule``: what its queries pick (see ``Index``); ``is_sent``: they were handed over before, for another layer.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -38,19 +38,20 @@ class IndexRows:
     rule: dict[str, int]
     is_sent: bool = False
 
-    def send(self, attend: Callable[..., torch.Tensor], module: torch.nn.Module) -> None:
+    def send_before(self, attend: Attend, module: torch.nn.Module) -> None:
         """Hand them over, once, as a layer before that of ``module``."""
         if not self.is_sent:
             self.is_sent = True
-            attend(module, self.q, self.k, self.k[..., :0], None, scaling=self.scale, values_in_keys=1, **self.rule)
+            self.send(attend, module, self.q, self.k, self.k[..., :0], None, scaling=self.scale)
 
+    def layer(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule) -> Index:
+        return Index(query.shape[1], key.shape[3], rule["scale"], **self.rule)
 
-def index_of(kwargs: dict[str, Any]) -> IndexRows | None:
-    """Take the index that came with an attention call, if one did, from its arguments."""
-    for name in INDEX_ARGUMENTS:
-        if isinstance(kwargs.get(name), IndexRows):
-            return kwargs.pop(name)
-    return None
+    def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
+        return query.shape[1], 1
+
+    def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return super().answer(module, query, key, key[..., :1])
 
 
 class TokenIndexer:
@@ -106,7 +107,7 @@ def _as_elements(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weights.unsqueeze(-1).contiguous().view(dtype)
 
 
-def picked(q: torch.Tensor, k: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
     """Which keys each row sees: the oracle, in plain operations, float32 inside.
 
     ``q`` [rows, heads, query_dim], ``k`` [keys, 1, dim] of an index layer, the rows' own keys last; returns bool
@@ -203,7 +204,7 @@ def _picks_the_same(indexer: Any, found: type) -> bool:
         indexer.__class__ = own
         vars(indexer).update(before)
     q, k = (each[0].transpose(0, 1) for each in (rows.q, rows.k))
-    layer = LayerLayout(q.shape[1], 1, k.shape[2], 1, rows.scale, values_in_keys=True, **rows.rule)
+    layer = Index(q.shape[1], k.shape[2], rows.scale, **rows.rule)
     wanted = indices if indices.ndim == 3 else indices[None]
     size = layer.pick_block or 1
     mask = torch.zeros(len(wanted), PROOF_ROWS, PROOF_ROWS // size + 1, dtype=torch.bool)

@@ -9,11 +9,14 @@ with queries and outputs here ("absorbed"), or by R-workers, to which less trave
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from fastdecode.core.absorption import Absorption
+from fastdecode.kinds import Absorption, Latent
+from fastdecode.sworker.adapters.calls import Attend, Calls, Rule
 from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding, has_fast_products
 from fastdecode.sworker.run.staging import to_numpy
 
@@ -38,10 +41,18 @@ class LatentRows:
     absorbs_here = True
     """Whether this process multiplies K and V with queries and outputs; else R-workers do."""
 
+    def make_calls(self) -> Calls:
+        """Return the calls of such a module."""
+        return LatentCalls(self)
+
     @property
-    def absorption(self) -> Absorption:
-        """What R-workers need to multiply them."""
-        return Absorption(self.qk_nope_head_dim, self.v_head_dim, lambda: to_numpy(self._heads().cpu()))
+    def absorption(self) -> Absorption | None:
+        """Sizes of K and V where R-workers multiply them."""
+        return None if self.absorbs_here else Absorption(self.qk_nope_head_dim, self.v_head_dim)
+
+    def head_weights(self) -> np.ndarray:
+        """Return K above V of each head, [num_heads, nope + value dims, rank], as they travel."""
+        return to_numpy(self._heads().cpu())
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [1, 1, T, rank] and rotary keys [1, 1, T, rope] → rows [1, 1, T, rank + rope], and no values."""
@@ -59,6 +70,41 @@ class LatentRows:
     def _heads(self) -> torch.Tensor:
         """K and V of each head, [num_heads, nope + value dims, rank]; fewer heads once ranks have cut them."""
         return self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+
+
+class LatentCalls(Calls):
+    """Calls of a module of latent rows, whose queries are absorbed here or by R-workers."""
+
+    def __init__(self, module: LatentRows) -> None:
+        self._rank, self._absorption = module.kv_lora_rank, module.absorption
+
+    def send(
+        self, attend: Attend, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if self._absorption:
+            return super().send(attend, module, query, key, value, mask, **kwargs)
+        return module.expand_output(super().send(attend, module, module.absorb(query), key, value, mask, **kwargs))
+
+    def layer(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule) -> Latent:
+        sizes = query.shape[1], key.shape[1], key.shape[3], self._rank
+        return Latent(*sizes, **rule, absorption=self._absorption)
+
+    def weights(self, module: LatentRows) -> Callable[[], np.ndarray] | None:
+        return module.head_weights if self._absorption else None
+
+    def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
+        return query.shape[1], self._absorption.value_dim if self._absorption else self._rank
+
+    def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        latents = super().answer(module, query, key, key[..., : self._rank])
+        return module.expand_output(latents).contiguous() if self._absorption else latents
+
+    def scored(self, module: Any, query: torch.Tensor) -> torch.Tensor:
+        return module.absorb(query) if self._absorption else query
+
+    def finished(self, module: Any, o: torch.Tensor) -> torch.Tensor:
+        return module.expand_output(o[None])[0] if self._absorption else o
 
 
 def multiplied_by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from greenlet import getcurrent
 
-from fastdecode.core.layout import LayerLayout, StateLayout
+from fastdecode.kinds import Recurrent
+from fastdecode.sworker.adapters.calls import Calls, Rule
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -40,8 +41,10 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Recurrence:
-    """What the R-worker is to do with rows of one layer, as a forward finds it."""
+class Recurrence(Calls):
+    """Calls of a recurrent layer: what the R-worker is to do with its rows, as a forward finds it."""
+
+    caches_rows = False
 
     kind: Literal["delta", "scan", "window", "selective", "lru"]
     convolution: Convolution | None
@@ -54,18 +57,23 @@ class Recurrence:
     skip: torch.Tensor | None = None
     factors: torch.Tensor | None = None
 
-    def layout(self, row_elements: int) -> LayerLayout:
-        """What R-workers are told of it."""
+    def layer(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule) -> Recurrent:
         first = self.convolution
         taps, silu, weight, bias = (
             (first.weight.shape[1], first.silu, first.weight.T, first.bias) if first else (1, False, None, None)
         )
-        state = StateLayout(
-            self.kind, self.groups, self.key_dim, taps, self.decays, silu, self.norm, row_elements,
-            _bytes_of(weight), _bytes_of(bias), _bytes_of(self.skip), _bytes_of(self.factors),
-        )  # fmt: skip
         scale = self.key_dim**-0.5 if self.kind == "delta" else 1.0
-        return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, scale, state=state)
+        return Recurrent(
+            self.heads, self.value_dim, scale, self.kind, self.groups, self.key_dim, taps, self.decays, silu, self.norm,
+            key.shape[3], _bytes_of(weight), _bytes_of(bias), _bytes_of(self.skip), _bytes_of(self.factors),
+        )  # fmt: skip
+
+    def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
+        return self.heads, self.value_dim
+
+    def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the first channels of a row as o."""
+        return key[0, :, :, : self.heads * self.value_dim].unflatten(-1, (self.heads, self.value_dim)).contiguous()
 
 
 def _bytes_of(tensor: torch.Tensor | None) -> bytes:
@@ -75,7 +83,7 @@ def _bytes_of(tensor: torch.Tensor | None) -> bytes:
 def advance(rows: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
     """Leave the greenlet with ``rows`` [T, elements]; come back with o [1, T, heads, value_dim]."""
     none = rows.new_empty(1, 1, len(rows), 0)
-    return _forward().attend(None, none, rows[None, None], none, None, recurrence=recurrence)
+    return recurrence.send(_forward().attend, None, none, rows[None, None], none, None)
 
 
 def _forward() -> ModelGreenlet:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
-from fastdecode.core.layout import KVLayout
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.model.support import probe_layers
 
 
@@ -18,7 +18,7 @@ def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_l
     ``layout``: the model's. ConfigError where it has no more layers than that; UnsupportedModelError where its layers
     cannot be found, or its code does not run with some of them.
     """
-    ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.picks]
+    ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.ranks_tokens]
     most = len(ends)
     if num_layers >= most:
         what = f"must be from 1 to {most - 1} for this model, which has {most} layers" if most > 1 else "has no place"

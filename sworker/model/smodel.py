@@ -14,8 +14,8 @@ import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError, UnsupportedModelError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import available_memory_bytes
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.model.first_layers import first_layers

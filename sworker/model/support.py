@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from fastdecode.core.absorption import Absorption
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
-from fastdecode.core.layout import MAX_HEAD_DIM, KVLayout, LayerLayout
-from fastdecode.sworker.adapters.index import INDEX_ARGUMENTS
+from fastdecode.kinds import Layer
+from fastdecode.kinds.kind import MAX_HEAD_DIM
+from fastdecode.kinds.latent import Weights
+from fastdecode.kinds.layout import KVLayout
+from fastdecode.sworker.adapters.calls import DENSE, INDEX_ARGUMENTS, Calls, Rule
 from fastdecode.sworker.adapters.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
-from fastdecode.sworker.adapters.states import Recurrence
 from fastdecode.sworker.model.refusals import ADAPTER, OTHER_MASK, STATE, refuse
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.prompts import Sight
@@ -68,7 +68,8 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
         what = "mixes the tokens of a packed row elsewhere than in attention (a state or a convolution, or it heeds no "
         refuse(hf_config, what + "position_ids)", f"positions that it is given, or {STATE}")
     model_dtype = DTYPE_NAME[recorder.dtype]
-    return KVLayout(recorder.in_order(), model_dtype, model_dtype if kv_dtype == "auto" else kv_dtype)
+    kv_dtype = model_dtype if kv_dtype == "auto" else kv_dtype
+    return KVLayout(recorder.in_order(), model_dtype, kv_dtype, weights=recorder.weights())
 
 
 def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
@@ -82,7 +83,7 @@ def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
         what = f"calls the attention interface {num_calls} times for its {num_layers} layers{most}"
         refuse(hf_config, what, needs)
     for index, kept in enumerate(cached_windows(hf_config)[:num_layers]):
-        if kept and not 0 < recorder.layers[index].window <= kept:
+        if kept and not 0 < getattr(recorder.layers[index], "window", 0) <= kept:
             what = f"shows layer {index} more tokens than the {kept} that generate's cache keeps of it"
             refuse(hf_config, what, "a model whose forward and generate agree")
 
@@ -103,7 +104,7 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
     return torch.equal(few, more[: len(few)])
 
 
-def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[LayerLayout, ...]:
+def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[Layer, ...]:
     """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
     recorder, _ = _probe(model, hf_config)
     return recorder.in_order()
@@ -172,8 +173,9 @@ class _Recorder:
     def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
         """``masks``: those that the forward asks for; ``sights``: the rule of each, None where it is none we know."""
         self.hf_config = hf_config
-        self.layers: dict[int, LayerLayout] = {}
-        self._indexes: dict[int, LayerLayout] = {}
+        self.layers: dict[int, Layer] = {}
+        self._indexes: dict[int, Layer] = {}
+        self._weights: dict[int, Weights] = {}
         self._picked: set[int] = set()
         self.num_calls = 0
         self.has_states = False
@@ -193,82 +195,65 @@ class _Recorder:
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         alibi_slopes: tuple[float, ...] = (),
-        values_in_keys: int = 0,
         is_picked: bool = False,
-        picks: int = 0,
-        pick_block: int = 0,
-        pick_local: int = 0,
-        absorption: Absorption | None = None,
-        recurrence: Recurrence | None = None,
+        calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
         """One layer's call, or that of an index; see :func:`fastdecode.sworker.run.pipeline.attend` for shapes."""
-        if recurrence:
-            self._record_state(recurrence, key)
-            return self.answer(module, query, key, value, recurrence=recurrence)
+        if not calls.caches_rows:
+            self.dtype, self.has_states = key.dtype, True
+            self._note(self.num_calls, module, calls, calls.layer(query, key, value, Rule(scale=1.0)))
+            return calls.answer(module, query, key, value)
         self._check(module, query, key, kwargs)
         sight = Sight(sliding_window or 0) if attention_mask is None else self._sight(attention_mask)
         number = self.num_calls if self.has_states else int(getattr(module, "layer_idx", self.num_calls))
-        self.num_calls += not picks
         self.dtype = query.dtype
         if is_picked:
             self._picked.add(number)
-        (self._indexes if picks else self.layers)[number] = LayerLayout(
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            key_head_dim=key.shape[3],
-            value_head_dim=values_in_keys or value.shape[3],
+        rule = Rule(
             scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
             window=sight.window,
             soft_cap=float(softcap or 0.0),
             sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
             alibi_slopes=alibi_slopes,
-            values_in_keys=values_in_keys > 0,
             chunked=sight.chunked,
-            picks=picks,
-            pick_block=pick_block,
-            pick_local=pick_local,
-            absorption=absorption,
         )
-        return self.answer(module, query, key, value, values_in_keys=values_in_keys, absorption=absorption)
+        self._note(number, module, calls, calls.layer(query, key, value, rule))
+        return calls.answer(module, query, key, value)
 
-    def _record_state(self, recurrence: Recurrence, key: torch.Tensor) -> None:
-        self.layers[self.num_calls] = recurrence.layout(key.shape[3])
-        self.num_calls += 1
-        self.dtype, self.has_states = key.dtype, True
+    def _note(self, number: int, module: Any, calls: Calls, layer: Layer) -> None:
+        """Layer ``number`` is ``layer``, or has it as its index."""
+        (self._indexes if layer.ranks_tokens else self.layers)[number] = layer
+        self.num_calls += not layer.ranks_tokens
+        if weights := calls.weights(module):
+            self._weights[number] = weights
 
-    def in_order(self) -> tuple[LayerLayout, ...]:
+    def in_order(self) -> tuple[Layer, ...]:
         """The layers as they are called, indexes before those that see what they pick."""
-        found: list[LayerLayout] = []
+        return tuple(layer for _, layer in self._numbered())
+
+    def weights(self) -> dict[int, Weights]:
+        """What makes the weights that R-workers multiply, by the places of their layers in order."""
+        places = {number: place for place, (number, layer) in enumerate(self._numbered()) if not layer.ranks_tokens}
+        return {places[number]: weights for number, weights in self._weights.items()}
+
+    def _numbered(self) -> list[tuple[int, Layer]]:
+        found: list[tuple[int, Layer]] = []
         index = -1
         for number, layer in sorted(self.layers.items()):
             if number in self._indexes:
                 index = len(found)
-                found.append(self._indexes[number])
-            found.append(replace(layer, picked_by=index) if number in self._picked else layer)
-        return tuple(found)
+                found.append((number, self._indexes[number]))
+            found.append((number, layer.reading(index) if number in self._picked else layer))
+        return found
 
     @staticmethod
     def answer(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *_: Any,
-        values_in_keys: int = 0,
-        absorption: Absorption | None = None,
-        recurrence: Recurrence | None = None,
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, calls: Calls = DENSE,
         **__: Any,
-    ) -> torch.Tensor:
-        """Each query head's values, [1, T, num_heads, value_head_dim], one row after another as ours are; of a
-        recurrent layer its first channels."""
-        if recurrence:
-            shape = recurrence.heads, recurrence.value_dim
-            return key[0, :, :, : shape[0] * shape[1]].unflatten(-1, shape).contiguous()
-        value = key[..., :values_in_keys] if values_in_keys else value
-        if absorption:
-            return module.expand_output(value.expand(-1, query.shape[1], -1, -1).transpose(1, 2)).contiguous()
-        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+    ) -> torch.Tensor:  # fmt: skip
+        """Each query head's values, [1, T, num_heads, value_head_dim]; of a recurrent layer its first channels."""
+        return calls.answer(module, query, key, value)
 
     def _sight(self, mask: torch.Tensor) -> Sight:
         """The rule of the mask that came with a call: ``generate`` heeds it, whatever window the call names."""

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.types import SpanMode, Verb
+from fastdecode.kinds import Index, Layer
+from fastdecode.kinds.attending import Attending
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.adapters.index import picked
 from fastdecode.sworker.run.prompts import (
     Sight,
@@ -106,7 +108,7 @@ class LayerCaches:
         """``layout``: with the dtype of the R-workers' caches, and their arithmetic."""
         self.layout = layout
         self._make_cache = make_cache
-        self._caches: dict[tuple[LayerLayout, ...], LayerCache] = {}
+        self._caches: dict[tuple[Layer, ...], LayerCache] = {}
 
     def filled(self, rows: Sequence[Rows], num_tokens: int) -> LayerCache:
         """A cache of these layers with their first ``num_tokens``, as R-workers would store them."""
@@ -141,10 +143,10 @@ class LayerCaches:
             cache.close()
         self._caches.clear()
 
-    def _shapes(self, rows: Sequence[Rows]) -> tuple[LayerLayout, ...]:
+    def _shapes(self, rows: Sequence[Rows]) -> tuple[Layer, ...]:
         """The layers as those of a cache of their own, an index first."""
         *index, last = (self.layout.layers[each.layer] for each in rows)
-        return (*index, replace(last, picked_by=0 if index else -1))
+        return (*index, last.reading(0 if index else -1))
 
 
 @contextmanager
@@ -168,7 +170,7 @@ def release(cache: LayerCache) -> None:
 
 
 def _step(
-    cache: LayerCache, mode: SpanMode, shapes: Sequence[LayerLayout], rows: Sequence[Rows], tokens: slice
+    cache: LayerCache, mode: SpanMode, shapes: Sequence[Layer], rows: Sequence[Rows], tokens: slice
 ) -> np.ndarray:
     """Store rows ``tokens`` of those after the prefix, and have those with queries attend; the last layer's o."""
     first = len(rows[0].kv.prefix) + tokens.start
@@ -188,10 +190,10 @@ class StoredAttention:
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
-        if shape.picks:  # for the layers that follow
+        if shape.ranks_tokens:  # for the layers that follow
             self._index = rows
             return q.new_zeros((len(q), *shape.row_shapes[3]))
-        own = [self._index, rows] if shape.picked_by >= 0 and self._index else [rows]
+        own = [self._index, rows] if shape.reads >= 0 and self._index else [rows]
         return from_numpy(self._caches.attend(own, start), q.dtype)
 
     def close(self) -> None:
@@ -215,10 +217,12 @@ class TorchAttention:
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
-        if shape.picks:  # for the layers that follow
+        if isinstance(shape, Index):  # for the layers that follow
             self._picked = picked(q, keys[:end], shape)
             return q.new_zeros((len(q), *shape.row_shapes[3]))
-        if shape.picked_by >= 0:
+        if not isinstance(shape, Attending):
+            raise TypeError(f"layer {layer} is {shape.kind}, and no prompt attends to it here")
+        if shape.reads >= 0:
             return reference_attention(q, keys[:end], values[:end], shape, self._picked)
         return part_attention(q, keys, values, shape, start)
 
@@ -236,7 +240,7 @@ class TorchAttention:
         self._caches.close()
 
 
-def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout, start: int) -> torch.Tensor:
+def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, start: int) -> torch.Tensor:
     """Rows ``q`` at positions ``start`` and on attend to ``k`` and ``v``, which may reach beyond them.
 
     Where they do (tensor/sequence parallel), all keys are multiplied and the later ones masked: such code takes no
@@ -258,8 +262,8 @@ def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: t
     Of the first layer that attends, or of an index and the first layer that it picks for, in the mean of both.
     """
     numbered = list(enumerate(layout.layers))
-    first = next(number for number, layer in numbered if not layer.state)
-    timed = range(first, next(number for number, layer in numbered if not (layer.picks or layer.state)) + 1)
+    first = next(number for number, layer in numbered if layer.caches_rows)
+    timed = range(first, next(number for number, layer in numbered if layer.caches_rows and not layer.ranks_tokens) + 1)
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
@@ -275,5 +279,5 @@ def _attend_ones(attention: PartAttention, layout: KVLayout, number: int, device
     layer, dtype = layout.layers[number], TORCH_DTYPE[layout.model_dtype]
     q, k, v = (torch.ones((TIMED_ROWS, *shape), dtype=dtype) for shape in layer.row_shapes[:3])
     keys, values = (to_numpy(torch.cat((each, each))) for each in (k, v))
-    kv = PromptKV(np.zeros((0, layer.kv_bytes_per_token(layout.kv_dtype)), np.uint8), keys, values)
+    kv = PromptKV(np.zeros((0, layer.token_bytes(layout.kv_dtype)), np.uint8), keys, values)
     attention.attend(number, q.to(device), kv, TIMED_ROWS).sum().item()

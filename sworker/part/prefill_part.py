@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.step import Chunk, MiniBatch
+from fastdecode.sworker.adapters.calls import DENSE, Calls
 from fastdecode.sworker.part.attention import PartAttention
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.staging import pack, rows_of, to_numpy
@@ -60,11 +61,11 @@ def compute_part(
         key: torch.Tensor,
         value: torch.Tensor,
         *_: Any,
-        recurrence: object = None,
+        calls: Calls = DENSE,
         **__: Any,
     ) -> torch.Tensor:
         layer = next(layers)
-        if recurrence is not None:
+        if not calls.caches_rows:
             own = advance(layer, rows_of(key)[: packed.num_rows])
             return F.pad(own, (0, 0, 0, 0, 0, key.shape[2] - packed.num_rows))[None]
         q, k, v = rows_of(query), rows_of(key)[: packed.num_rows], rows_of(value)[: packed.num_rows]

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fastdecode.core.layout import KVLayout, LayerLayout, StateLayout
 from fastdecode.core.types import SpanMode
+from fastdecode.kinds import Dense, Recurrent
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.part.attention import SEQUENCE_ID, LayerCache, MakeCache, release, step_of
 from fastdecode.sworker.run.staging import from_numpy, to_numpy
 
-FILLER = LayerLayout(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, scale=1.0, window=1)
+FILLER = Dense(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, scale=1.0, window=1)
 """A layer that attends, in whose blocks the state of a recurrent one lies."""
 
 
@@ -23,7 +24,7 @@ class PartStates:
         """``layout``: with the dtype of the R-workers' caches, and their arithmetic."""
         self.layout = layout
         self._make_cache = make_cache
-        self._caches: dict[LayerLayout, LayerCache] = {}
+        self._caches: dict[Recurrent, LayerCache] = {}
 
     def advance(
         self, layer: int, rows: torch.Tensor, before: np.ndarray | None, start: int
@@ -34,13 +35,15 @@ class PartStates:
         none.
         """
         spec = self.layout.layers[layer]
+        if not isinstance(spec, Recurrent):
+            raise TypeError(f"layer {layer} is {spec.kind}, and has no state to advance")
         cache, context_len = self._cache(spec), 0
         try:
-            if before is not None and spec.state:
-                context_len = _alike(start, spec.state)
-                filler = np.zeros(context_len * FILLER.kv_bytes_per_token(self.layout.kv_dtype), np.uint8)
+            if before is not None:
+                context_len = _alike(start, spec)
+                filler = np.zeros(context_len * FILLER.token_bytes(self.layout.kv_dtype), np.uint8)
                 cache.import_(SEQUENCE_ID, context_len, np.concatenate([filler, before]))
-            o = _step(cache, context_len, to_numpy(rows.cpu()), (spec.num_heads, spec.value_head_dim))
+            o = _step(cache, context_len, to_numpy(rows.cpu()), spec.row_shapes[3])
             state = cache.export(SEQUENCE_ID, context_len + len(rows), 0)
             return from_numpy(o, rows.dtype).to(rows.device), state
         finally:
@@ -52,13 +55,13 @@ class PartStates:
             cache.close()
         self._caches.clear()
 
-    def _cache(self, spec: LayerLayout) -> LayerCache:
+    def _cache(self, spec: Recurrent) -> LayerCache:
         if spec not in self._caches:
             self._caches[spec] = self._make_cache(replace(self.layout, layers=(FILLER, spec), kv_port=""))
         return self._caches[spec]
 
 
-def _alike(start: int, state: StateLayout) -> int:
+def _alike(start: int, state: Recurrent) -> int:
     """The fewest tokens after which a convolution has all its inputs, in the places that they have after ``start``."""
     period = max(state.taps - 1, 1)
     return start if start < period else period + start % period

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from greenlet import greenlet
 
+from fastdecode.sworker.adapters.calls import DENSE, Calls
 from fastdecode.sworker.model.prepack import equal_within_rounding
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.staging import PackedRows, Staging, rows_of
@@ -199,12 +200,11 @@ class _Capture:
         attention: list[AttentionRows] = []
 
         def in_attention_call(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **more: Any
-        ) -> torch.Tensor:
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, calls: Calls = DENSE,
+            **__: Any,
+        ) -> torch.Tensor:  # fmt: skip
             q, k, v = (self._kept(name, rows_of(heads)) for name, heads in (("q", query), ("k", key), ("v", value)))
-            given = more.get("absorption")
-            dim = given.value_dim if given else more.get("values_in_keys") or value.shape[3]
-            o = self._rows("o", count, (query.shape[1], dim), query.dtype)
+            o = self._rows("o", count, calls.output(query, key, value), query.dtype)
             attention.append(AttentionRows(q, k, v, o))
             attend(attention[-1])
             return o[None]

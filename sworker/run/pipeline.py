@@ -18,8 +18,7 @@ from transformers import AttentionInterface
 
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
-from fastdecode.sworker.adapters.index import index_of
-from fastdecode.sworker.adapters.latents import LatentRows
+from fastdecode.sworker.adapters.calls import DENSE, Calls, calls_of, index_argument
 from fastdecode.sworker.run.prompts import PromptAttention
 from fastdecode.sworker.run.staging import HostStaging, PackedRows, Staging, rows_of
 from fastdecode.sworker.run.threads import SharedCores
@@ -48,24 +47,16 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …].
 
-    What answers is told by ``values_in_keys``, where it is not 0, that values are so many first dims of the keys, and
-    by ``absorption`` that R-workers multiply K and V: then query and o are those of the model's own heads. It is called
-    for an index before the first layer that sees what this one picks, which says so by ``is_picked``.
+    The calls of the module's kind hand it over (`calls.py`). What comes with a call of another layer, such as an index,
+    goes before it.
     """
     current = getcurrent()
     if not isinstance(current, ModelGreenlet):
         raise RuntimeError("a model loaded by FastDecode runs only inside its pipeline")
-    if index := index_of(kwargs):
-        index.send(current.attend, module)
+    if (name := index_argument(kwargs)) is not None:
+        kwargs.pop(name).send_before(current.attend, module)
         kwargs["is_picked"] = True
-    if not isinstance(module, LatentRows):
-        return current.attend(module, query, key, value, attention_mask, **kwargs), None
-    kwargs["values_in_keys"] = module.kv_lora_rank
-    if not module.absorbs_here:
-        kwargs["absorption"] = module.absorption
-        return current.attend(module, query, key, value, attention_mask, **kwargs), None
-    o = current.attend(module, module.absorb(query), key, value, attention_mask, **kwargs)
-    return module.expand_output(o), None
+    return calls_of(module).send(current.attend, module, query, key, value, attention_mask, **kwargs), None
 
 
 def register_attention() -> None:
@@ -112,6 +103,7 @@ class MiniBatchForward:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: Any,
+        calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Send, attend prompt chunks meanwhile, leave to the pipeline, come back with o [1, T, heads, dim]."""
@@ -119,12 +111,12 @@ class MiniBatchForward:
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
         here = self.packed.prompt_rows
-        expands = bool(here) and self._prompts.over_latents and kwargs.get("absorption") is not None
-        if expands:
-            q = rows_of(module.absorb(query))
+        over_scored = bool(here) and self._prompts.over_latents
+        if over_scored:
+            q = rows_of(calls.scored(module, query))
         prompts = self._prompts.attend(self.layer, self.mini_batch, q, k, v, here) if here else []
-        if expands:
-            prompts = [module.expand_output(o[None])[0] for o in prompts]
+        if over_scored:
+            prompts = [calls.finished(module, o) for o in prompts]
         self.layer += 1
         remote: torch.Tensor = self.own_greenlet.parent.switch()
         return self._assemble(remote.view(q.dtype), prompts, len(q))

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.step import MiniBatch
+from fastdecode.kinds import Index
+from fastdecode.kinds.attending import Attending
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.adapters.index import picked
 from fastdecode.sworker.run.prompts import prompt_attention, reference_attention
 from fastdecode.sworker.run.staging import PromptRows
@@ -42,13 +44,14 @@ class PromptScratch:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         spec, sequence_id = self._layers[layer], rows.sequence_id
-        if spec.picks:  # for the layers that follow
+        if isinstance(spec, Index):  # for the layers that follow
             self._picked[sequence_id] = picked(q, k, spec)
-            return q.new_zeros((len(q), spec.num_heads, spec.value_head_dim))
-        seen = spec.picked_by >= 0
-        return (
-            reference_attention(q, k, v, spec, self._picked[sequence_id]) if seen else prompt_attention(q, k, v, spec)
-        )
+            return q.new_zeros((len(q), *spec.row_shapes[3]))
+        if not isinstance(spec, Attending):
+            raise TypeError(f"layer {layer} is {spec.kind}, and no prompt attends to it here")
+        if spec.reads >= 0:
+            return reference_attention(q, k, v, spec, self._picked[sequence_id])
+        return prompt_attention(q, k, v, spec)
 
     def extend(
         self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from fastdecode.core.errors import interrupts_deferred
-from fastdecode.core.layout import LayerLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, Verb, WorkerPlan
+from fastdecode.kinds.attending import Attending
 from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 
 TILE_ROWS = 256
@@ -46,7 +46,7 @@ def causal_mask(num_rows: int, num_keys: int, sight: Sight, device: torch.device
     return sight.sees(query_positions, torch.arange(num_keys, device=device)[None, :])
 
 
-def sight_of(layer: LayerLayout) -> Sight:
+def sight_of(layer: Attending) -> Sight:
     """Return what a layer's queries see."""
     return Sight(layer.window, layer.chunked)
 
@@ -56,12 +56,12 @@ MASK_ELEMENTS = 1 << 22
 
 
 @functools.lru_cache(maxsize=1024)
-def slopes_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
+def slopes_on(layer: Attending, device: torch.device) -> torch.Tensor:
     """The layer's ALiBi slopes, float32 [num_heads], copied to a device once."""
     return torch.tensor(layer.alibi_slopes, device=device)
 
 
-def alibi_bias(num_rows: int, num_keys: int, layer: LayerLayout, device: torch.device) -> torch.Tensor:
+def alibi_bias(num_rows: int, num_keys: int, layer: Attending, device: torch.device) -> torch.Tensor:
     """float32 [num_heads, num_rows, num_keys]: slope · (position of the key - position of the query)."""
     query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
     distances = torch.arange(num_keys, device=device)[None, :] - query_positions
@@ -69,18 +69,18 @@ def alibi_bias(num_rows: int, num_keys: int, layer: LayerLayout, device: torch.d
 
 
 @functools.lru_cache(maxsize=1024)
-def sinks_on(layer: LayerLayout, device: torch.device) -> torch.Tensor:
+def sinks_on(layer: Attending, device: torch.device) -> torch.Tensor:
     """The layer's sinks, float32 [num_heads], copied to a device once: a copy would make the host wait for it."""
     return torch.tensor(layer.sinks, device=device)
 
 
-def values_of(k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+def values_of(k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tensor:
     """Values of rows ``k`` and ``v`` [rows, num_kv_heads, …]: ``v``, or the first dims of ``k`` where they are so."""
     return k[..., : layer.value_head_dim] if layer.values_in_keys else v
 
 
 def reference_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout, seen: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
 
@@ -106,7 +106,7 @@ def reference_attention(
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
-def rows_by_head(rows: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+def rows_by_head(rows: torch.Tensor, layer: Attending) -> torch.Tensor:
     """``rows`` [rows, num_heads or num_kv_heads, dim] as torch's kernel wants them, [1, num_heads, rows, dim].
 
     One KV head, such as that of latents, is not copied for each query head.
@@ -119,7 +119,7 @@ def rows_by_head(rows: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
     )
 
 
-def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerLayout) -> torch.Tensor:
+def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tensor:
     """Attend as :func:`reference_attention` does, by torch's fused kernel where the layer has no soft cap and no sinks.
 
     The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks, windows
@@ -142,12 +142,12 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: L
     return torch.cat(tiles, dim=2)[0].transpose(0, 1)
 
 
-def _tile_rows(layer: LayerLayout, num_keys: int) -> int:
+def _tile_rows(layer: Attending, num_keys: int) -> int:
     """Rows that attend together: fewer where each head has a mask of its own."""
     return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
 
 
-def _mask(num_rows: int, num_keys: int, layer: LayerLayout, q: torch.Tensor) -> torch.Tensor:
+def _mask(num_rows: int, num_keys: int, layer: Attending, q: torch.Tensor) -> torch.Tensor:
     """Return the keys that the last positions see: bool [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
     seen = causal_mask(num_rows, num_keys, sight_of(layer), q.device)
     if not layer.alibi_slopes:

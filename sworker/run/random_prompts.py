@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from fastdecode.core.layout import KVLayout, to_wire
+from fastdecode.core.dtypes import to_wire
 from fastdecode.core.step import MiniBatch, ScheduledStep
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.run.s_worker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
 from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt

@@ -10,10 +10,10 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.run.cuda_graphs import GraphRecorder, ModelGraphs
 from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline

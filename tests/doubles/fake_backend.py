@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode.core.dtypes import WIRE_DTYPE, from_wire, to_wire
 from fastdecode.core.errors import BackendError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout, from_wire, to_wire
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, Verb, WorkerReport
+from fastdecode.kinds import Layer
+from fastdecode.kinds.layout import KVLayout
 
 
 @dataclass
@@ -156,7 +158,7 @@ class FakeBackend:
         if start and (length := self.cached[sequence_id].num_tokens) != start:
             raise BackendError(f"import: start is {start}, and sequence {sequence_id} has {length} tokens")
         item = WIRE_DTYPE[self.kv_dtype].itemsize
-        sizes = [num_tokens * layer.kv_elements_per_token * item for layer in self.layers]
+        sizes = [num_tokens * layer.kv_elements * item for layer in self.layers]
         if num_tokens < 0 or data.dtype != np.uint8 or data.shape != (sum(sizes),):
             raise BackendError(f"import: {num_tokens} tokens take uint8 ({sum(sizes)},), not {data.dtype} {data.shape}")
         parts = [
@@ -235,7 +237,7 @@ class FakeBackend:
         return _Cached(0, keys, values)
 
 
-def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, layer: LayerLayout) -> np.ndarray:
+def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, layer: Layer) -> np.ndarray:
     """o [num_heads, dim] of the query at ``position``, q [num_heads, dim], over [tokens, num_kv_heads, dim]."""
     first = max(0, position + 1 - layer.window) if layer.window else 0
     first = position - position % layer.window if layer.chunked else first
@@ -261,11 +263,9 @@ def _token_bytes(keys: np.ndarray, values: np.ndarray, kv_dtype: str) -> np.ndar
     return to_wire(rows, kv_dtype).view(np.uint8).reshape(-1)
 
 
-def _from_token_bytes(
-    data: np.ndarray, layer: LayerLayout, num_tokens: int, kv_dtype: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _from_token_bytes(data: np.ndarray, layer: Layer, num_tokens: int, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of one layer's part of an export."""
-    rows = from_wire(data.copy().view(WIRE_DTYPE[kv_dtype]), kv_dtype).reshape(num_tokens, layer.kv_elements_per_token)
+    rows = from_wire(data.copy().view(WIRE_DTYPE[kv_dtype]), kv_dtype).reshape(num_tokens, layer.kv_elements)
     keys, values = np.split(rows, [layer.num_kv_heads * layer.key_head_dim], axis=1)
     return (
         keys.reshape(num_tokens, layer.num_kv_heads, layer.key_head_dim),

@@ -9,9 +9,9 @@ import numpy as np
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.core.errors import WorkerLostError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.routes import node_widths
 from fastdecode.core.types import RWorkerInfo, SpanMode, WorkerPlan, WorkerReport
+from fastdecode.kinds.layout import KVLayout
 
 
 class Kept(NamedTuple):

@@ -9,14 +9,15 @@ import numpy as np
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.pool.spawn import SpawnBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
-from fastdecode.core.layout import KVLayout, LayerLayout
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, StepReport, Verb, WorkerPlan
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 LAYERS = (
-    LayerLayout(4, 2, 8, 16, 0.3),
-    LayerLayout(4, 4, 16, 8, 0.3, window=9),
-    LayerLayout(4, 2, 8, 16, 0.3, soft_cap=2.0, sinks=(0.5, -0.5, 0.0, 1.0), alibi_slopes=(0.5, 0.1, 0.02, 0.0)),
+    Dense(4, 2, 8, 16, 0.3),
+    Dense(4, 4, 16, 8, 0.3, window=9),
+    Dense(4, 2, 8, 16, 0.3, soft_cap=2.0, sinks=(0.5, -0.5, 0.0, 1.0), alibi_slopes=(0.5, 0.1, 0.02, 0.0)),
 )
 LAYOUT = KVLayout(LAYERS, "float32", "float32")
 BLOCK_SIZE = 16

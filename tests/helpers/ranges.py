@@ -8,10 +8,12 @@ from functools import cache
 
 import numpy as np
 
-from fastdecode.core.layout import KVLayout, LayerLayout, to_wire
+from fastdecode.core.dtypes import to_wire
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import StepReport, Verb
+from fastdecode.kinds import Layer
+from fastdecode.kinds.layout import KVLayout
 
 MOST_TOKENS = 1 << 14
 
@@ -122,7 +124,7 @@ def _draw(sequence_id: int, layer: int, part: int, heads: int, dim: int) -> np.n
 
 def rows_of(part: MiniBatch, layer: int, layout: KVLayout) -> tuple[np.ndarray, ...]:
     """q, k, v of a mini-batch, which depend on sequence, position and layer only."""
-    spec: LayerLayout = layout.layers[layer]
+    spec: Layer = layout.layers[layer]
     shapes = (
         (spec.num_heads, spec.key_head_dim),
         (spec.num_kv_heads, spec.key_head_dim),

@@ -12,10 +12,10 @@ from doubles.fake_backend import FakeBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastdecode.api.sampling_params import SamplingParams
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import StepPlan, StepReport
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.run.pipeline import ATTENTION_NAME, ModelGreenlet, register_attention
 from fastdecode.sworker.run.s_worker import SWorker

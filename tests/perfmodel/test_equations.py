@@ -115,9 +115,9 @@ def test_r_falls_with_kv_heads_and_kv_bits() -> None:
     assert r[4, "float16"].seconds_per_token == pytest.approx(r[1, "float16"].seconds_per_token / 4)
     assert r[1, "int8"].seconds_per_token == pytest.approx(r[1, "float16"].seconds_per_token * (128 + 4) / 256)
     mqa = dataclasses.replace(mha, num_kv_heads=1)
-    computing = mqa.layer_layout.kv_bytes_per_token("int4") / kernel_bytes_per_second("int4", 32, host.cores)
+    computing = mqa.layer_layout.token_bytes("int4") / kernel_bytes_per_second("int4", 32, host.cores)
     assert host_r_part(mqa, "int4", host).seconds_per_token == pytest.approx(computing)
-    reading = mqa.layer_layout.kv_bytes_per_token("int4") / host.read_bytes_per_second.achieved
+    reading = mqa.layer_layout.token_bytes("int4") / host.read_bytes_per_second.achieved
     assert computing > reading
 
 
@@ -238,7 +238,7 @@ def test_every_figure_names_its_source() -> None:
     assert sum(figure.measured for figure in figures) == 3
 
 
-def test_pure_arithmetic_needs_numpy_only(tmp_path: Path) -> None:
+def test_pure_arithmetic_needs_numpy_and_msgspec_only(tmp_path: Path) -> None:
     """In a process of its own, outside the checkout."""
     code = """
 import importlib, pkgutil, sys
@@ -250,7 +250,7 @@ for name in names:
     importlib.import_module("fastdecode.perfmodel." + name)
 brought = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 brought = {name for name in brought if not name.startswith("_")}
-sys.exit(str(brought) if brought - {"fastdecode", "numpy"} or len(names) < 10 else 0)
+sys.exit(str(brought) if brought - {"fastdecode", "numpy", "msgspec", "typing_extensions"} or len(names) < 10 else 0)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -65,7 +65,7 @@ def test_sizes_of_a_7b_layer() -> None:
     pcie, network = (Transport(PAPER_7B.attending_row_bytes, (rate,)) for rate in (32e9, 100e9 / 8))
     assert pcie.trip_seconds(1024) == pytest.approx(1.04e-3, abs=0.01e-3)  # 1.049, printed as 1.04
     assert f"{network.trip_seconds(1024) * 1e3:.2f}" == "2.68"
-    kv_bytes = PAPER_7B.layer_layout.kv_bytes_per_token("float16")
+    kv_bytes = PAPER_7B.layer_layout.token_bytes("float16")
     assert kv_bytes == 16_384 and f"{1024 * 256 * kv_bytes / 1e9:.2f}" == "4.29"
     assert PAPER_7B.layer_parameters * PAPER_7B.item_bytes // 10**6 == 402
 
@@ -129,7 +129,7 @@ def test_cache_and_weights_of_the_13b_model() -> None:
 def test_worked_model() -> None:
     assert f"{WORKED.parameters / 1e9:.3f}" == "18.385"
     for heads, kv_bytes in ((8, 262_144), (1, 32_768)):  # of one byte per element
-        assert WORKED.num_layers * WORKED.with_kv_heads(heads).layer_layout.kv_elements_per_token == kv_bytes
+        assert WORKED.num_layers * WORKED.with_kv_heads(heads).layer_layout.kv_elements == kv_bytes
     chips = {"flops_per_second": 16 * V5E_FLOPS_PER_SECOND, "bytes_per_second": 16 * V5E_BYTES_PER_SECOND}
     empty = equations.roofline_step_seconds(1, 0, WORKED.parameters, WORKED.parameters, **chips)
     assert f"{empty * 1e3:.2f}" == "1.42"

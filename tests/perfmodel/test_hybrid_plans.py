@@ -127,8 +127,8 @@ def test_prompts_attend_on_r_workers() -> None:
     workload = Workload(rows + 1000, rows)
     short, part = (host_r_part(NEXT, "bfloat16", host, prompt_context=each) for each in (0.0, workload.prompt_context))
     layer = NEXT.layer_layout
-    rate = kernel_bytes_per_second("bfloat16", layer.products_per_element, host.cores)
-    products = sum(layer.kv_bytes_per_token("bfloat16") / rate * row for row in range(0, rows, 1000)) * 1000
+    rate = kernel_bytes_per_second("bfloat16", layer.multiply_adds() / layer.kv_elements, host.cores)
+    products = sum(layer.token_bytes("bfloat16") / rate * row for row in range(0, rows, 1000)) * 1000
     more = NEXT.num_layers * (part.seconds(0, 0, rows) - short.seconds(0, 0, rows))
     assert more == pytest.approx(12 * products, rel=0.02)
     plain = replace(NEXT, state=None)

@@ -14,8 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
+from fastdecode.core.dtypes import KV_BITS
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.core.layout import KV_BITS
 from fastdecode.perfmodel.hardware import find_cpu_host, kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_config import find_shape, read_shape
@@ -122,7 +122,7 @@ def test_the_bytes_of_an_index_are_those_that_r_workers_are_told_of(name: str, t
     tiny_config(name).save_pretrained(tmp_path)
     given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "device": "cpu"}
     model = SModel(EngineConfig(model=str(tmp_path), **given))
-    assert model.shape.index and any(layer.picks for layer in model.layout.layers)
+    assert model.shape.index and any(layer.ranks_tokens for layer in model.layout.layers)
     assert model.shape.kv_bytes_per_token("bfloat16") == model.layout.kv_bytes_per_token
 
 
@@ -239,7 +239,9 @@ def test_deepseek_v3_and_kimi_k2_as_published() -> None:
         assert shape.kv_layout("bfloat16").kv_bytes_per_token == 61 * 576 * 2
         assert shape.appending_row_bytes == 576 * 2
     assert deepseek.attending_row_bytes == 2 * (128 * (576 + 512) + 576)
-    operations = 2 * deepseek.layer_layout.products_per_element  # a multiply-add is two, an element two bytes
+    operations = (
+        2 * deepseek.layer_layout.multiply_adds() / deepseek.layer_layout.kv_elements
+    )  # a multiply-add is two, an element two bytes
     assert operations / 2 == pytest.approx(242, rel=1e-3)
     slow, fast = (host_r_part(each, "bfloat16", find_cpu_host("epyc-9654")) for each in (deepseek, kimi))
     assert slow.seconds_per_token == pytest.approx(2 * fast.seconds_per_token)  # arithmetic, not memory

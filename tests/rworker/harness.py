@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Dense
 
 from .oracle import attended, attention, from_bits, rounded, to_bits
 from .rounding import Roundings
@@ -17,15 +17,17 @@ from .rounding import Roundings
 FORK, TRUNCATE, RELEASE = 0, 1, 2
 
 
-@dataclass(frozen=True)
-class Layer(LayerLayout):
+def Layer(
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    key_head_dim: int = 64,
+    value_head_dim: int = 64,
+    scale: float = 0.125,
+    *rule: Any,
+    **rules: Any,
+) -> Dense:
     """A layer with small numbers where none are given."""
-
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    key_head_dim: int = 64
-    value_head_dim: int = 64
-    scale: float = 0.125
+    return Dense(num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, *rule, **rules)
 
 
 def table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
@@ -33,7 +35,7 @@ def table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def make_worker(layer: Layer, **options: Any) -> _rworker.RWorker:
+def make_worker(layer: Dense, **options: Any) -> _rworker.RWorker:
     """An R-worker of one such layer; options override the defaults."""
     settings: dict[str, Any] = {
         "model_dtype": "float32",
@@ -55,7 +57,7 @@ class Rows:
     v: np.ndarray
 
 
-def random_rows(rng: np.random.Generator, layer: Layer, num_rows: int) -> Rows:
+def random_rows(rng: np.random.Generator, layer: Dense, num_rows: int) -> Rows:
     """Gaussian rows for one layer."""
     return Rows(
         rng.standard_normal((num_rows, layer.num_heads, layer.key_head_dim), dtype=np.float32),
@@ -68,7 +70,7 @@ def random_rows(rng: np.random.Generator, layer: Layer, num_rows: int) -> Rows:
 class Harness:
     """Feeds rows of one layer to an R-worker and remembers every sequence's keys and values."""
 
-    layer: Layer
+    layer: Dense
     options: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fastdecode import _rworker
-from fastdecode.core.absorption import Absorption, weight_bytes
-from fastdecode.core.layout import ITEM_BYTES, LayerLayout
+from fastdecode.core.dtypes import ITEM_BYTES
+from fastdecode.kinds import Absorption, Latent, Layer
 from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 from .harness import table
 
 ATTEND, PARTIAL, READ = 1, 2, 3
 HEADS, RANK, ROPE, NOPE, VALUE = 7, 40, 9, 21, 19
-LATENT = LayerLayout(HEADS, 1, RANK + ROPE, RANK, 0.15, values_in_keys=True)
+LATENT = Latent(HEADS, 1, RANK + ROPE, RANK, 0.15)
 ABSORBING = replace(LATENT, absorption=Absorption(NOPE, VALUE))
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -31,7 +31,7 @@ def weights(dtype: str, layer: int = 0) -> torch.Tensor:
     return random(90 + layer, HEADS, NOPE + VALUE, RANK, dtype=dtype) / 5
 
 
-def make_worker(layers: list[LayerLayout], dtype: str, **settings: Any) -> _rworker.RWorker:
+def make_worker(layers: list[Layer], dtype: str, **settings: Any) -> _rworker.RWorker:
     """With all weights, some heads at a time."""
     options = {"block_size": 16, "num_blocks": 200, "num_threads": 1} | settings
     worker = _rworker.RWorker(layers=layers, model_dtype=dtype, kv_dtype=dtype, **options)
@@ -42,9 +42,7 @@ def make_worker(layers: list[LayerLayout], dtype: str, **settings: Any) -> _rwor
     return worker
 
 
-def step(
-    worker: _rworker.RWorker, dtype: str, layer: LayerLayout, spans: list, q: torch.Tensor, k: torch.Tensor
-) -> Any:
+def step(worker: _rworker.RWorker, dtype: str, layer: Layer, spans: list, q: torch.Tensor, k: torch.Tensor) -> Any:
     """o [rows of ATTEND spans, heads, dim] and partial results of the one layer."""
     worker.begin_step(table([]), [table(spans)])
     count = sum(rows for _, _, rows, mode in spans if mode == ATTEND)
@@ -150,11 +148,11 @@ def test_what_is_refused() -> None:
     worker.begin_step(table([]), [table([])])
     with pytest.raises(ValueError, match="a step is open"):
         worker.set_weights(1, 0, rows)
-    with pytest.raises(ValueError, match="absorption needs latents"):
-        make_worker([replace(LayerLayout(4, 4, 16, 16, 1.0), absorption=Absorption(8, 8))], "float32")
+    with pytest.raises(ValueError, match="absorption needs one KV head"):
+        make_worker([Latent(4, 4, 16, 16, 1.0, absorption=Absorption(8, 8))], "float32")
 
 
 def test_bytes_of_weights_are_those_of_deepseek_v3() -> None:
-    layer = LayerLayout(128, 1, 576, 512, 1.0, values_in_keys=True, absorption=Absorption(128, 128))
-    assert weight_bytes(layer, ITEM_BYTES["bfloat16"]) == 128 * 256 * 512 * 2
+    layer = Latent(128, 1, 576, 512, 1.0, absorption=Absorption(128, 128))
+    assert layer.weight_bytes(ITEM_BYTES["bfloat16"]) == 128 * 256 * 512 * 2
     assert sum(heads * dim for heads, dim in (layer.row_shapes[0], layer.row_shapes[3])) == 128 * (192 + 128)

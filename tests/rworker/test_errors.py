@@ -6,16 +6,16 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from fastdecode import _rworker
-from fastdecode.core.layout import StateLayout
+from fastdecode.kinds import Latent, Recurrent
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, make_worker, random_rows, table
 
@@ -196,16 +196,28 @@ BAD_SETTINGS = [
 ]
 
 
-STATE = StateLayout("delta", 1, 8, 4, 1, silu=True, norm=True, row_elements=1, filters=b"")
+STATE = Recurrent(4, 64, 0.1, "delta", 1, 8, 4, 1, silu=True, norm=True, row_elements=1)
+LATENT = Latent(4, 1, 64, 64, 0.1)
+
+
+def changed(layer: Any, **fields: Any) -> SimpleNamespace:
+    """What ``layer`` says of itself, with other ``fields``; those that are ... are left out."""
+    own = {"kind": layer.kind, **msgspec.structs.asdict(layer), **fields}
+    return SimpleNamespace(**{name: value for name, value in own.items() if value is not ...})
+
+
 BAD_LAYERS = [
-    ([4, 2, 64, 64, 0.1], "LayerLayout; it lacks num_heads, num_kv_heads, .*, picked_by, absorption, state$"),
-    (SimpleNamespace(**{name: each for name, each in vars(LAYER).items() if name not in ("scale", "picks")}),
-     r"^layers\[1\] must have the fields of a LayerLayout; it lacks scale, picks$"),
-    (replace(LAYER, window="16"), r"^layers\[1\].window is '16', which cannot be one$"),
-    (replace(LAYER, sinks=None), r"layers\[1\].sinks is None, which cannot be one"),
-    (replace(LAYER, state=LAYER), r"^layers\[1\].state must have the fields of a StateLayout; it lacks kind, groups"),
-    (replace(LAYER, state=replace(STATE, kind="sum")), r"layers\[1\].state.kind is 'sum'; it must be delta, "),
-]  # fmt: skip
+    ([4, 2, 64, 64, 0.1], r"^layers\[1\] has no field kind; it must be a layer of fastdecode.kinds$"),
+    ((4, 2, 64, 64, 0.1, 0, 0.0, [], []), r"^layers\[1\] has no field kind; it must be a layer of fastdecode.kinds$"),
+    (changed(LAYER, kind="sparse"), r"^layers\[1\] is a layer of kind 'sparse', which this build does not know$"),
+    (changed(LAYER, kind=7), r"^layers\[1\].kind is 7, which cannot be one$"),
+    (changed(LAYER, scale=...), r"^layers\[1\] has no field scale; it must be a layer of fastdecode.kinds$"),
+    (changed(LAYER, window="16"), r"^layers\[1\].window is '16', which cannot be one$"),
+    (changed(LAYER, sinks=None), r"layers\[1\].sinks is None, which cannot be one"),
+    (changed(LATENT, absorption=LAYER), r"^layers\[1\].absorption has no field nope_dim; it must be a layer"),
+    (changed(STATE, groups=...), r"^layers\[1\] has no field groups; it must be a layer"),
+    (changed(STATE, recurrence="sum"), r"^layers\[1\].recurrence is 'sum'; it must be delta, "),
+]
 
 
 @pytest.mark.parametrize(("layer", "message"), BAD_LAYERS)

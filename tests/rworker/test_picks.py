@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastdecode import _rworker
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Dense, Index, Latent, Layer
 from fastdecode.sworker.adapters.index import picked
 from fastdecode.sworker.run.prompts import reference_attention
 from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
@@ -21,16 +21,16 @@ APPEND, ATTEND = range(2)
 ISAS = _rworker.supported_isas()
 
 
-def tokens(heads: int, dim: int, most: int) -> LayerLayout:
-    return LayerLayout(heads, 1, dim, 1, 0.3, values_in_keys=True, picks=most)
+def tokens(heads: int, dim: int, most: int) -> Layer:
+    return Index(heads, dim, 0.3, picks=most)
 
 
-def latent(heads: int, dim: int, value_dim: int, by: int, sinks: tuple[float, ...] = ()) -> LayerLayout:
-    return LayerLayout(heads, 1, dim, value_dim, 0.2, values_in_keys=True, picked_by=by, sinks=sinks)
+def latent(heads: int, dim: int, value_dim: int, by: int, sinks: tuple[float, ...] = ()) -> Layer:
+    return Latent(heads, 1, dim, value_dim, 0.2, picked_by=by, sinks=sinks)
 
 
-def blocks(heads: int, most: int, size: int, local: int) -> LayerLayout:
-    return LayerLayout(heads, 1, 24, 1, 1.0, values_in_keys=True, picks=most, pick_block=size, pick_local=local)
+def blocks(heads: int, most: int, size: int, local: int) -> Layer:
+    return Index(heads, 24, 1.0, picks=most, pick_block=size, pick_local=local)
 
 
 KINDS = {
@@ -41,13 +41,13 @@ KINDS = {
         tokens(70, 17, 600),
         latent(2, 48, 32, 3),
     ),
-    "blocks": (blocks(2, 4, 32, 1), LayerLayout(6, 2, 20, 12, 0.2, picked_by=0), LayerLayout(4, 4, 16, 16, 0.3)),
-    "local": (blocks(3, 9, 128, 3), LayerLayout(3, 3, 20, 12, 0.2, picked_by=0, soft_cap=3.0)),
+    "blocks": (blocks(2, 4, 32, 1), Dense(6, 2, 20, 12, 0.2, picked_by=0), Dense(4, 4, 16, 16, 0.3)),
+    "local": (blocks(3, 9, 128, 3), Dense(3, 3, 20, 12, 0.2, picked_by=0, soft_cap=3.0)),
 }
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "int8": 2e-2, "int4": 2e-2}
 
 
-def make_worker(layers: tuple[LayerLayout, ...], dtype: str, **settings: Any) -> _rworker.RWorker:
+def make_worker(layers: tuple[Layer, ...], dtype: str, **settings: Any) -> _rworker.RWorker:
     """An R-worker of such layers, whose cache is in the model's dtype unless told otherwise."""
     return _rworker.RWorker(layers=list(layers), **{"model_dtype": dtype, "kv_dtype": dtype} | settings)
 
@@ -59,7 +59,7 @@ class Side:
     Of a cache that holds codes the oracle gets the rows as it gives them back.
     """
 
-    layers: tuple[LayerLayout, ...]
+    layers: tuple[Layer, ...]
     dtype: str = "float32"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class Side:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32)).to(TORCH_DTYPE[self.dtype])
 
-    def queries(self, count: int, layer: LayerLayout) -> torch.Tensor:
+    def queries(self, count: int, layer: Layer) -> torch.Tensor:
         q = self.random(count, layer.num_heads, layer.query_dim)
         if layer.query_dim > layer.key_head_dim:
             weights = torch.from_numpy(self.rng.standard_normal((count, layer.num_heads, 2), dtype=np.float32))
@@ -106,11 +106,11 @@ class Side:
                 attending, q.split([each[2] for each in attending]), found, strict=True
             ):
                 keys, values = (each[: context + count] for each in self._rows_of(sequence, number))
-                if layer.picks:
+                if layer.ranks_tokens:
                     seen[sequence] = picked(own, keys, layer)
                     assert not rows.any()
                     continue
-                wanted = reference_attention(own, keys, values, layer, seen[sequence] if layer.picked_by >= 0 else None)
+                wanted = reference_attention(own, keys, values, layer, seen[sequence] if layer.reads >= 0 else None)
                 assert (rows.float() - wanted.float()).abs().max() < TOLERANCE[self.kv_dtype], (number, sequence)
         return answers
 
@@ -160,7 +160,7 @@ def test_bits_do_not_depend_on_company_threads_or_steps() -> None:
 
 def test_equal_scores_go_to_the_earlier_and_nan_harms_nobody() -> None:
     """Whatever a peer sends: the count of what is picked stays, and so does the worker."""
-    index, layer = tokens(1, 16, 4), LayerLayout(1, 1, 16, 16, 1.0, values_in_keys=True, picked_by=0)
+    index, layer = tokens(1, 16, 4), Latent(1, 1, 16, 16, 1.0, picked_by=0)
     worker = make_worker((index, layer), "float32", block_size=16, num_blocks=8, num_threads=1)
     k = np.zeros((10, 1, 16), np.float32)
     k[:, 0, 0] = [3, 1, 1, 5, 1, 1, 1, 0, 1, 1]
@@ -216,13 +216,13 @@ def test_what_cannot_be_is_refused() -> None:
     for layers, message in (
         ((layer, index), "picked_by must be the last layer before it that picks"),
         (
-            (index, LayerLayout(2, 1, 16, 16, 1.0, picked_by=0)),
+            (index, Dense(2, 1, 16, 16, 1.0, picked_by=0)),
             "where tokens are picked one KV head and values_in_keys",
         ),
-        ((block, LayerLayout(3, 3, 16, 16, 1.0, picked_by=0)), "as many KV heads as that one has heads"),
+        ((block, Dense(3, 3, 16, 16, 1.0, picked_by=0)), "as many KV heads as that one has heads"),
         ((blocks(2, 4, 24, 1), wide), "pick_block is 24; it must be 0, or a power of two"),
         ((blocks(2, 4, 32, 5), wide), "with a pick_local of 1 to picks"),
-        ((LayerLayout(2, 2, 16, 1, 1.0, values_in_keys=True, picks=3),), "a layer that picks has one KV head"),
+        ((Index(2, 16, 1.0, picks=0),), "picks must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             Side(layers)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fastdecode import _rworker
-from fastdecode.core.layout import LayerLayout
+from fastdecode.kinds import Dense
 
 from .harness import TRUNCATE, Harness, Layer, Rows, random_rows
 from .oracle import attention, relative_error
@@ -177,7 +177,7 @@ def test_one_bad_element_is_never_a_number(bad: float, part: str, kv_dtype: str,
 def test_memory_is_what_is_stored(block_size: int, dims: tuple[int, int], kv_dtype: str) -> None:
     layer = Layer(2, 2, *dims)
     blocks = 1024 // block_size
-    bytes_stored = LayerLayout(2, 2, *dims, scale=1.0).kv_bytes_per_token(kv_dtype) * 1024
+    bytes_stored = Dense(2, 2, *dims, scale=1.0).token_bytes(kv_dtype) * 1024
     assert bytes_stored <= _rworker.block_bytes([layer], kv_dtype, block_size) * blocks <= 1.03 * bytes_stored
 
 
@@ -189,4 +189,4 @@ def test_bytes_read_count_the_scales(kv_dtype: str) -> None:
     harness.worker.begin_step(np.zeros((0, 4), np.int64), [np.array([[0, 0, 100, 1]])])
     harness.worker.submit(0, 0, rows.q, rows.k, rows.v, np.empty((100, 4, 64), np.float32))
     harness.worker.wait(0)
-    assert harness.worker.end_step()[2] == 100 * LayerLayout(4, 2, 80, 64, 1.0).kv_bytes_per_token(kv_dtype)
+    assert harness.worker.end_step()[2] == 100 * Dense(4, 2, 80, 64, 1.0).token_bytes(kv_dtype)

@@ -13,13 +13,16 @@ import torch
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import make_layer_cache
-from fastdecode.core.layout import STATE_KINDS, KVLayout, LayerLayout, StateLayout, from_wire, to_wire
+from fastdecode.core.dtypes import from_wire, to_wire
 from fastdecode.core.types import Verb
+from fastdecode.kinds import Recurrent
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.part.states import PartStates
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
 
 DELTA, SCAN, WINDOW, SELECTIVE, LRU = range(5)
+RECURRENCES = ("delta", "scan", "window", "selective", "lru")
 ATTENTION = Layer(num_heads=2, num_kv_heads=1, key_head_dim=16, value_head_dim=16)
 NUM_TOKENS = 23
 
@@ -61,15 +64,14 @@ class Kind:
         filters = filters if self.has_convolution else np.ones_like(filters)
         return filters, bias * self.has_bias, skip * self.has_skip, -np.abs(factors) * (self.kind == SELECTIVE)
 
-    def layout(self) -> LayerLayout:
+    def layout(self) -> Recurrent:
         filters, bias, skip, factors = (each.tobytes() for each in self.weights())
-        state = StateLayout(
-            STATE_KINDS[self.kind], self.groups, self.key_dim, self.taps, self.decays, self.silu, self.norm,
-            row_elements=0, filters=filters * self.has_convolution, bias=bias * self.has_bias,
-            skip=skip * self.has_skip, factors=factors * (self.kind == SELECTIVE),
+        return Recurrent(
+            self.heads, self.value_dim, self.scale, RECURRENCES[self.kind], self.groups, self.key_dim, self.taps,
+            self.decays, self.silu, self.norm, row_elements=0, filters=filters * self.has_convolution,
+            bias=bias * self.has_bias, skip=skip * self.has_skip, factors=factors * (self.kind == SELECTIVE),
             kept_rows=self.kept_rows, keeps_single=self.keeps_single, dtype=self.dtype,
         )  # fmt: skip
-        return LayerLayout(self.heads, 1, self.value_dim, self.value_dim, self.scale, state=state)
 
     def rounded(self, state: np.ndarray) -> np.ndarray:
         """As it is kept after a token."""
@@ -110,7 +112,7 @@ KINDS |= {
 }
 
 
-def oracle(kind: Kind, channels: np.ndarray, decays: np.ndarray, rates: np.ndarray) -> np.ndarray:
+def oracle(kind: Layer, channels: np.ndarray, decays: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """o [tokens, heads, value_dim], in float64."""
     filters, bias, skip, factors = (each.astype(np.float64) for each in kind.weights())
     padded = np.concatenate([np.zeros((kind.taps - 1, kind.channels)), channels])
@@ -148,7 +150,7 @@ def oracle(kind: Kind, channels: np.ndarray, decays: np.ndarray, rates: np.ndarr
 class Harness:
     """An R-worker with a layer that attends and one that is recurrent."""
 
-    def __init__(self, kind: Kind, **settings: Any) -> None:
+    def __init__(self, kind: Layer, **settings: Any) -> None:
         self.kind = kind
         settings = {"model_dtype": "float32", "block_size": 16, "num_blocks": 1000, "num_threads": 1} | settings
         self.dtype = settings["model_dtype"]
@@ -340,7 +342,7 @@ def test_prefill_workers_advance_states_from_part_to_part(name: str) -> None:
         o, state = part.advance(1, torch.from_numpy(rows[start:end]), state, start)
         assert np.array_equal(o.numpy(), wanted[start:end])
     part.close()
-    assert state is not None and len(state) == layout.state_bytes(1) and layout.state_bytes(0) == 0
+    assert state is not None and len(state) == layout.sequence_bytes(1) and layout.sequence_bytes(0) == 0
     there, k = Harness(kind), np.zeros((22, 1, 16), np.float32)
     there.worker.begin_step(table([(Verb.RESERVE, 1, 7, 22)]), [table([])])
     there.worker.end_step()

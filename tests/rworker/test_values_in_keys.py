@@ -4,13 +4,15 @@ Caches of int8 and int4 give the bits of a float cache of the rows that they kee
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from fastdecode import _rworker
+from fastdecode.kinds import Dense, Latent
 
 from .harness import FORK, RELEASE, TRUNCATE, Layer, table
 from .oracle import from_bits, rounded, to_bits
@@ -23,12 +25,17 @@ DOTS = Layer(2, 1, 1088, 1024, 0.06, window=500)
 ODD = Layer(6, 2, 41, 23, 0.2, window=600, soft_cap=5.0, sinks=(0.5, -1.0, 0.0, 1.0, 0.25, 2.0))
 
 
+def in_keys(layer: Dense) -> Latent:
+    """The same layer with values that are the first dims of the keys."""
+    return Latent(**msgspec.structs.asdict(layer))
+
+
 @dataclass
 class Pair:
     """Two R-workers that are told the same; one keeps values apart, or floats in place of codes. Sequences are numbered
     from 1."""
 
-    layer: Layer
+    layer: Dense
     dtype: str = "float32"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -39,9 +46,9 @@ class Pair:
         is_quantized = self.kv_dtype in QUANTISED
         self.workers = [
             _rworker.RWorker(
-                layers=[replace(self.layer, values_in_keys=is_quantized)], **settings | {"kv_dtype": self.dtype}
+                layers=[in_keys(self.layer) if is_quantized else self.layer], **settings | {"kv_dtype": self.dtype}
             ),
-            _rworker.RWorker(layers=[replace(self.layer, values_in_keys=True)], **settings),
+            _rworker.RWorker(layers=[in_keys(self.layer)], **settings),
         ]
         self.rng = np.random.default_rng(7)
 
@@ -113,7 +120,7 @@ def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str, kv_dtyp
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int4"])
 def test_a_chunk_that_threads_share_has_the_bits_of_its_rows(kv_dtype: str) -> None:
     """Over a split's border, by three threads; then its rows one by one, which one thread attends."""
-    layer, rng = Layer(64, 1, 40, 32, 0.2, values_in_keys=True), np.random.default_rng(3)
+    layer, rng = Latent(64, 1, 40, 32, 0.2), np.random.default_rng(3)
     q, k = (to_bits(rng.standard_normal((530, heads, 40), dtype=np.float32), "bfloat16") for heads in (64, 1))
     results = []
     for threads, sizes in ((3, [40]), (1, [1] * 40)):
@@ -170,7 +177,7 @@ def exported_rows(k: np.ndarray, dtype: str, kv_dtype: str) -> np.ndarray:
 @pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("bfloat16", 1152), ("int8", 644), ("int4", 416)])
 def test_a_row_takes_the_bytes_of_its_key(kv_dtype: str, row_bytes: int) -> None:
     """DeepSeek-V3's, with all that blocks hold beside."""
-    layer = Layer(128, 1, 576, 512, 0.07, values_in_keys=True)
+    layer = Latent(128, 1, 576, 512, 0.07)
     for block_size in (16, 64):
         assert _rworker.block_bytes([layer] * 61, kv_dtype, block_size) == 61 * row_bytes * block_size
 

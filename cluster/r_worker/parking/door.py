@@ -20,8 +20,8 @@ from fastdecode.cluster.wire.parked import (
     encode_chains,
     encode_parked,
 )
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import Parked
+from fastdecode.kinds.layout import KVLayout
 
 
 class ParkDoor:

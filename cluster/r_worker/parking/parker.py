@@ -28,8 +28,8 @@ from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.parking.room import Room
 from fastdecode.cluster.wire.messages import fingerprint
 from fastdecode.core.errors import CapacityError, ChainError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
+from fastdecode.kinds.layout import KVLayout
 
 READ_AHEAD = 4
 """Pieces that the disk's thread fetches before they are wanted, where they are not in memory."""

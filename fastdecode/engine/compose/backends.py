@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import ON_R_WORKERS, WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import BackendError, CapacityError
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import DRAFT_CACHE_SHARE, KV_CACHE_SHARE, STATE_SHARE, available_memory_bytes, usable_cores
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
@@ -23,6 +22,7 @@ from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.journal.places import Place
 from fastdecode.journal.records import Run
+from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool.backend import PoolBackend
@@ -321,9 +321,9 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     if not config.pool_listen:
         placing.check_r_workers(max(len(workers), config.num_r_workers))  # one may be lost since
     num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
-    one_piece = layout.has_states or not placing.may_cut
+    one_piece = layout.cannot("ranges") is not None or not placing.may_cut
     block_size = workers[0].block_size
-    if not layout.has_states and placing.fits_pool(max_model_len, num_blocks, block_size, layout.chunk_tokens):
+    if not layout.cannot("ranges") and placing.fits_pool(max_model_len, num_blocks, block_size, layout.chunk_tokens):
         return
     worker = min(workers, key=lambda worker: worker.num_blocks)
     block_bytes = block_size * layout.room_bytes_per_token

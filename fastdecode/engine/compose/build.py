@@ -14,7 +14,6 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
 from fastdecode.core.errors import BackendError
 from fastdecode.core.held import KnownTokens
-from fastdecode.core.layout import KVLayout
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.placing import UNLIMITED
@@ -40,19 +39,19 @@ from fastdecode.engine.compose.backends import (
     with_key_of,
 )
 from fastdecode.engine.compose.setup import (
-    check_index,
     make_parking,
     make_scheduler,
     pin_s_worker,
     prompt_tokens,
     with_absorption,
 )
+from fastdecode.engine.compose.ways import check_ways
 from fastdecode.engine.live import LiveRequests, LiveWorld
-from fastdecode.hybrids import check_hybrid
 from fastdecode.journal.journal import Journal, KeptJournal, next_run
 from fastdecode.journal.places import Folder
 from fastdecode.journal.pulse import Listening, Pulse
 from fastdecode.journal.records import Run
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
@@ -127,8 +126,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
         config = ranks.config
     set_threads(pin_s_worker(config))
     model = SModel(config, ranks.rank if ranks else None)
-    check_index(config, model.layout)
-    check_hybrid(config, model.layout, model.on_gpu)
+    check_ways(config, model.layout, model.on_gpu)
     cores = config.r_core_list or r_cores
 
     def open_pool(run: Run, insists: bool, opening: ExitStack) -> _Pool:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fastdecode.api.config import EngineConfig
+from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import ITEM_BYTES, KVLayout
 from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
 from fastdecode.core.parked import Parks
 from fastdecode.core.placing import WHOLE
@@ -19,6 +19,7 @@ from fastdecode.core.state_room import StateRoom
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Parking
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
 from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.profile_json import load_profile
@@ -69,7 +70,7 @@ def make_scheduler(
     balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
     num_blocks = tuple(worker.num_blocks for worker in r_workers)
     placing = config.placing.uncut
-    if not model.layout.has_states:
+    if not model.layout.cannot("ranges"):
         placing = config.placing.chosen(
             model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens
         )
@@ -125,16 +126,6 @@ def make_parking(
     return Parking(parks, model.kv_identity, r_workers)
 
 
-def check_index(config: EngineConfig, layout: KVLayout) -> None:
-    """ConfigError names the setting that is not for models of which an index picks the tokens that are seen."""
-    for size in {layer.pick_block for layer in layout.layers if layer.pick_block}:
-        if size % config.block_size:
-            raise ConfigError(
-                f"block_size: an index of this model picks the tokens that its queries see, in blocks of {size}: "
-                f"{config.block_size} must divide that"
-            )
-
-
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
     """Prompt tokens that may attend on the S-worker.
 
@@ -142,7 +133,7 @@ def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWork
     there is nothing to overlap.
     """
     shares_cores = not model.on_gpu and not any(worker.own_cores for worker in r_workers)
-    if model.layout.has_states or (config.prefill_scratch is None and shares_cores):
+    if model.layout.cannot("scratch") or (config.prefill_scratch is None and shares_cores):
         return 0
     return scratch_tokens(config, model.layout, model.free_memory_bytes(), model.on_gpu)
 
@@ -150,7 +141,7 @@ def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWork
 def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_gpu: bool = False) -> int:
     """Prompt tokens whose keys and values the S-worker may hold of its free memory: as the cache stores them, but on a
     GPU in the model's dtype."""
-    elements = sum(layer.kv_elements_per_token for layer in layout.layers)
+    elements = sum(layer.kv_elements for layer in layout.layers)
     token_bytes = elements * ITEM_BYTES[layout.model_dtype] if on_gpu else layout.kv_bytes_per_token
     wanted = config.bytes_of("prefill_scratch")
     available = int(free_bytes * SCRATCH_SHARE) if wanted is None else wanted
@@ -196,7 +187,7 @@ def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_toke
 
 def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
     """The faster of two steps that compute ``num_tokens`` of a prompt, on R-worker ``index``."""
-    attends = s_worker.layout.has_states
+    attends = s_worker.layout.cannot("scratch") is not None
     chunk = Chunk(TRIAL_ID, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
     seconds = []

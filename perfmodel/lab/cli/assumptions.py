@@ -32,7 +32,7 @@ def rank_lines(group: RankGroup) -> tuple[str, ...]:
 def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
     """Say what a cached token costs R-workers: memory, reading, arithmetic."""
     layer = shape.layer_layout
-    operations = 2 * layer.products_per_element * layer.kv_elements_per_token / layer.kv_bytes_per_token(kv_dtype)
+    operations = 2 * layer.multiply_adds() / layer.token_bytes(kv_dtype)
     return (
         f"a cached token: {planner.kv_bytes_per_token:,} bytes held over all layers, "
         f"{planner.kv_bytes_read_per_token:,.0f} of them read in a step; {operations:.3g} operations for a byte of its "

@@ -140,7 +140,7 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
     for r_worker, kv_dtype, kv_heads, threads in shapes:
         shape = profile.shape.with_kv_heads(kv_heads)
         part = profile.measured_r_part(kv_dtype, threads, shape, r_worker)
-        rate = shape.layer_layout.kv_bytes_per_token(kv_dtype) / part.seconds_per_token / 1e9
+        rate = shape.layer_layout.token_bytes(kv_dtype) / part.seconds_per_token / 1e9
         lines.append(
             f"R {r_worker}, {kv_dtype}, {shape.num_heads} / {kv_heads} heads, {threads} thread(s): "
             f"{part.seconds_per_token * 1e9:.3g} ns per token ({rate:.3g} GB/s), {part.row_seconds * 1e6:.2g} µs per "

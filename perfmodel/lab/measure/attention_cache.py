@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.core.dtypes import ITEM_BYTES, from_wire, to_wire
 from fastdecode.core.errors import CapacityError
-from fastdecode.core.layout import ITEM_BYTES, from_wire, to_wire
 from fastdecode.core.machine import available_memory_bytes, usable_cores
 from fastdecode.core.types import SPLIT_TOKENS, SpanMode, Verb
 from fastdecode.engine.compose.backends import tuning
@@ -38,14 +38,15 @@ class FilledCache:
         self.worker = _open_worker(shape, lengths)
         rows = min(max(PAYLOAD_BYTES // _row_bytes(shape), 2 * BLOCK_SIZE), 2 * int(lengths.sum()) + 2 * BLOCK_SIZE)
         layer = shape.layout.layers[0]
-        dims = layer.key_head_dim, layer.stored_value_dim
+        (_, q_dim), (_, key_dim), (_, value_dim), (_, o_dim) = layer.row_shapes
+        dims = key_dim, value_dim
         self._keys, self._values = (self._random(rows, shape.num_kv_heads, dim) for dim in dims)
         self._rows_per_step = rows // 2
         self._fill()
         new_rows = len(lengths) * shape.q_len
-        self._q = self._random(new_rows, shape.num_heads, layer.query_dim)
+        self._q = self._random(new_rows, shape.num_heads, q_dim)
         self._k, self._v = (self._random(new_rows, shape.num_kv_heads, dim) for dim in dims)
-        self._out = np.empty((new_rows, shape.num_heads, layer.value_head_dim), self._q.dtype)
+        self._out = np.empty((new_rows, shape.num_heads, o_dim), self._q.dtype)
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
 
     def call(self, q_len: int | None = None) -> tuple[float, float]:
@@ -141,7 +142,7 @@ class FilledCache:
         num_rows = sum(tokens for _, _, tokens in pieces)
         first = int(self._rng.integers(0, len(self._keys) - num_rows + 1))
         layer, dtype = self.shape.layout.layers[0], self._keys.dtype
-        no_q, no_out = (np.empty((0, layer.num_heads, dim), dtype) for dim in (layer.query_dim, layer.value_head_dim))
+        no_q, no_out = (np.empty((0, *layer.row_shapes[part]), dtype) for part in (0, 3))
         self.worker.begin_step(NO_CONTROLS, [self._table((*piece, 0) for piece in pieces)])
         rows = slice(first, first + num_rows)
         self.worker.submit(0, 0, no_q, self._keys[rows], self._values[rows], no_out)
@@ -160,7 +161,7 @@ class FilledCache:
 def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
     """The first, the middle and the last sequence, as far as CHECKED_BYTES go."""
     chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))[:CHECKED_SEQUENCES]
-    token_bytes = shape.layout.layers[0].kv_elements_per_token * 4
+    token_bytes = shape.layout.layers[0].kv_elements * 4
     spent = np.cumsum(lengths[chosen]) * token_bytes
     return [index for index, total in zip(chosen, spent, strict=True) if total <= CHECKED_BYTES or index == chosen[0]]
 
@@ -170,7 +171,7 @@ def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes
     the free memory. The first one is checked against the oracle."""
     shape, lengths = caches[0]
     longest = int(lengths[checked_sequences(shape, lengths)].max())
-    check = longest * shape.layout.layers[0].kv_elements_per_token * 6
+    check = longest * shape.layout.layers[0].kv_elements * 6
     needed, free = sum(map(_cache_bytes, *zip(*caches, strict=True))) + read_bytes + check, available_memory_bytes()
     if needed > free:
         raise CapacityError(

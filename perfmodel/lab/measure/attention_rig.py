@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.layout import KVLayout, to_wire
+from fastdecode.core.dtypes import to_wire
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 from fastdecode.engine.compose.backends import make_backend
+from fastdecode.kinds.layout import KVLayout
 
 CHUNK_ROWS = 2048
 """Tokens appended at once while the cache is filled."""

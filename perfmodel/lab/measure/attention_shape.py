@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.core.dtypes import is_quantized
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.layout import MAX_HEAD_DIM, KVLayout, LayerLayout, is_quantized
+from fastdecode.kinds import Dense, Index, Latent, Layer
+from fastdecode.kinds.kind import MAX_HEAD_DIM
+from fastdecode.kinds.layout import KVLayout
 
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""
@@ -111,12 +114,16 @@ class AttentionShape:
     @property
     def layout(self) -> KVLayout:
         """The one layer that is measured."""
-        dim, value_dim = self.head_dim, 1 if self.index_picks else self.latent_dim
-        layer = LayerLayout(
-            self.num_heads, self.num_kv_heads, dim, value_dim or dim, dim**-0.5,
-            values_in_keys=value_dim > 0, picks=self.index_picks,
-        )  # fmt: skip
-        return KVLayout((layer,), self.model_dtype, self.kv_cache_dtype)
+        return KVLayout((self._layer,), self.model_dtype, self.kv_cache_dtype)
+
+    @property
+    def _layer(self) -> Layer:
+        dim, heads, kv_heads = self.head_dim, self.num_heads, self.num_kv_heads
+        if self.index_picks:
+            return Index(heads, dim, dim**-0.5, self.index_picks)
+        if self.latent_dim:
+            return Latent(heads, kv_heads, dim, self.latent_dim, dim**-0.5)
+        return Dense(heads, kv_heads, dim, dim, dim**-0.5)
 
     @property
     def piece_bytes(self) -> int:
@@ -131,8 +138,7 @@ class AttentionShape:
     @property
     def multiply_adds_per_token(self) -> int:
         """Of one query token and one cached token, over all heads: keys and, but in an index, values."""
-        layer = self.layout.layers[0]
-        return layer.num_heads * (layer.key_head_dim + (0 if self.index_picks else layer.value_head_dim))
+        return self._layer.multiply_adds()
 
     def lengths(self, cache_bytes: int, seed: int) -> np.ndarray:
         """int64 [batch_size]: tokens of each sequence. With a batch size of auto, so many that copies of their own

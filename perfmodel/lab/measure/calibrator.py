@@ -12,8 +12,10 @@ import numpy as np
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import KV_CACHE_DTYPES
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout, LayerLayout
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.machine import usable_cores
+from fastdecode.kinds import Layer
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.calibration import Anchor, steadily
 from fastdecode.perfmodel.deployment import this_machine
 from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
@@ -128,22 +130,22 @@ class Calibrator:
         if self.shape.latent and self.plan.num_ranks > 1:
             shapes.append(rank_shape(self.shape, self.plan.num_ranks))
         kinds = [("rows", shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes]
-        measured = [shape.layer_layout for shape in shapes]
+        measured: list[Layer] = [shape.layer_layout for shape in shapes]
         if self.shape.latent:
             kinds += [("absorbing", heads, kv_heads, dim) for _, heads, kv_heads, dim in kinds]
-            measured += map(_with_weights, shapes)
+            measured += [shape.absorbing(True).layer_layout for shape in shapes]
         if index := self.shape.index:
             kinds.append(("scan", index.num_heads, 1, index.head_dim))
-            measured.append(index.picking_layout)
+            measured.append(index.layer_layout)
         states = 0
         if state := self.shape.state:
             kinds.append(("state", state.heads, state.groups, state.value_dim))
             measured.append(state.layer_layout(self.shape.item_bytes))
             states = R_LAYERS * max(batch for batch, _ in self.plan.r_shapes)
         layers = tuple(layer for layer in measured for _ in range(R_LAYERS))
-        layout = KVLayout(layers, self.shape.dtype, kv_dtype)
+        layout = _with_weights(KVLayout(layers, self.shape.dtype, kv_dtype))
         tokens = max(batch * (context + 128) for batch, context in self.plan.r_shapes)
-        of_states = states * layout.state_bytes(len(layers) - 1)
+        of_states = states * layout.sequence_bytes(len(layers) - 1)
         with self._attention_rig(r_worker, threads, layout, tokens, of_states) as rig:
             for batch_size, context_len in self.plan.r_shapes:
                 rig.fill(batch_size, context_len)
@@ -203,14 +205,14 @@ class Calibrator:
         return closing(rig)
 
 
-def _with_weights(shape: ModelShape) -> LayerLayout:
-    """One latent layer as R-workers absorb it, with K and V that are zeros: these take as long as others."""
-    layer = shape.absorbing(True).layer_layout
-    sizes = layer.absorption
-    if sizes is None:
-        raise ValueError("this layer has no latents")
-    rows = np.zeros((layer.num_heads, sizes.nope_dim + sizes.value_dim, layer.value_head_dim), WIRE_DTYPE[shape.dtype])
-    return replace(layer, absorption=replace(sizes, weights=lambda: rows))
+def _with_weights(layout: KVLayout) -> KVLayout:
+    """Return ``layout`` with weights that are zeros where R-workers multiply some: these take as long as others."""
+    weights = {}
+    for number, layer in enumerate(layout.layers):
+        if layer.weight_rows:
+            rows = np.zeros((layer.num_heads, *layer.weight_rows), WIRE_DTYPE[layout.model_dtype])
+            weights[number] = lambda rows=rows: rows
+    return replace(layout, weights=weights)
 
 
 CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256)

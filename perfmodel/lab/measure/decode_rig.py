@@ -9,12 +9,13 @@ import numpy as np
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import BackendError
-from fastdecode.core.layout import WIRE_DTYPE, KVLayout
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.engine.engine import LLMEngine
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import set_threads
 from fastdecode.sworker.run.random_prompts import RandomPrompts
 
@@ -103,10 +104,11 @@ class InstantBackend:
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         of = self._layers[layer]
-        key, rows = (mini_batch, of.output_dim), (len(q), of.num_heads if of.state else q.shape[1])
+        shape = len(q), *of.row_shapes[3]
+        key = mini_batch, shape[2]
         zeros = self._zeros.get(key)
-        if zeros is None or zeros.shape[:2] != rows:
-            zeros = self._zeros[key] = np.zeros((*rows, key[1]), self._dtype)
+        if zeros is None or zeros.shape != shape:
+            zeros = self._zeros[key] = np.zeros(shape, self._dtype)
         self._outputs[mini_batch] = zeros
 
     def ready(self, mini_batch: int) -> bool:

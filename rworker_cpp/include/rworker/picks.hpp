@@ -17,9 +17,9 @@ struct PickedTokens {
 
     PickedTokens(std::int64_t num_seen, std::int64_t num_stored) : seen(num_seen), stored(num_stored) {}
     /// Of a query at `position` in a sequence with `end` tokens stored.
-    PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end);
+    PickedTokens(const Index& index, std::int64_t position, std::int64_t end);
     /// The same in a range, which holds `count` of what the query picked, tokens or blocks.
-    PickedTokens(const LayerSpec& index, std::int64_t position, std::int64_t end, std::int64_t count);
+    PickedTokens(const Index& index, std::int64_t position, std::int64_t end, std::int64_t count);
 };
 
 /// Ranks of an index layer's scores, as ranges answer with them: the larger the better, the best first, `most` of each
@@ -42,7 +42,7 @@ class Picks {
     /// floats from split to split. Equal scores: the earlier first.
     void pick(std::int64_t query, std::int64_t position, const float* scores, std::int64_t stride);
     /// The same in a range of `end` tokens, where `position`, counted from its first, may lie behind it: the best here,
-    /// whose ranks are written as [head][index.picks], with zeros behind them. Which of them count is told by `share`.
+    /// whose ranks are written as [head][picks of the index], with zeros behind them. Which of them count is told by `share`.
     void rank(std::int64_t query, std::int64_t position, std::int64_t end, const float* scores, std::int64_t stride,
               std::uint32_t* ranks);
     /// Of such a query, counts [head]: the best so many are picked. False, and nothing has changed, for impossible ones.
@@ -60,7 +60,7 @@ class Picks {
         std::int64_t position, end;
     };
 
-    const LayerSpec* index_ = nullptr;
+    const Index* index_ = nullptr;
     std::int64_t layer_ = -1, heads_ = 0, most_ = 0, block_ = 0, local_ = 0;
     std::vector<std::int32_t> picked_;  // [query][head][most]
     std::vector<std::int32_t> counts_;  // [query][head], of ranges: the best that are there, then those that count

@@ -56,7 +56,7 @@ struct WorkItem {
 
 /// Floats that one token's partial results of one split take in one KV head; in an index layer, its scores.
 inline std::int64_t token_floats(const LayerSpec& layer) {
-    return layer.picks > 0 ? score_floats(layer.num_heads, layer.pick_block)
+    return layer.index() ? score_floats(layer.num_heads, layer.index()->block)
                            : layer.group() * partial_floats(layer.value_dim);
 }
 
@@ -87,7 +87,7 @@ struct WorkList {
 
   private:
     PlannedSpan place(const KVCache& cache, const Span& span) const;
-    void place_picking(const LayerSpec& index, const PlannedSpan& span);
+    void place_picking(const Index& index, const PlannedSpan& span);
     void place_partials(PlannedSpan& span);
     void plan_splits(const KVCache& cache);
     void plan_shared(const SharedSplit& shared);

@@ -1,0 +1,72 @@
+"""Refusals of settings that ask for a way which a model's layers cannot be put through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.kinds import Way
+from fastdecode.kinds.layout import KVLayout
+
+Asks = Callable[[EngineConfig, bool], bool]
+"""Says whether settings, and a model on a GPU, ask for a way."""
+
+
+def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
+    return getattr(config, name) not in ("auto", None)
+
+
+STATE_SETTINGS = ("mamba_ssm_cache_dtype", "state_on", "state_memory")
+
+ASKED: tuple[tuple[Way, str, Asks], ...] = (
+    *(("states", name, partial(_is_given, name)) for name in STATE_SETTINGS),
+    ("ranges", "kv_shard_tokens", lambda config, _: config.kv_shard_tokens is not None),
+    ("tsp", "prefill_parallel", lambda config, _: config.prefill_parallel == "tsp"),
+    ("ranks", "tensor_parallel_size", lambda config, _: config.tensor_parallel_size > 1),
+    ("parking", "park_dir", lambda config, _: config.park_dir is not None),
+    ("scratch", "prefill_scratch", lambda config, _: config.prefill_scratch is not None),
+    (
+        "early-exit drafts",
+        "speculative_config",
+        lambda config, _: config.speculative is not None and config.speculative.method == "early_exit",
+    ),
+    ("prefill workers", "prefill_workers", lambda config, _: config.prefill_workers is not None),
+    ("states here", "state_on", lambda config, _: config.state_on == "s"),
+    ("sessions", "keep_session", lambda config, _: config.keep_session > 0),
+    ("copies", "kv_replicas", lambda config, _: config.kv_replicas > 1),
+    ("gpu", "device", lambda _, on_gpu: on_gpu),
+)
+"""Each way, the setting that asks for it, and whether it does."""
+
+
+def check_ways(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
+    """Raise ConfigError for a setting that asks for what the layers of ``layout`` cannot be put through."""
+    if reason := layout.cannot_lie_in(config.block_size):
+        raise ConfigError(f"block_size: {reason}")
+    for way, setting, asks in ASKED:
+        if asks(config, on_gpu) and (reason := layout.cannot(way)):
+            raise ConfigError(f"{setting}: {reason}")
+    for setting, reason in _of_states_here(config, layout):
+        raise ConfigError(f"{setting}: {reason}")
+
+
+def _of_states_here(config: EngineConfig, layout: KVLayout) -> Iterator[tuple[str, str]]:
+    """Yield each setting that does not go together with where states lie, and the reason."""
+    if config.state_on != "s":
+        if layout.kept_apart and config.state_memory is not None:
+            yield "state_memory", "it is for states that lie with the S-worker (state_on s); leave it out"
+        return
+    if config.keep_session:
+        yield (
+            "keep_session",
+            "states that lie with the S-worker (state_on s) end with it, and keys and values are of no use to the next "
+            "one without them; give state_on r, or leave it out",
+        )
+    if config.prefill_workers:
+        yield (
+            "prefill_workers",
+            "they hand states on to R-workers, and with state_on s these lie with the S-worker, which has no port for "
+            "them; give state_on r, or leave it out",
+        )

@@ -1,0 +1,14 @@
+"""Layers by kind: each kind's fields, row shapes, bytes, and what it cannot be put through, in one file."""
+
+from __future__ import annotations
+
+from fastdecode.kinds.dense import Dense
+from fastdecode.kinds.index import Index
+from fastdecode.kinds.kind import LayerKind, Way
+from fastdecode.kinds.latent import Absorption, Latent
+from fastdecode.kinds.recurrent import Recurrent
+
+Layer = Dense | Latent | Index | Recurrent
+"""A layer of any kind: a message of the wire names its own by the field ``kind``."""
+
+__all__ = ["Absorption", "Dense", "Index", "Latent", "Layer", "LayerKind", "Recurrent", "Way"]

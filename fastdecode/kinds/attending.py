@@ -1,0 +1,90 @@
+"""The fields that all layers share which attend to cached keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from msgspec import Meta
+from msgspec.structs import force_setattr, replace
+
+from fastdecode.core.dtypes import key_bytes, row_bytes
+from fastdecode.kinds.kind import MAX_LAYERS, HeadDim, Heads, LayerKind, Number, Numbers, Shape
+
+
+class Attending(LayerKind, frozen=True):
+    """Shape and scoring rule of a layer that attends.
+
+    ``window`` counts the tokens a query sees, itself included (0: all). Where they are ``chunked`` it is the length of
+    chunks, and a query sees those of its own chunk up to itself. ``soft_cap`` is 0 when absent. ``sinks`` holds one
+    extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is empty: a score,
+    scaled and capped, gains slope · (position of the key - position of the query). ``picked_by`` is the number of the
+    index layer whose picks its queries see, -1 where they see all.
+    """
+
+    num_heads: Heads
+    num_kv_heads: Heads
+    key_head_dim: HeadDim
+    value_head_dim: HeadDim
+    scale: Number
+    window: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    soft_cap: Number = 0.0
+    sinks: Numbers = ()
+    alibi_slopes: Numbers = ()
+    chunked: bool = False
+    picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)] = -1
+
+    def __post_init__(self) -> None:
+        # whole numbers become floats, since fingerprints are of the text
+        for name in ("scale", "soft_cap"):
+            force_setattr(self, name, float(getattr(self, name)))
+        for name in ("sinks", "alibi_slopes"):
+            force_setattr(self, name, tuple(map(float, getattr(self, name))))
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of q that travel for a token and head."""
+        return self.key_head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Elements of o that travel for a token and head."""
+        return self.value_head_dim
+
+    @property
+    def stored_value_dim(self) -> int:
+        """Elements of V that travel and are stored for a token and KV head."""
+        return 0 if self.values_in_keys else self.value_head_dim
+
+    @property
+    def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
+        key, value = (self.num_kv_heads, self.key_head_dim), (self.num_kv_heads, self.stored_value_dim)
+        return (self.num_heads, self.query_dim), key, value, (self.num_heads, self.output_dim)
+
+    @property
+    def partial_shape(self) -> Shape:
+        """Of each head the largest score, the sum of weights, and o: float32."""
+        return self.num_heads, 2 + self.output_dim
+
+    @property
+    def reads(self) -> int:
+        return self.picked_by
+
+    def reading(self, index: int) -> Self:
+        return replace(self, picked_by=index)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.window if self.chunked else 1
+
+    @property
+    def kv_elements(self) -> int:
+        return self.num_kv_heads * (self.key_head_dim + self.stored_value_dim)
+
+    def multiply_adds(self) -> int:
+        return self.num_heads * (self.key_head_dim + self.value_head_dim)
+
+    def token_bytes(self, kv_dtype: str) -> int:
+        return self.num_kv_heads * sum(self.head_bytes(kv_dtype))
+
+    def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
+        return key_bytes(self.key_head_dim, kv_dtype), row_bytes(self.stored_value_dim, kv_dtype)

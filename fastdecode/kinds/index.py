@@ -1,0 +1,77 @@
+"""Layers of trained sparsity: an index picks the tokens that the layers after it see."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from fastdecode.core.dtypes import is_quantized, row_bytes
+from fastdecode.kinds.kind import MAX_PICK_BLOCK, HeadDim, Heads, LayerKind, Number, Shape
+
+
+class Index(LayerKind, frozen=True, tag="index"):
+    """A layer that keeps index keys, one head for each token, and whose o says nothing.
+
+    Each of its queries picks the tokens that the layers see which name it as ``picked_by``: at most ``picks`` tokens,
+    by the sum of relu(scale · q · k) · weight over its heads. A weight is a float32 in the place of two more elements
+    of q. With ``pick_block`` each head, for the KV head of its number, picks ``picks`` blocks of so many tokens, by its
+    largest q · k in each: first the query's own block and those before it, ``pick_local`` blocks in all. Of a sequence
+    in ranges each R-worker answers with the ranks of its best. The S-worker tells it before the next layer which of
+    these are the best of all (``PoolWorker.share``).
+    """
+
+    kind = "index"
+    ranks_tokens = True
+    values_in_keys = True
+    num_kv_heads = 1
+    value_head_dim = 1
+    stored_value_dim = 0
+
+    num_heads: Heads
+    key_head_dim: HeadDim
+    scale: Number
+    picks: Annotated[int, Meta(ge=1, le=1 << 30)]
+    pick_block: Annotated[int, Meta(ge=0, le=MAX_PICK_BLOCK)] = 0
+    pick_local: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "scale", float(self.scale))  # fingerprints are of the text
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of q that travel for a token and head."""
+        return self.key_head_dim + (0 if self.pick_block else 2)
+
+    @property
+    def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
+        return (self.num_heads, self.query_dim), (1, self.key_head_dim), (1, 0), (self.num_heads, 1)
+
+    @property
+    def partial_shape(self) -> Shape:
+        """Of each head that picks by itself the ranks of scores, the best first: uint32 as bits."""
+        return (self.num_heads if self.pick_block else 1), self.picks
+
+    @property
+    def kv_elements(self) -> int:
+        return self.key_head_dim
+
+    def multiply_adds(self) -> int:
+        return self.num_heads * self.key_head_dim
+
+    def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
+        """See :class:`LayerKind`: caches of int8 and int4 keep index keys as bfloat16."""
+        return row_bytes(self.key_head_dim, "bfloat16" if is_quantized(kv_dtype) else kv_dtype), 0
+
+    @property
+    def block_tokens(self) -> int:
+        return self.pick_block
+
+    def cannot_lie_in(self, block_size: int) -> str | None:
+        if self.pick_block % block_size == 0:
+            return None
+        return (
+            f"an index of this model picks the tokens that its queries see, in blocks of {self.pick_block}: "
+            f"{block_size} must divide that"
+        )

@@ -1,0 +1,86 @@
+"""Layers of multi-head latent attention (MLA): a token leaves one row, whose first elements are its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from fastdecode.core.dtypes import is_quantized, row_bytes
+from fastdecode.kinds.attending import Attending
+from fastdecode.kinds.kind import HeadDim, Shape
+
+FRAME_BYTES = 1 << 22
+"""Most bytes of weights that travel, or are made ready, at a time; one head's are fewer."""
+
+Weights = Callable[[], np.ndarray]
+"""Makes K above V of each head, [num_heads, nope_dim + value_dim, rank], in the model's dtype as it travels."""
+
+
+class Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes of K and V of a latent layer that R-workers multiply (``--latent-absorption r``).
+
+    A head's query is [nope_dim + rope]: its first part, times K, becomes as long as a latent. Its output over latents,
+    times V, becomes [value_dim].
+    """
+
+    nope_dim: HeadDim
+    value_dim: HeadDim
+
+
+class Latent(Attending, frozen=True, tag="latent"):
+    """A layer whose cache holds one row for each token and KV head: the key, of which the first
+    ``value_head_dim`` elements are the value.
+
+    In caches of int8 and int4 the values have codes, and the keys' other elements 16 bits. ``absorption`` is None where
+    the S-worker absorbs its queries and expands its outputs. It changes no row of the cache.
+    """
+
+    kind = "latent"
+    values_in_keys = True
+
+    absorption: Absorption | None = None
+
+    @property
+    def query_dim(self) -> int:
+        if self.absorption:
+            return self.absorption.nope_dim + self.key_head_dim - self.value_head_dim
+        return self.key_head_dim
+
+    @property
+    def output_dim(self) -> int:
+        return self.absorption.value_dim if self.absorption else self.value_head_dim
+
+    def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
+        if is_quantized(kv_dtype):
+            return row_bytes(self.value_head_dim, kv_dtype) + 2 * (self.key_head_dim - self.value_head_dim), 0
+        return row_bytes(self.key_head_dim, kv_dtype), 0
+
+    def weight_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of K and V that an R-worker keeps: outputs in whole lines of 16."""
+        if self.absorption is None:
+            return 0
+        rank = self.value_head_dim
+        keys = self.absorption.nope_dim * -(-rank // 16) * 16
+        values = rank * -(-self.absorption.value_dim // 16) * 16
+        return self.num_heads * (keys + values) * item_bytes
+
+    @property
+    def weight_rows(self) -> Shape | None:
+        if self.absorption is None:
+            return None
+        return self.absorption.nope_dim + self.absorption.value_dim, self.value_head_dim
+
+    def absorbed(self) -> Self:
+        return replace(self, absorption=None)
+
+
+def weight_parts(weights: Weights) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the weights in C-contiguous pieces of at most FRAME_BYTES: the first head of each, and its heads' rows."""
+    rows = weights()
+    count = max(1, FRAME_BYTES // max(rows[0].nbytes, 1))
+    for first in range(0, len(rows), count):
+        yield first, np.ascontiguousarray(rows[first : first + count])

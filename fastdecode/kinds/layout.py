@@ -1,0 +1,154 @@
+"""What an R-worker must know of a model: its layers, each of some kind, and the dtypes of payload and cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from fastdecode.core.dtypes import ITEM_BYTES
+from fastdecode.kinds import Layer
+from fastdecode.kinds.kind import Way
+from fastdecode.kinds.latent import Weights, weight_parts
+from fastdecode.kinds.recurrent import Recurrent
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Everything an R-worker must know about a model: its layers and the dtypes of payload and cache.
+
+    ``isa``: the instruction set in whose arithmetic it is to attend, one of ``ISAS``; "auto": the R-worker's fastest.
+    ``kv_port``: whether it opens a KV port for prefill workers: "" (no), "loopback" (for those of its machine), "any".
+    ``weights``: of layers, by their number, whose weights R-workers multiply; they travel apart from the layout.
+    """
+
+    layers: tuple[Layer, ...]
+    model_dtype: str
+    kv_dtype: str
+    isa: str = "auto"
+    kv_port: Literal["", "loopback", "any"] = ""
+    weights: Mapping[int, Weights] = field(default_factory=dict, compare=False, repr=False)
+
+    def weight_parts(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield the weights in pieces: the layer and first head of each, and its heads' rows, C-contiguous."""
+        for layer, weights in self.weights.items():
+            for first, rows in weight_parts(weights):
+                yield layer, first, rows
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that an R-worker keeps beside its cache, over all layers."""
+        return sum(layer.weight_bytes(ITEM_BYTES[self.model_dtype]) for layer in self.layers)
+
+    @property
+    def absorbed(self) -> KVLayout:
+        """The same, with queries that come absorbed, as those of prefill workers do."""
+        return replace(self, layers=tuple(layer.absorbed() for layer in self.layers), weights={})
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of which ranges must be whole multiples, so that chunks begin alike in each; 1 without chunks."""
+        return math.lcm(*(layer.chunk_tokens for layer in self.layers))
+
+    @property
+    def attends(self) -> bool:
+        """True where some layer caches rows; False where all layers are recurrent."""
+        return any(layer.caches_rows for layer in self.layers)
+
+    @property
+    def kept_apart(self) -> tuple[Recurrent, ...]:
+        """The layers that leave a state per sequence."""
+        return tuple(layer for layer in self.layers if isinstance(layer, Recurrent))
+
+    def cannot(self, way: Way) -> str | None:
+        """Return why this model cannot be put through ``way``; None where it can.
+
+        A model cannot where one of its layers cannot, or where its layers together leave nothing to do.
+        """
+        own = next((reason for layer in self.layers if (reason := layer.cannot(way))), None)
+        return own or self._cannot_together(way)
+
+    def _cannot_together(self, way: Way) -> str | None:
+        states = self.kept_apart
+        if way == "states" and not states:
+            return "no layer of this model is recurrent, so it keeps no states; leave it out"
+        if way == "states here" and not self.attends:
+            return (
+                "no layer of this model attends, so with its states at the S-worker R-workers would have nothing to "
+                "keep and nothing to do: give r, auto or nothing"
+            )
+        if way == "prefill workers" and not self.attends:
+            return (
+                "no layer of this model attends, and it is by attention that long prompts are dealt to prefill "
+                "workers; leave it out"
+            )
+        if way == "prefill workers" and len({-(-layer.value_head_dim // 16) for layer in states}) > 1:
+            return (
+                "this model's recurrent layers have heads of several widths, so that a layer's state lies otherwise "
+                "where it is alone; leave it out"
+            )
+        return None
+
+    def cannot_lie_in(self, block_size: int) -> str | None:
+        """Return why this model cannot be cached in blocks of ``block_size`` tokens; None where it can."""
+        return next((reason for layer in self.layers if (reason := layer.cannot_lie_in(block_size))), None)
+
+    def rewinds(self, num_rows: int) -> bool:
+        """Say whether sequences can go back by ``num_rows`` rows that a step has written."""
+        return all(layer.rewinds(num_rows) for layer in self.layers)
+
+    def sequence_bytes(self, layer: int) -> int:
+        """Return the bytes that a sequence takes in ``layer`` beside its tokens: its state, as R-workers lay it."""
+        return self.layers[layer].sequence_bytes(self._state_row_bytes)
+
+    @property
+    def state_dtype(self) -> str:
+        """The dtype of states' matrices."""
+        return next((layer.dtype for layer in self.kept_apart), "float32")
+
+    def with_state_dtype(self, dtype: str) -> KVLayout:
+        """Return the same with states' matrices in ``dtype``, a key of ``WIRE_DTYPE``."""
+        return self._with_states(dtype=dtype)
+
+    def keeping(self, num_rows: int) -> KVLayout:
+        """Return the same with states that can go back behind rows of a step with 2 to ``num_rows`` of a sequence.
+
+        Second copies can go back behind a single row too.
+        """
+        return self._with_states(kept_rows=num_rows)
+
+    def outliving(self) -> KVLayout:
+        """Return the same with states of decoding sequences that can go back behind each step.
+
+        A step that was not ended does not spoil them.
+        """
+        rows = max((layer.kept_rows for layer in self.kept_apart), default=0)
+        return self._with_states(kept_rows=max(1, rows), keeps_single=True)
+
+    def _with_states(self, **fields: Any) -> KVLayout:
+        layers = (
+            msgspec.structs.replace(layer, **fields) if isinstance(layer, Recurrent) else layer for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K, V and their scales one token takes in the cache, over all layers."""
+        return sum(layer.token_bytes(self.kv_dtype) for layer in self.layers)
+
+    @property
+    def room_bytes_per_token(self) -> int:
+        """Bytes that a block has for each of its tokens.
+
+        Where no layer attends they are those of a row of states (see rworker/state_places.hpp).
+        """
+        return self.kv_bytes_per_token or self._state_row_bytes
+
+    @property
+    def _state_row_bytes(self) -> int:
+        """Bytes of a row of states: the widest of all layers."""
+        return max((layer.state_row_bytes for layer in self.kept_apart), default=0)

@@ -1,0 +1,100 @@
+"""Recurrent layers: a sequence leaves a state of fixed size in place of keys and values of each token."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from fastdecode.core.dtypes import WIRE_DTYPE
+from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, Shape, Way
+
+LINE_BYTES = 64
+"""Rows of states are whole lines of this."""
+
+KEEPS = "this model keeps a state per sequence"
+BESIDE = f"{KEEPS} beside its cache"
+
+CANNOT: dict[Way, str] = {
+    "ranges": f"{BESIDE}: a state is that of all tokens of a sequence, so no range of them has one; leave it out",
+    "tsp": f"{BESIDE}: prefill workers hand it on from part to part, as kvr does; leave it out",
+    "ranks": f"{BESIDE}: transformers' plans cut no recurrent layer, so each rank would have whole states; leave "
+    "it out",
+    "parking": f"{BESIDE}: a prefix is of use only with its state, which is not written to disks; leave it out",
+    "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
+    "early-exit drafts": f"{BESIDE}: early_exit would advance those of its first layers while it drafts; use ngram or "
+    "draft_model",
+    "gpu": f"{KEEPS}, which goes with 'cpu' only so far",
+}
+"""Ways that states cannot be put through, and why."""
+
+
+class Recurrent(LayerKind, frozen=True, tag="recurrent"):
+    """A recurrent layer: how R-workers advance its state by a row, see rworker/state_spec.hpp.
+
+    ``recurrence``: gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, or a linear recurrence of
+    each channel by itself. ``groups`` of heads share queries and keys of ``key_dim`` (0 and 0 for a "window", 0 and 1
+    for an "lru"). ``taps``: tokens of the convolution before the recurrence. ``decays`` of a head: 1, or one per key
+    dim.
+    ``silu``: after the convolution; ``norm``: queries and keys have length 1. ``row_elements``: elements of the model's
+    dtype that a row of the payload has, float32 numbers as their bits. ``filters``, ``bias``, ``skip`` and ``factors``
+    are float32 as bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads,
+    value_dim] ("selective").
+    ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it. ``dtype``: of the matrices, which are
+    rounded to it after each token; windows of convolutions are float32. ``keeps_single``: a sequence's only row of a
+    step counts among the rows that may be taken back where it attends, too.
+    """
+
+    kind = "recurrent"
+    caches_rows = False
+    num_kv_heads = 1
+
+    num_heads: Heads
+    value_head_dim: HeadDim
+    scale: Number
+    recurrence: Literal["delta", "scan", "window", "selective", "lru"]
+    groups: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
+    key_dim: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
+    taps: Annotated[int, Meta(ge=1, le=16)]
+    decays: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
+    silu: bool
+    norm: bool
+    row_elements: Annotated[int, Meta(ge=1, le=1 << 20)]
+    filters: bytes = b""
+    bias: bytes = b""
+    skip: bytes = b""
+    factors: bytes = b""
+    kept_rows: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    keeps_single: bool = False
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "scale", float(self.scale))  # fingerprints are of the text
+
+    @property
+    def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
+        """See :class:`LayerKind`: rows travel as k."""
+        return (1, 0), (1, self.row_elements), (1, 0), (self.num_heads, self.value_head_dim)
+
+    @property
+    def partial_shape(self) -> Shape:
+        """A shape without meaning: no sequence with a state lies in ranges."""
+        return self.num_heads, 2 + self.value_head_dim
+
+    @property
+    def state_row_bytes(self) -> int:
+        """Bytes of a row of the state, in whole lines."""
+        return -(-self.value_head_dim * WIRE_DTYPE[self.dtype].itemsize // LINE_BYTES) * LINE_BYTES
+
+    def sequence_bytes(self, row_bytes: int) -> int:
+        """Return the bytes of one sequence's state, as R-workers lay it in rows: see rworker/state_places.hpp."""
+        taps = 2 * self.groups * -(-4 * self.key_dim // row_bytes)
+        taps += self.num_heads * -(-4 * self.value_head_dim // row_bytes)
+        return row_bytes * ((self.taps - 1) * taps + self.num_heads * self.key_dim)
+
+    def rewinds(self, num_rows: int) -> bool:
+        return num_rows <= self.kept_rows
+
+    def cannot(self, way: Way) -> str | None:
+        return CANNOT.get(way)
