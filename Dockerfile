@@ -27,9 +27,10 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python scripts/r_worker_wheel.py /wheels/fastdecode-*.whl --out /wheels
 
 FROM python:${PYTHON}-slim AS base
-# Whose containers write to /run/fastdecode and /tmp alone, since the root file system may be read-only.
+# Containers write to /run/fastdecode, /hub (models, where a volume is mounted) and /tmp alone, since the root file system
+# may be read-only.
 RUN useradd --uid 10001 --user-group --create-home fastdecode \
-    && install --directory --owner=fastdecode --group=fastdecode --mode=0700 /run/fastdecode
+    && install --directory --owner=fastdecode --group=fastdecode --mode=0700 /run/fastdecode /hub
 ENV HOME=/tmp XDG_CACHE_HOME=/tmp/cache PYTHONUNBUFFERED=1
 WORKDIR /tmp
 ENTRYPOINT ["fastdecode"]

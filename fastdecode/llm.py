@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
-from fastdecode.api.from_vllm import MEMBERS, EngineArgs, check_lora
+from fastdecode.api.config import EngineConfig
+from fastdecode.api.from_vllm import MEMBERS, EngineArgs, check_call, check_lora
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import PromptType
@@ -26,24 +27,34 @@ class LLM:
         self.engine = LLMEngine(EngineArgs(**settings))
         self._count = 0
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """Return the model of ``EngineArgs(…)``."""
+        return cls(**vars(engine_args))
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"LLM has no {name}" + (f": {MEMBERS[name]}" if name in MEMBERS else ""))
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **vllms: Any,
     ) -> list[RequestOutput]:
         """Finished outputs in the order of ``prompts``.
 
         A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params`` is one for all, or one each; None is
         the model's generation_config.json. Bad input raises before anything runs; on any failure or Ctrl-C nothing
-        of this call is left in the engine. ``lora_request`` must be None.
+        of this call is left in the engine. ``lora_request`` must be None. ``prompt_token_ids``: prompts as token ids,
+        with their texts in ``prompts`` or alone. ``use_tqdm`` may be what makes the progress bar. ``vllms``: other
+        arguments of vLLM's, which must ask for nothing.
         """
         check_lora(lora_request)
-        batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        check_call(vllms)
+        batch = _batch(prompts, prompt_token_ids)
         params = self._params(sampling_params, len(batch))
         ids = [str(self._count + i) for i in range(len(batch))]
         self._count += len(batch)
@@ -60,13 +71,14 @@ class LLM:
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **vllms: Any,
     ) -> list[RequestOutput]:
         """Answers to conversations: one, [{"role": …, "content": …}], or a list of them; otherwise as ``generate``.
 
@@ -76,6 +88,7 @@ class LLM:
             RequestError: no chat template, or it does not take the messages.
             ConfigError: no tokenizer.
         """
+        check_call(vllms)
         encode = self._tokenizer.encode_chat
         several = messages and all(isinstance(each, list) for each in messages)
         prompts = [
@@ -113,9 +126,11 @@ class LLM:
         """The engine, under the name that vLLM has for it."""
         return self.engine
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every retained prefix; running requests go on."""
+    def reset_prefix_cache(self, **vllms: Any) -> bool:
+        """Forget every retained prefix; running requests go on. True, as vLLM's. ``vllms``: as of ``generate``."""
+        check_call(vllms)
         self.engine.reset_prefix_cache()
+        return True
 
     def close(self) -> None:
         """Free the R-workers; may be called twice."""
@@ -129,9 +144,10 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(self, wanted: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(self, wanted: set[str], use_tqdm: bool | Callable[..., Any]) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(wanted), desc="Requests", unit="req", disable=None if use_tqdm else True) as bar:
+        progress = use_tqdm if callable(use_tqdm) else tqdm
+        with progress(total=len(wanted), desc="Requests", unit="req", disable=None if use_tqdm else True) as bar:
             while len(finished) < len(wanted):
                 for output in self.engine.step():
                     if output.finished and output.request_id in wanted:
@@ -149,6 +165,23 @@ class LLM:
         if len(given) != count:
             raise ConfigError(f"generate: {count} prompts but {len(given)} sampling_params; give one, or one each")
         return list(given)
+
+
+def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
+    """Return one prompt for each text, or list of token ids, or both; ConfigError where they are not as many."""
+    if prompts is None and prompt_token_ids is None:
+        raise ConfigError("generate: give prompts")
+    texts: list[Any] = [] if prompts is None else [prompts] if _is_single(prompts) else list(prompts)
+    if prompt_token_ids is None:
+        return texts
+    ids: list[Any] = [prompt_token_ids] if _is_single(prompt_token_ids) else list(prompt_token_ids)
+    if prompts is None:
+        return ids
+    if len(texts) != len(ids) or not all(isinstance(each, str) for each in texts):
+        raise ConfigError(
+            f"generate: {len(texts)} prompts and {len(ids)} prompt_token_ids: give a text for each, or none"
+        )
+    return [{"prompt": text, "prompt_token_ids": each} for text, each in zip(texts, ids, strict=True)]
 
 
 def _is_single(prompts: Any) -> bool:

@@ -110,7 +110,7 @@ class MeasuredSPart:
 
 PROMPT_ROWS_PER_STATE = 3
 """Rows of a prompt that take an R-worker as long as one row of decode, which reads and writes the state: 2.1 to 4.2,
-median 2.7, on a Zen 4 (benchmarks/state_prompts.py, 1 row over 256 and 1,024; docs/performance.md)."""
+median 2.7, on a Zen 4 (1 row over 256 and 1,024; docs/performance.md)."""
 
 
 @dataclass(frozen=True)

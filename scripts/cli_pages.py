@@ -49,7 +49,7 @@ def _index(parsers: dict[str, argparse.ArgumentParser]) -> str:
         "",
         "One program, `fastdecode`. It exits with 0 on success, 2 on wrong usage, 1 on a failure, 130 on Ctrl-C and",
         "143 on SIGTERM. A failure is one line on stderr; `--debug` adds the traceback. These pages are made of the",
-        "program's own flags; `fastdecode COMMAND --help` prints the same.",
+        "program's own flags; `fastdecode COMMAND --help-all` prints the same.",
         "",
         "| command | does |",
         "|---|---|",

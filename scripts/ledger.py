@@ -1,4 +1,6 @@
-"""Write docs/ledger.md from the entries in docs/ledger/*.json: python scripts/ledger.py
+"""Print the ledger as a page, from the entries in docs/ledger/*.json: python scripts/ledger.py
+
+`make site` renders the same page.
 
 An entry has a title, a date, a machine, the commands that print its figures, and its text (figures, spreads and what
 they mean) as lines of Markdown. It has ``commit`` where the command has been removed since, and ``helped`` where it was
@@ -17,7 +19,7 @@ VERDICTS = {True: "helped", False: "did not help"}
 
 HEAD = """# Ledger
 
-`python scripts/ledger.py` writes this page from `docs/ledger/*.json`; edit those. [performance.md](performance.md) has
+The site's build makes this page from `docs/ledger/*.json`; edit those. [performance.md](performance.md) has
 today's figures on one page. Machines are two virtual cores of a shared AMD EPYC (Zen 3: AVX2; Zen 4 and Zen 5: AVX-512
 with VNNI and BF16). "A B A B": versions in turns, in one run. A commit stands where a script was removed later: check
 that commit out to run the command.
@@ -25,8 +27,8 @@ that commit out to run the command.
 
 
 def main() -> None:
-    """Render all entries into docs/ledger.md."""
-    (DOCS / "ledger.md").write_text(rendered(DOCS / "ledger"), encoding="utf-8")
+    """Print all entries."""
+    print(rendered(DOCS / "ledger"))
 
 
 def rendered(folder: Path) -> str:

@@ -76,7 +76,6 @@ def test_fields_of_outputs_are_those_of_the_page() -> None:
     ("title", "refused", "ignored"),
     [
         ("Imports that are refused", from_vllm.NAMES, ()),
-        ("Settings of `LLM` and `EngineArgs`, and flags", from_vllm.REFUSED, from_vllm.IGNORED),
         ("Methods of `LLM` that are not there", from_vllm.MEMBERS, ()),
         ("Fields of requests", foreign_fields.REFUSED, foreign_fields.IGNORED),
     ],

@@ -80,7 +80,7 @@ def bench(folder: str, *more: str) -> list[str]:
         (["generate", "hi", "--profile", "no.json"], 2, "profile: there is no file 'no.json'; `fastdecode calibrate`"),
         (["generate", "hi", "--profile", __file__], 1, "not valid JSON"),
         (["generate", "hi", "--tensor-parallel-size", "0"], 2, "tensor_parallel_size must be a whole number"),
-        (["generate", "hi", "--gpu-memory-utilization", "0.9"], 2, "--kv-cache-memory sizes them on each R-worker"),
+        (["generate", "hi", "--data-parallel-size", "2"], 2, "data_parallel_size: start one engine each, or one with"),
         (
             ["serve", "--port", "0", "--chat-template", "\n{% for x in %}"],
             2,
@@ -122,11 +122,12 @@ def test_failures_are_one_clear_line(
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """argparse refuses by name."""
+    """The parser refuses by name, in one line, and says in another where help is."""
     with pytest.raises(SystemExit) as exit_status:
         main(arguments)
     assert exit_status.value.code == 2
-    assert capfd.readouterr().err
+    error, help_line = capfd.readouterr().err.splitlines()
+    assert error.startswith("fastdecode") and help_line.endswith("--help shows how it is used")
 
 
 def test_empty_prompt_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,8 +175,8 @@ def test_vllms_names_are_taken_where_they_mean_the_same(folder: str, tmp_path: P
     assert main(bench(folder, "--output-json", str(path), *lengths)) == 0
     report = json.loads(path.read_text())
     assert report["total_num_tokens"] == 6 * 10 and report["config"]["random_input_len"] == 7
-    with pytest.raises(ConfigError, match="gpu_memory_utilization: KV caches are not on the GPU here"):
-        LLM(folder, tensor_parallel_size=1, gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match="data_parallel_size: start one engine each"):
+        LLM(folder, tensor_parallel_size=1, gpu_memory_utilization=0.9, data_parallel_size=2)
 
 
 def test_every_setting_is_a_flag_with_its_default() -> None:

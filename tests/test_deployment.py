@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from helpers import kubernetes
+from helpers import go_templates, kubernetes
 
 from fastdecode.api.settings import parse_r_workers, split_address
 from fastdecode.cli.main import build_parser
@@ -64,6 +64,71 @@ def test_the_chart_makes_the_manifests() -> None:
     text = re.sub(r"{{ (\.Values\S+) }}", lambda found: str(value_of(values, found[1])), text)
     assert "{{" not in text
     assert list(yaml.safe_load_all(text)) == kubernetes.base()
+
+
+def chart(**changes: Any) -> list[Any]:
+    """The chart's manifests with values that differ from the defaults."""
+    values = read(CHART / "values.yaml")
+    for name, found in changes.items():
+        values[name] = values[name] | found if isinstance(found, dict) else found
+    text = (CHART / "templates" / "fastdecode.yaml").read_text()
+    return [each for each in yaml.safe_load_all(go_templates.rendered(text, values)) if each]
+
+
+def test_the_chart_puts_pods_where_it_is_told() -> None:
+    gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    place = {"nodeSelector": {"a": "b"}, "tolerations": [{"key": "spot"}], "affinity": {"nodeAffinity": {}}}
+    manifests = chart(imagePullSecrets=[{"name": "r"}], sWorker=place, rWorkers=place)
+    for pod in kubernetes.pods(manifests).values():
+        assert pod["spec"]["imagePullSecrets"] == [{"name": "r"}]
+        assert {name: pod["spec"][name] for name in place} == place
+    assert kubernetes.pods(chart(sWorker={"gpus": 1}))["s-worker"]["spec"]["tolerations"] == [gpu]
+    spec = kubernetes.pods(chart(sWorker={**place, "gpus": 1}))["s-worker"]["spec"]
+    assert spec["tolerations"] == [{"key": "spot"}, gpu]
+
+
+def test_the_chart_has_room_for_a_model_of_the_hub() -> None:
+    for hub, volume in (
+        ({"model": "Qwen/Qwen3-8B"}, {"emptyDir": {"sizeLimit": "50Gi"}}),
+        ({"model": "Qwen/Qwen3-8B", "claim": "c"}, {"persistentVolumeClaim": {"claimName": "c"}}),
+    ):
+        manifests = chart(hub={**hub, "tokenSecret": "t"})
+        assert kubernetes.parsed(manifests, "s-worker").model == "Qwen/Qwen3-8B"
+        server = kubernetes.container(manifests, "s-worker")
+        variables = {each["name"]: each for each in server["env"]}
+        assert variables["HF_HOME"]["value"] in [each["mountPath"] for each in server["volumeMounts"]]
+        assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "t"
+        volumes = {each["name"]: each for each in kubernetes.pods(manifests)["s-worker"]["spec"]["volumes"]}
+        assert volumes["hub"] == {"name": "hub", **volume}
+
+
+def test_the_chart_has_two_servers_of_one_session() -> None:
+    """As examples/kubernetes/standby has them."""
+    manifests = chart(**read(CHART / "values-standby.yaml"))
+    server, r_worker = (kubernetes.parsed(manifests, each) for each in ("s-worker", "r-worker"))
+    assert (server.standby, server.journal, server.keep_session) == ("fastdecode", "/journal", 600)
+    workers = kubernetes.find(manifests, "StatefulSet", "fastdecode-r-worker")["spec"]["replicas"]
+    assert parse_r_workers(server.r_workers).count == workers and not r_worker.join
+    deployment = kubernetes.find(manifests, "Deployment", "fastdecode-s-worker")["spec"]
+    assert (deployment["replicas"], deployment["strategy"]["type"]) == (2, "RollingUpdate")
+    container = kubernetes.container(manifests, "s-worker")
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container[probe]["tcpSocket"] == {"port": "http"} and "httpGet" not in container[probe]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert "/journal" in [each["mountPath"] for each in container["volumeMounts"]]
+    volumes = {each["name"] for each in kubernetes.pods(manifests)["s-worker"]["spec"]["volumes"]}
+    assert {each["name"] for each in container["volumeMounts"]} <= volumes
+
+
+def test_compose_takes_a_model_and_looks_after_its_services() -> None:
+    services = read("compose.yaml")["services"]
+    server = build_parser().parse_args(services["server"]["command"])
+    assert server.model_tag == "${FASTDECODE_MODEL:-}", "an empty one is the demo model"
+    for name, port in (("server", server.port), ("r-worker", 8080)):
+        assert f":{port}/" in services[name]["healthcheck"]["test"][-1]
+        compile(services[name]["healthcheck"]["test"][-1], name, "exec")
+    home = services["server"]["environment"]["HF_HOME"]
+    assert f"hub:{home}" in services["server"]["volumes"] and f" {home}" in (ROOT / "Dockerfile").read_text()
 
 
 def value_of(values: Any, path: str) -> Any:

@@ -61,7 +61,7 @@ def test_methods_settings_and_names_of_vllm_say_what_to_do_instead(llm: LLM, cap
     assert not caplog.records
     EngineArgs(**dict.fromkeys(IGNORED, 3))
     (record,) = caplog.records
-    assert "are ignored: allowed_local_media_path, allowed_media_domains, " in record.getMessage()
+    assert "are ignored: aggregate_engine_logging, all2all_backend, " in record.getMessage()
     for name in NAMES:
         with pytest.raises(ImportError, match=f"there is no fastdecode.{name}: "):
             getattr(fastdecode, name)

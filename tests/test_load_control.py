@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.engine.compose.setup import budget_within
+from fastdecode.kinds.sizes import Sizes
 from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.policy.load_control import LoadControl
@@ -242,7 +243,7 @@ def test_prompts_come_evenly_while_all_seats_are_taken(
 
 def test_the_rows_of_a_step_by_hand() -> None:
     """8 rows of prompts for 32 decodes: 64 seats have 80 rows in the mean; an eighth of them free, the whole budget."""
-    limit = LoadLimit(None, Workers([1, 1], [1.0, 3.0], 1))
+    limit = LoadLimit(None, Workers([1, 1], [1.0, 3.0], Sizes(1)))
     control = LoadControl(limit)
     prompt = Newcomer(0, 8, 8, 32)
     control.started(prompt)
@@ -255,7 +256,7 @@ def test_the_rows_of_a_step_by_hand() -> None:
     assert control.most_rows(quarter, 1 / 16, 64, 2048) == 80 + (2048 - 80) // 4
     assert control.most_rows(quarter, 1 / 8, 64, 2048) == 2048
     assert control.most_rows(quarter, 0.0, 64, 70) == 70
-    strict = LoadControl(LoadLimit(100, Workers([1, 1], [1.0, 3.0], 1)))
+    strict = LoadControl(LoadLimit(100, Workers([1, 1], [1.0, 3.0], Sizes(1))))
     strict.started(prompt)
     assert strict.most_rows(quarter, 0.0, 64, 2048) == 2048
 

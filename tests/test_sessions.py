@@ -34,6 +34,7 @@ from fastdecode.engine.compose.setup import profile_steps
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
+from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.names import Names
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.workers import Workers
@@ -158,7 +159,7 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
 
     step([], [(0, 0, 40, 0)])
     step([(Verb.FORK, 1, 0, 32), (Verb.FORK, -1, 0, 32)], [(1, 32, 20, 0)])
-    workers = Workers([worker.num_blocks], [1.0], 16)
+    workers = Workers([worker.num_blocks], [1.0], Sizes(16))
     cache = PrefixCache(workers, replace(AMPLE, num_blocks=(worker.num_blocks,)), True, Names(False))
     known = {0: KnownTokens(0, 0, text[:38]), 1: KnownTokens(1, 0, text[:32] + [5] * 18)}
     assert cache.adopt({0: held_by(worker)}, known) == {0: 38 + 50}

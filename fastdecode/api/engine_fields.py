@@ -46,6 +46,13 @@ class EngineFields:
         list, "a LoRA adapter that is merged into the weights as they are loaded; it is served as NAME", MODEL,
         metavar="NAME=FOLDER", unset="none",
     )  # fmt: skip
+    generation_config: str = setting(
+        "auto", "sampling defaults of requests: auto, those of the model's generation_config.json; vllm, none of them; "
+        "or a folder with such a file", MODEL, metavar="FOLDER",
+    )  # fmt: skip
+    override_generation_config: dict[str, Any] = setting(
+        dict, "sampling defaults to replace", MODEL, metavar="JSON", unset="none"
+    )
     hf_overrides: dict[str, Any] = setting(dict, "configuration keys to replace", MODEL, metavar="JSON", unset="none")
     dtype: str = setting("auto", "of the weights", MODEL, choices=DTYPES, unset="auto: the model's")
     device: str = setting(
@@ -83,7 +90,6 @@ class EngineFields:
     )  # fmt: skip
     kv_cache_memory: int | str | None = setting(
         None, "per R-worker, such as 4GiB", BATCHING, metavar="BYTES", unset="40 % of what is free, shared",
-        also=("kv_cache_memory_bytes",),
     )  # fmt: skip
     enable_prefix_caching: bool = setting(
         True, "reuse the KV of equal beginnings", BATCHING, unset="on; off for the random dataset"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, overload
@@ -80,7 +81,7 @@ class CompletionOutput(_Snapshot):
         "_logprobs", "_token_ids", "all_logprobs", "finish_reason", "index", "stop_reason", "text", "text_ends",
         "tokens",
     )  # fmt: skip
-    SEEN = ("index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs")
+    SEEN = ("index", "text", "token_ids", "cumulative_logprob", "finish_reason", "stop_reason", "logprobs")
 
     def __init__(
         self,
@@ -117,6 +118,17 @@ class CompletionOutput(_Snapshot):
         if self._token_ids is None:
             self._token_ids = tuple(self.tokens)
         return self._token_ids
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of its tokens; None where they were not asked for."""
+        if self.logprobs is None:
+            return None
+        return math.fsum(found[token].logprob for token, found in zip(self.token_ids, self.logprobs, strict=True))
+
+    def finished(self) -> bool:
+        """Return whether it has ended, as vLLM's method does."""
+        return self.finish_reason is not None
 
     @property
     def logprobs(self) -> tuple[dict[int, Logprob], ...] | None:
@@ -159,7 +171,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+    num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    lora_request: None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""

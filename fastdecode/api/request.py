@@ -159,8 +159,9 @@ class Request:
         metrics = RequestMetrics(self.arrival_seconds, Grown(self.token_seconds), self.started_seconds)
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics, self.prompt_logprobs
-        )
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics,
+            self.completions[0].sequence.num_hit_tokens, self.prompt_logprobs,
+        )  # fmt: skip
 
 
 def make_request(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
 from fastdecode.api.structured_outputs import StructuredOutputsParams
+from fastdecode.api.vllm.sampling import takes_vllms_fields
 from fastdecode.core.errors import ConfigError, RequestError
 
 GREEDY_BELOW = 1e-5
@@ -25,6 +26,7 @@ MAX_MAGNITUDE = 1e6
 """Beyond this, float32 logits lose what the parameter was meant to shift; refused so that no logit overflows."""
 
 
+@takes_vllms_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """One request's sampling options, checked when built; build a variant with ``dataclasses.replace``.
@@ -90,6 +92,15 @@ class SamplingParams:
         self._check_lists()
         self._check_flags()
         self._check_together()
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Return parameters in which None stands for a field's default, as vLLM's ``from_optional`` does."""
+        return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> SamplingParams:
+        """Return a copy; parameters do not change, so ``dataclasses.replace`` makes a variant."""
+        return replace(self)
 
     @cached_property
     def greedy(self) -> bool:

@@ -8,13 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.answers import answer_form, error_body, is_refusal, new_id, whole_answer
 from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
+from fastdecode.server.responses_answer import ResponseForm, whole_response
+from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of, messages_of
 
-_KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
+Asked = CompletionRequest | ChatRequest | ResponsesRequest
+
+_KINDS: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
 
 
 @dataclass(frozen=True)
@@ -38,34 +45,48 @@ def read_line(text: str | bytes, number: int) -> BatchLine:
     return BatchLine(line["custom_id"], line.get("url"), line.get("body"), line.get("method", "POST"))
 
 
-def read_request(line: BatchLine) -> CompletionRequest | ChatRequest:
+def read_request(line: BatchLine) -> Asked:
     """RequestError where the request is of a kind that is not answered here, or has a field that is not understood:
     better than hours of work with it ignored."""
     kind = _KINDS.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
     if kind is None:
-        raise RequestError(f"must POST to {COMPLETIONS} or {CHAT}, not {line.url!r:.80}")
+        raise RequestError(f"must POST to {COMPLETIONS}, {CHAT} or {RESPONSES}, not {line.url!r:.80}")
     request, unknown = read_body(line.body, kind)
     if unknown:
         raise RequestError(f"{unknown[0]} is not understood; known are {', '.join(sorted(kind.__struct_fields__))}")
     if request.stream:
         raise RequestError("stream: a batch is not streamed")
+    if isinstance(request, ResponsesRequest) and (request.background or request.previous_response_id):
+        raise RequestError("background and previous_response_id are for a server: a batch stores no responses")
     return request
+
+
+def chat_asked(request: Asked) -> CompletionRequest | ChatRequest:
+    """Return the chat that a response is the answer of; other requests as they are. RequestError."""
+    return chat_of(request, messages_of(request.input)) if isinstance(request, ResponsesRequest) else request
 
 
 def answer(
     line: BatchLine,
-    request: CompletionRequest | ChatRequest,
+    request: Asked,
     model: str,
     outputs: Sequence[RequestOutput],
     logprobs: LogprobForm | None = None,
+    params: SamplingParams | None = None,
 ) -> dict[str, Any]:
     """The output line of a finished request; ``outputs``: of its prompts, in order."""
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
-    form = answer_form(request, model, new_id(), echoes, logprobs=logprobs)
-    body = whole_answer(form, outputs)
-    failed = [str(choice["stop_reason"]) for choice in body["choices"] if choice["finish_reason"] == "error"]
+    form = answer_form(chat_asked(request), model, new_id(), echoes, logprobs=logprobs)
+    if isinstance(request, ResponsesRequest):
+        known = (form.forced, form.offered, logprobs or LogprobForm())
+        response = ResponseForm(request, params or SamplingParams(), model, form.answer_id, *known)
+        body: dict[str, Any] = msgspec.to_builtins(whole_response(response, outputs[0]))
+    else:
+        body = whole_answer(form, outputs)
+    ends = [each for output in outputs for each in output.outputs]
+    failed = [str(each.stop_reason) for each in ends if each.finish_reason == "error"]
     return _output_line(line, (400 if all(map(is_refusal, failed)) else 500) if failed else 200, body)
 
 

@@ -20,24 +20,24 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
         help="the parked sessions in an R-worker's --park-dir",
-        description="A file is a chain of KV blocks, named by its fingerprint (of weights, layout and arithmetic) and "
-        "its tokens' hash. An R-worker that is at work computes again what it misses.",
+        description="Each file holds the KV cache of one prefix. Its name is a fingerprint of weights, layout and "
+        "arithmetic, and a hash of its tokens. A running R-worker recomputes what it does not find.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     for name, run, text in (
-        ("ls", run_ls, "one line per chain, the one used longest ago first"),
-        ("drop", run_drop, "remove chains"),
-        ("verify", run_verify, "read every byte; exit 1 where one is not what was written"),
+        ("ls", run_ls, "list the files, least recently used first"),
+        ("drop", run_drop, "remove files"),
+        ("verify", run_verify, "check every byte of every file against its checksums; exit 1 if one is damaged"),
     ):
         action = actions.add_parser(name, help=text)
         action.add_argument("park_dir", metavar="DIR", help="the R-worker's --park-dir")
         if name == "ls":
-            action.add_argument("--json", action="store_true", help="one JSON object per chain")
+            action.add_argument("--json", action="store_true", help="one JSON object per file")
         else:
             action.add_argument("names", nargs="*", metavar="FILE", help="as ls names them (verify: all)")
         if name == "drop":
-            action.add_argument("--all", action="store_true", help="every chain")
-            action.add_argument("--unused", type=float, metavar="SECONDS", help="those not used for so long")
+            action.add_argument("--all", action="store_true", help="every file")
+            action.add_argument("--unused", type=float, metavar="SECONDS", help="files not used for this long")
         add_common_flags(action)
         action.set_defaults(run=run)
 
@@ -67,7 +67,7 @@ def run_drop(args: argparse.Namespace) -> int:
         if args.unused is None or unused >= args.unused:
             num_bytes, count = num_bytes + path.stat().st_size, count + 1
             path.unlink()
-    print(f"dropped {count} chains, {num_bytes:,} bytes")
+    print(f"removed {count} {'file' if count == 1 else 'files'}, {num_bytes:,} bytes")
     return 0
 
 
@@ -83,7 +83,8 @@ def run_verify(args: argparse.Namespace) -> int:
         except ChainError as error:
             print(error)
             bad += 1
-    print(f"{good} chains are as they were written, {bad} are not")
+    told = f"{good + bad} {'file' if good + bad == 1 else 'files'} checked: {good} intact, {bad} damaged"
+    print(f"{told}; `fastdecode cache drop {args.park_dir} FILE` removes one" if bad else told)
     return 1 if bad else 0
 
 
@@ -109,7 +110,7 @@ def _open(path: Path) -> ChainReader:
     reader = ChainReader(path)
     if path.name != reader.name:
         reader.close()
-        raise ChainError(f"{path}: it is another chain's file, renamed")
+        raise ChainError(f"{path}: it is another chain's file under this name; its own is {reader.name}")
     return reader
 
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from typing import Any
 
 from fastdecode.api.config import EngineConfig, flag_names, prefill_settings
 from fastdecode.api.engine_fields import BATCHING, MAX_THREADS, MODEL, WORKERS
-from fastdecode.api.from_vllm import IGNORED, REFUSED, without_vllms
+from fastdecode.api.from_vllm import OF_ENGINES, as_ours
 from fastdecode.api.settings import describe_security, split_address
+from fastdecode.api.vllm import environment
+from fastdecode.api.vllm.values import COUNTS, DTYPE_SETTINGS, read_count, translate
+from fastdecode.cli.config_file import CONFIG
 from fastdecode.cli.output import check_output_files
+from fastdecode.cli.parser import add_switch
+from fastdecode.cli.vllm_flags import HIDDEN, add_foreign_flags, add_shortcuts, flag_of
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
 from fastdecode.engine.compose.backends import prepare
+
+logger = logging.getLogger(__name__)
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
 """Settings of the scheduler, in the engine and in the simulator."""
@@ -24,8 +34,10 @@ SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", 
 PLACING = ("kv_shard_tokens", "kv_replicas")
 """Settings of where the cache of a sequence lies, in the engine, in plans and in the simulator."""
 
-_SWITCHES = ("async_", "calculate_", "disable_", "enable_", "multi_step_", "ray_", "use_")
-"""What the names of vLLM's flags without a value begin with."""
+SHORTS = {"tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
+"""vLLM's short flags of settings."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 PREFILL_MODEL = tuple(name for name in prefill_settings() if name != "seed" and "tokenizer" not in name)
 """Flags of prefill workers; their seed is a common flag."""
@@ -46,8 +58,11 @@ def add_placing_flags(group: Any, unset: str) -> None:
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """``--log-level``, ``--debug`` and ``--seed``."""
     group = parser.add_argument_group("common")
-    levels = ["debug", "info", "warning", "error"]
-    group.add_argument("--log-level", default="warning", choices=levels, help="(%(default)s)")
+    told = os.environ.get(environment.LOG_LEVEL, "").lower()
+    level = told if told in LOG_LEVELS else "warning"
+    group.add_argument(
+        "--log-level", type=str.lower, default=level, choices=LOG_LEVELS, help=f"({environment.LOG_LEVEL}, or warning)"
+    )
     group.add_argument("--debug", action="store_true", help="print a traceback on failure")
     group.add_argument(
         "--seed", type=_seed, default=0, help="seed of random weights, data and unseeded requests (%(default)s)"
@@ -56,11 +71,14 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field of ``EngineConfig``, and vLLM's that mean nothing here."""
+    parser.add_argument(
+        CONFIG, metavar="FILE", help="YAML file with flags of this command, which those of the command line override"
+    )
     for title in (MODEL, BATCHING, WORKERS):
         add_flags(parser.add_argument_group(title), EngineConfig, flag_names(title))
-    for name in sorted({*IGNORED, *REFUSED}):
-        switch: dict[str, Any] = {"action": "store_true"} if name.startswith(_SWITCHES) else {}
-        parser.add_argument(_flag(name), help=argparse.SUPPRESS, **switch)
+    add_foreign_flags(parser, OF_ENGINES)
+    parser.add_argument("--kv-cache-memory-bytes", dest="kv_cache_memory", type=count, **HIDDEN)
+    add_shortcuts(parser)
 
 
 def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +99,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
     check_output_files(getattr(args, "trace", None))
+    if sentence := environment.said():
+        logger.warning("%s", sentence)
     names = {field.name for field in fields(EngineConfig)}
-    config = EngineConfig(**{name: value for name, value in without_vllms(vars(args)).items() if name in names})
+    config = EngineConfig(**{name: value for name, value in as_ours(vars(args)).items() if name in names})
     if config.profile:
         from fastdecode.perfmodel.profile_json import load_profile
 
@@ -121,7 +141,7 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
 
 def model_words(words: Sequence[str]) -> list[str]:
     """Return an S-worker's flags that its prefill workers need too: which model, and how it is loaded."""
-    known = {_flag(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
+    known = {flag_of(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
     found: list[str] = []
     for index, word in enumerate(words):
         flag, assigned, _ = word.partition("=")
@@ -165,10 +185,6 @@ def say_mended() -> None:
         print(f"fastdecode: {mended}", file=sys.stderr, flush=True)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     told = {**field.metadata, **changes}
     default: Any = field.default if field.default_factory is MISSING else field.default_factory()
@@ -176,12 +192,23 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     shown = told["unset"] or (("off", "on")[default] if switch else default)
     settings: dict[str, Any] = {"default": default, "help": f"{told['help']} ({shown})".strip().replace("%", "%%")}
     if switch:
-        settings["action"] = argparse.BooleanOptionalAction if default else "store_true"
-    else:
-        settings |= {"type": _READERS[str(field.type)], "choices": told["choices"], "metavar": told["metavar"]}
-    if isinstance(default, list):
+        add_switch(group, flag_of(field.name), dest=field.name, **settings)
+        return
+    settings |= {"type": _reader(field), "choices": told["choices"], "metavar": told["metavar"]}
+    if str(field.type).startswith("list"):
         settings |= {"nargs": "+", "action": "extend"}
-    group.add_argument(*map(_flag, (field.name, *told["also"])), dest=field.name, **settings)
+    group.add_argument(*map(flag_of, (field.name, *told["also"])), dest=field.name, **settings)
+    for short in SHORTS.get(field.name, ()):
+        group.add_argument(short, dest=field.name, **settings | HIDDEN)
+
+
+def _reader(field: Field[Any]) -> Callable[[str], Any]:
+    """Return what turns the text of a flag into the type of its field."""
+    if field.name in DTYPE_SETTINGS or field.name == "load_format":
+        return partial(_translated, field.name)
+    if field.name in COUNTS:
+        return auto_count if "None" in str(field.type) else count
+    return _READERS[str(field.type)]
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -193,6 +220,27 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'must be a JSON object such as {{"name": "value"}}, not {text!r:.80}')
     return value
+
+
+def _translated(name: str, text: str) -> Any:
+    """Return a flag's value as it is spelt here."""
+    try:
+        return translate(name, text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count(text: str) -> int:
+    """Return the number of a flag such as 4096, 4k or 4K."""
+    try:
+        return read_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def auto_count(text: str) -> int | None:
+    """Return the number of a flag such as 4096 or 4k, None for auto and -1."""
+    return None if text.strip().lower() in ("auto", "-1") else count(text)
 
 
 def _seed(text: str) -> int:
@@ -221,5 +269,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "float | None": float,
     "dict[str, Any]": json_object,
     "list[str]": str,
+    "list[str] | None": str,
 }
 """Readers that turn the text of a flag into the type of its field, by annotation."""

@@ -19,6 +19,7 @@ from fastdecode.api.settings import parse_kv_cache_memory, parse_park, parse_pre
 from fastdecode.cli import launch_lines as lines
 from fastdecode.cli.flags import add_common_flags, model_words
 from fastdecode.cli.launch_lines import HostSlots, read_hostfile, split_roles
+from fastdecode.cli.words import dashed
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import usable_cores
 
@@ -118,7 +119,7 @@ def _command(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the S-worker's command, and the "--" in it with all that follows, which are no flags."""
     command = args.command[args.command[:1] == ["--"] :] or ["bench", "throughput"]
     end = command.index("--") if "--" in command else len(command)
-    return command[:end], command[end:]
+    return [dashed(word) for word in command[:end]], command[end:]
 
 
 def _without_ranks(words: list[str]) -> tuple[list[str], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import logging
 import os
@@ -16,6 +17,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from fastdecode import __version__
+from fastdecode.cli.essentials import ESSENTIAL, GROUPS
+from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import ConfigError, FastDecodeError
 
 COMMANDS = (
@@ -47,18 +50,17 @@ LAB = ("bench", "calibrate", "plan", "validate", "simulate")
 WITHOUT_S_PART = ("plan", "r-worker", "doctor", "collect-env")
 """What the distribution ``fastdecode-r-worker`` has: no S-part, and so neither torch nor transformers."""
 
+INSTEAD = {
+    "chat": "`fastdecode serve`, and a client of OpenAI's API; `fastdecode generate --chat` answers one message",
+    "complete": "`fastdecode generate` goes on with a text",
+}
+"""Commands of vLLM that are not there."""
+
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: a command ends as on Ctrl-C, and prints the figures it has."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Takes no abbreviated flags: ``launch`` looks for some in the S-worker's command, by their whole names."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **settings})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +95,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     here = COMMANDS if find_spec("fastdecode.sworker") else WITHOUT_S_PART
     if words and words[0] in {name.split()[0] for name in COMMANDS} - {name.split()[0] for name in here}:
         parser.error(f"{words[0]} is not in fastdecode-r-worker: in another environment, pip install fastdecode")
+    _check_command(parser, words, here)
     for name in [name for name in here if list(words[: name.count(" ") + 1]) == name.split()] or here:
         package = "fastdecode.perfmodel.lab.cli" if name.split()[0] in LAB else "fastdecode.cli"
         module = importlib.import_module(f"{package}.{name.replace(' ', '_').replace('-', '_')}")
@@ -101,9 +104,31 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
                 title="benchmarks", metavar="WHAT", required=True
             )
             module.add_command(bench)
+            _show_essential(name, bench.choices[name.split()[-1]])
         else:
             module.add_command(commands)
+            _show_essential(name, commands.choices[name])
+    texts = {each.dest: each.help or "" for each in commands._choices_actions}
+    texts |= {f"bench {each.dest}": each.help or "" for each in (bench._choices_actions if bench else ())}
+    found = {title: {name: texts[name] for name in names if name in texts} for title, names in GROUPS.items()}
+    parser.commands = {title: names for title, names in found.items() if names}
     return parser
+
+
+def _show_essential(name: str, parser: Parser) -> None:
+    """Let ``--help`` of a command show the flags that most users need, or all where they are few."""
+    if parser._subparsers is None:
+        parser.show(ESSENTIAL.get(name) or parser.visible())
+
+
+def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) -> None:
+    """Refuse, in one line, a command that is not there, with what may be meant."""
+    known = {name.split()[0] for name in here}
+    if not words or words[0].startswith("-") or words[0] in known:
+        return
+    near = difflib.get_close_matches(words[0], known, 1)
+    meant = INSTEAD.get(words[0]) or (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
+    parser.error(f"there is no command {words[0]!r:.80}: {meant}")
 
 
 @contextlib.contextmanager

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.batch.files import BatchInput, BatchOutput
-from fastdecode.batch.lines import BatchLine, answer, read_request, refusal
+from fastdecode.batch.lines import Asked, BatchLine, answer, chat_asked, read_request, refusal
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.logprobs import LogprobForm, logprob_form
 from fastdecode.server.prompt_reader import PromptReader
-from fastdecode.server.protocol import COMPLETIONS, ChatRequest, CompletionRequest, sampling_params
+from fastdecode.server.protocol import COMPLETIONS, sampling_params
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import LLMEngine
@@ -32,8 +32,9 @@ class Running:
     """A line that the engine works on: engine requests by id, one per prompt, each with its output once finished."""
 
     line: BatchLine
-    request: CompletionRequest | ChatRequest
+    request: Asked
     logprobs: LogprobForm
+    params: SamplingParams
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
@@ -41,10 +42,15 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "run-batch",
         help="answer an OpenAI batch file",
-        description=f"Answers {COMPLETIONS} and chat requests. Started again with the same files, it answers the rest.",
+        description=f"Answers requests of {COMPLETIONS}, chats and Responses. Started again with the same files, it "
+        "answers the rest.",
     )
     parser.add_argument("-i", "--input-file", required=True, metavar="JSONL", help="a request per line")
     parser.add_argument("-o", "--output-file", required=True, metavar="JSONL", help="an answer per line, as they come")
+    parser.add_argument(
+        "--served-model-name", nargs="+", action="extend", metavar="NAME",
+        help="what requests may call the model; answers give the first (--model; requests may give any)",
+    )  # fmt: skip
     parser.add_argument("--retry-failed", action="store_true", help="ask again what was answered with an error (off)")
     add_engine_flags(parser)
     add_common_flags(parser)
@@ -58,14 +64,22 @@ def run(args: argparse.Namespace) -> int:
     for problem in batch.problems:
         print(f"fastdecode: {problem}; this line is left out", file=sys.stderr)
     total = len(batch.custom_ids)
-    with BatchOutput(args.output_file, batch.custom_ids, config.model, args.retry_failed) as output:
+    names = tuple(args.served_model_name or ())
+    model = names[0] if names else config.model
+    with BatchOutput(args.output_file, batch.custom_ids, model, args.retry_failed) as output:
         print(_progress_line(args.output_file, total, output), flush=True)
         if len(output.done) < total:
             from fastdecode.engine.engine import LLMEngine
 
             engine = LLMEngine(config)
             try:
-                _answer_all(engine, batch, output)
+                _answer_all(engine, batch, output, model, names)
+            except KeyboardInterrupt:
+                print(
+                    f"fastdecode: {_progress_line(args.output_file, total, output)}: start it again to go on",
+                    file=sys.stderr,
+                )
+                raise
             finally:
                 engine.close()
             print(_progress_line(args.output_file, total, output))
@@ -79,8 +93,11 @@ def _progress_line(path: str, total: int, output: BatchOutput) -> str:
     return f"{path}: {len(output.done)} of {total} requests are answered{failed}"
 
 
-def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> None:
-    """Feed the engine, and write each answer as it is finished."""
+def _answer_all(
+    engine: LLMEngine, batch: BatchInput, output: BatchOutput, model: str, names: Sequence[str] = ()
+) -> None:
+    """Feed the engine, and write each answer, by ``model``, as it is finished. ``names``: what requests may call it;
+    none: anything."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
     most = QUEUED_PER_SEAT * engine.config.max_num_seqs
@@ -88,7 +105,7 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> No
         while True:
             while len(running) < most and (line := next(waiting, None)):
                 try:
-                    added = _add(engine, line)
+                    added = _add(engine, line, names)
                     running |= dict.fromkeys(added.outputs, added)
                 except (RequestError, ConfigError) as error:
                     output.write(refusal(line, error))
@@ -101,19 +118,23 @@ def _answer_all(engine: LLMEngine, batch: BatchInput, output: BatchOutput) -> No
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        output.write(answer(owner.line, owner.request, engine.config.model, outputs, owner.logprobs))
+                        found = owner.line, owner.request, model, outputs, owner.logprobs, owner.params
+                        output.write(answer(*found))
                         bar.update()
 
 
-def _add(engine: LLMEngine, line: BatchLine) -> Running:
+def _add(engine: LLMEngine, line: BatchLine, names: Sequence[str]) -> Running:
     """An engine request per prompt; where one is refused, all are."""
-    request = read_request(line)
+    asked = read_request(line)
+    if names and asked.model is not None and asked.model not in names:
+        raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(names)} does")
+    request = chat_asked(asked)
     params = sampling_params(request, engine.s_model.generation_defaults)
     model = engine.s_model
     reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, {})
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, request, logprob_form(model.tokenizer, params))
+    added = Running(line, asked, logprob_form(model.tokenizer, params), params)
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

@@ -8,8 +8,11 @@ import importlib.util
 import os
 from typing import Any
 
+from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
+from fastdecode.api.vllm import environment
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, add_flags, engine_config
+from fastdecode.cli.vllm_flags import add_server_flags
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings
 
@@ -22,6 +25,7 @@ def add_command(commands: Any) -> None:
     names = [each.name for each in dataclasses.fields(ServerSettings)]
     add_flags(parser.add_argument_group(SERVER), ServerSettings, names)
     add_engine_flags(parser)
+    add_server_flags(parser)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
@@ -31,19 +35,25 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {missing[0]}, which is not installed: pip install 'fastdecode[serve]'")
+    config, settings = read_settings(args)
+    from fastdecode.server.run import serve
+
+    return serve(config, settings)
+
+
+def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServerSettings]:
+    """Return the settings of the engine and of the server that the flags describe; ConfigError."""
     if args.model_tag:
-        if args.model != str(DEMO_MODEL) and args.model != args.model_tag:
+        if args.model not in (str(DEMO_MODEL), args.model_tag) and "model" not in args.from_file:
             raise ConfigError(f"serve: {args.model_tag!r} and --model {args.model!r} are two models: give one")
         args.model = args.model_tag
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(ServerSettings)}
-    if given["api_key"] is None:
-        given["api_key"] = os.environ.get("FASTDECODE_API_KEY")
+    told = os.environ.get("FASTDECODE_API_KEY", os.environ.get(environment.API_KEY))
+    if given["api_key"] is None and told is not None:
+        given["api_key"] = [told]
     settings = ServerSettings(**given)
     if settings.standby is not None:
         if args.session not in (None, settings.standby):
             raise ConfigError(f"serve: --session {args.session!r} and --standby {settings.standby!r}: give one")
         args.session = settings.standby
-    config = dataclasses.replace(engine_config(args), stands_by=settings.standby is not None)
-    from fastdecode.server.run import serve
-
-    return serve(config, settings)
+    return dataclasses.replace(engine_config(args), stands_by=settings.standby is not None), settings

@@ -19,8 +19,6 @@ BESIDE = f"{KEEPS} beside its cache"
 CANNOT: dict[Way, str] = {
     "ranges": f"{BESIDE}: a state is that of all tokens of a sequence, so no range of them has one; leave it out",
     "tsp": f"{BESIDE}: prefill workers hand it on from part to part, as kvr does; leave it out",
-    "ranks": f"{BESIDE}: transformers' plans cut no recurrent layer, so each rank would have whole states; leave "
-    "it out",
     "parking": f"{BESIDE}: a prefix is of use only with its state, which is not written to disks; leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
     "early-exit drafts": f"{BESIDE}: early_exit would advance those of its first layers while it drafts; use ngram or "

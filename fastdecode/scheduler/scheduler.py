@@ -163,7 +163,7 @@ class Scheduler:
         """The R-workers heard ``step``, but it was not computed: prompts that arrived with it arrive with the next. The
         states of a hybrid's sequences may have been written: these are computed again."""
         self.remote_prompts.arrive_again(step)
-        if not self.limits.state_blocks:
+        if self.limits.sizes.rewinds:
             return
         computed = {each for mini_batch in step.mini_batches for each in mini_batch.chunks["sequence_id"].tolist()}
         for sequence in self._residents.all:

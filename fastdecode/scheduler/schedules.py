@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fastdecode.core.placing import UNLIMITED, WHOLE, Placing
+from fastdecode.kinds.sizes import Sizes
 
 
 class Prefill(Enum):
@@ -77,3 +78,8 @@ class Limits:
     state_blocks: int = 0
     kept_states: int = UNLIMITED
     state_worth_blocks: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        """What sequences take in the R-workers' caches."""
+        return Sizes(self.block_size, self.state_blocks, self.state_worth_blocks)

@@ -19,7 +19,8 @@ class Sequence:
     ``closed``: whole, and only read. Those ``ahead`` have blocks for the rest of the prompt, or were there when one
     before them was lost. While it holds a cache its progress is in ``row`` of ``table``.
 
-    ``outputs_at_start``: output tokens that it had when it last began, None before its first start. ``may_stop``: its
+    ``num_hit_tokens``: tokens of its prompt that were in the prefix cache when it began. ``outputs_at_start``: output
+    tokens that it had when it last began, None before its first start. ``may_stop``: its
     output may end before ``max_tokens``. ``job_id``: under which prefill workers compute its prompt; 0: the S-worker
     does, or has. ``scored``: its prompt's logits are wanted, so that the S-worker computes all of it. ``woken_on``:
     the R-worker that read its prefix from disk for it, where it waits since; -1: none has.
@@ -35,6 +36,7 @@ class Sequence:
     job_id: int = 0
     woken_on: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
+    num_hit_tokens: int = 0
     outputs_at_start: int | None = None
     may_stop: bool = False
     was_preempted: bool = False

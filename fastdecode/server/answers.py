@@ -90,15 +90,13 @@ def is_refusal(reason: str) -> bool:
     return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 
-def usage(num_prompt: int, num_new: int) -> dict[str, int]:
-    """Token counts of a request."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Token counts of a request's prompts and completions so far."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(each.tokens) for output in outputs for each in output.outputs)
-    return usage(sum(len(output.prompt_token_ids) for output in outputs), num_new)
+    cached = sum(output.num_cached_tokens or 0 for output in outputs)
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str
     }
 
 
-def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, int] | None = None) -> dict[str, Any]:
+def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> dict[str, Any]:
     """One event of a stream."""
     found: dict[str, Any] = {
         "id": form.id,

@@ -15,7 +15,7 @@ from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.server.archive import LAST_EVENT_ID
 from fastdecode.server.bodies import read_request
 from fastdecode.server.errors import ApiError
-from fastdecode.server.guards import HEALTH, HeadAsGet, KeyGuard
+from fastdecode.server.guards import HEALTH, HeadAsGet, KeyGuard, RequestIds
 from fastdecode.server.live import add_live
 from fastdecode.server.openapi import document, takes
 from fastdecode.server.prometheus import CONTENT_TYPE
@@ -34,9 +34,13 @@ from fastdecode.server.streams import TextResponse, error_response, json_respons
 
 def make_app(service: Service) -> FastAPI:
     """The application over ``service``."""
-    app = FastAPI(title="FastDecode", version=__version__, redoc_url=None)
+    settings = service.settings
+    shown: dict[str, Any] = {"openapi_url": None, "docs_url": None} if settings.disable_fastapi_docs else {}
+    app = FastAPI(title="FastDecode", version=__version__, redoc_url=None, root_path=settings.root_path, **shown)
     app.add_middleware(HeadAsGet)
-    app.add_middleware(KeyGuard, api_key=service.settings.api_key)
+    app.add_middleware(KeyGuard, api_keys=settings.api_keys)
+    if settings.enable_request_id_headers:
+        app.add_middleware(RequestIds)
     for kind in (ApiError, RequestError, ConfigError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_generation(app, service)

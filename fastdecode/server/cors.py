@@ -21,7 +21,7 @@ def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
 
     Where no origins are named, pages of any may ask a server that only this machine reaches and that has no key.
     """
-    is_open = is_loopback(settings.host) and settings.api_key is None
+    is_open = is_loopback(settings.host) and not settings.api_keys
     origins = _read("allowed_origins", settings.allowed_origins, ANY if is_open else ())
     methods = _read("allowed_methods", settings.allowed_methods, ANY)
     headers = _read("allowed_headers", settings.allowed_headers, ANY)

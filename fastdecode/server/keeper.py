@@ -156,6 +156,7 @@ class Keeper:
             kept = held.request.kept()
             if exchange.error is None:
                 kept.outputs = kept_outputs(exchange.outputs)
+                kept.cached_tokens = [output.num_cached_tokens or 0 for output in exchange.outputs if output]
                 kept.prompt_logprobs = kept_prompt_logprobs(exchange.outputs)
             else:
                 failed = api_error(exchange.error)

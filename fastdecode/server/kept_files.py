@@ -67,6 +67,7 @@ class KeptRequest(msgspec.Struct):
     messages: list[dict[str, Any]] = []
     outputs: list[list[KeptCompletion]] | None = None
     prompt_logprobs: list[KeptLogprobs | None] = []
+    cached_tokens: list[int] = []
     failure: Failure | None = None
 
     @property
@@ -192,7 +193,8 @@ def outputs_of(kept: KeptRequest) -> list[RequestOutput]:
     return [
         RequestOutput(
             f"{kept.answer_id}-{number}", text, token_ids, [_completion(*each) for each in enumerate(completions)],
-            True, prompt_logprobs=_logprobs(kept.prompt_logprobs[number]) if kept.prompt_logprobs else None,
+            True, num_cached_tokens=kept.cached_tokens[number] if kept.cached_tokens else None,
+            prompt_logprobs=_logprobs(kept.prompt_logprobs[number]) if kept.prompt_logprobs else None,
         )
         for number, ((token_ids, text), completions) in enumerate(zip(kept.prompts, kept.outputs or (), strict=True))
     ]  # fmt: skip

@@ -72,4 +72,4 @@ class PromptReader:
     def _encode_chat(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("messages need a tokenizer, and it was not loaded (skip_tokenizer_init)")
-        return self.tokenizer.encode_chat(messages, self.max_model_len, **self.template, **arguments)
+        return self.tokenizer.encode_chat(messages, self.max_model_len, **{**self.template, **arguments})

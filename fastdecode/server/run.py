@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
@@ -72,6 +73,8 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 ssl_keyfile=settings.ssl_keyfile,
                 ssl_certfile=settings.ssl_certfile,
+                log_level=settings.uvicorn_log_level,
+                **_clients_certificates(settings),
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,  # type: ignore[arg-type]
             )
@@ -140,6 +143,12 @@ class _Server(uvicorn.Server):
 
     def _say(self, text: str) -> None:
         print(f"fastdecode: {text}", file=sys.stderr, flush=True)
+
+
+def _clients_certificates(settings: ServerSettings) -> dict[str, Any]:
+    """Return what uvicorn takes about clients' certificates and ciphers; nothing where nothing is asked for."""
+    ciphers = {"ssl_ciphers": settings.ssl_ciphers} if settings.ssl_ciphers else {}
+    return {"ssl_ca_certs": settings.ssl_ca_certs, "ssl_cert_reqs": settings.ssl_cert_reqs, **ciphers}
 
 
 def _listen(settings: ServerSettings) -> socket.socket:

@@ -25,7 +25,7 @@ class ServedModel:
         self.names = settings.model_names(name)
         self.tokenizer, self.vocab_size, self.max_model_len = model.tokenizer, model.vocab_size, model.max_model_len
         self.generation_defaults = model.generation_defaults
-        told = {} if template is None else {"chat_template": template}
+        told = settings.default_chat_template_kwargs | ({} if template is None else {"chat_template": template})
         self.reader = PromptReader(self.tokenizer, self.vocab_size, self.max_model_len, told)
         self._created = int(time.time())
 

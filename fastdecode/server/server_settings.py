@@ -6,6 +6,7 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastdecode.api.settings import check_settings, parse_bytes, setting
 from fastdecode.core.errors import ConfigError
@@ -15,6 +16,10 @@ SERVER = "server"
 
 MEBIBYTE = 1 << 20
 
+RESERVED = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
+                      "add_special_tokens", "continue_final_message"})  # fmt: skip
+"""Arguments of a chat template that have no default."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -22,9 +27,9 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine", SERVER)
     port: int = setting(8000, "0: any free one, which is printed", SERVER, least=0, most=65535)
-    api_key: str | None = setting(
-        None, "that requests must send, as `Authorization: Bearer KEY`; of every route but /health", SERVER,
-        metavar="KEY", unset="FASTDECODE_API_KEY, or none",
+    api_key: list[str] | None = setting(
+        None, "that requests must send, as `Authorization: Bearer KEY`; of every route but /health. Of several any one "
+        "does", SERVER, metavar="KEY", unset="FASTDECODE_API_KEY, VLLM_API_KEY, or none",
     )  # fmt: skip
     served_model_name: list[str] = setting(
         list, "what clients call the model: one name or more, of which answers give the first", SERVER,
@@ -33,6 +38,10 @@ class ServerSettings:
     chat_template: str | None = setting(
         None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
     )
+    default_chat_template_kwargs: dict[str, Any] = setting(
+        dict, 'arguments of the chat template for requests that do not give them, such as {"enable_thinking": false}',
+        SERVER, metavar="JSON", unset="none",
+    )  # fmt: skip
     enable_auto_tool_choice: bool = setting(
         False, "let the model choose tools by itself, as vLLM needs it said: here it always may", SERVER
     )
@@ -83,6 +92,19 @@ class ServerSettings:
     allow_credentials: bool = setting(False, "let such pages send cookies", SERVER)
     ssl_keyfile: str | None = setting(None, "TLS: private key", SERVER, metavar="FILE", unset="none")
     ssl_certfile: str | None = setting(None, "TLS: certificate", SERVER, metavar="FILE", unset="none")
+    ssl_ca_certs: str | None = setting(
+        None, "TLS: authorities that sign clients' certificates", SERVER, metavar="FILE", unset="none"
+    )
+    ssl_cert_reqs: int = setting(0, "TLS: clients' certificates: 0 not asked for, 1 checked, 2 needed", SERVER,
+        choices=(0, 1, 2))  # fmt: skip
+    ssl_ciphers: str | None = setting(None, "TLS 1.2: ciphers", SERVER, metavar="LIST", unset="OpenSSL's")
+    root_path: str = setting("", "path under which a proxy has this server", SERVER, metavar="PATH", unset="none")
+    uvicorn_log_level: str | None = setting(
+        None, "of the HTTP server", SERVER, choices=("critical", "error", "warning", "info", "debug", "trace"),
+        unset="--log-level's",
+    )  # fmt: skip
+    disable_fastapi_docs: bool = setting(False, "leave /docs and /openapi.json away", SERVER)
+    enable_request_id_headers: bool = setting(False, "every answer has an X-Request-Id; texts always have one", SERVER)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -96,8 +118,21 @@ class ServerSettings:
             raise ConfigError(f"otlp_traces_endpoint must begin with http:// or https://, not {where!r:.80}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together: give both, or none")
-        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
+        if any(not key or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key (or FASTDECODE_API_KEY) must be ASCII text that is not empty")
+        if (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers) and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs, ssl_cert_reqs, ssl_ciphers: give ssl_keyfile and ssl_certfile as well")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError("ssl_cert_reqs: clients' certificates are checked by ssl_ca_certs: give it as well")
+        if taken := sorted(RESERVED & self.default_chat_template_kwargs.keys()):
+            raise ConfigError(f"default_chat_template_kwargs must not name {taken[0]}: requests and flags say it")
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r:.80}")
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Keys of which a request must send one; none where the server is open."""
+        return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     def model_names(self, model: str) -> tuple[str, ...]:
         """What clients may call the model, by itself ``model``."""
@@ -121,11 +156,21 @@ class ServerSettings:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, refuse_password)
+            self._check_clients_certificates(context)
         except OSError as error:  # ssl.SSLError is one
             raise ConfigError(
                 f"ssl_certfile, ssl_keyfile: {self.ssl_certfile!r} and {self.ssl_keyfile!r} are no certificate and key "
                 f"in PEM that belong together ({error.strerror or error})"
             ) from None
+
+    def _check_clients_certificates(self, context: ssl.SSLContext) -> None:
+        """ConfigError where certificates of authorities, or ciphers, are not such."""
+        for name, load in (("ssl_ca_certs", context.load_verify_locations), ("ssl_ciphers", context.set_ciphers)):
+            if value := getattr(self, name):
+                try:
+                    load(value)
+                except OSError as error:
+                    raise ConfigError(f"{name}: {value!r} is not usable ({error.strerror or error})") from None
 
     def read_chat_template(self) -> str | None:
         """The template's text; ConfigError where it is neither a file nor a template."""

@@ -173,13 +173,24 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
 
     As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count.
     """
-    try:
-        loaded = GenerationConfig.from_pretrained(gguf.source(config.model)[0], revision=config.revision).to_diff_dict()
-    except OSError:
-        loaded = {}
+    loaded = _generation_config(config)
+    asked = {} if config.generation_config == "vllm" else loaded
+    asked = asked | config.override_generation_config
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults = {name: loaded[name] for name in names if loaded.get(name) is not None}
-    if "max_new_tokens" in loaded:
-        defaults["max_tokens"] = loaded["max_new_tokens"]
+    defaults = {name: asked[name] for name in names if asked.get(name) is not None}
+    if "max_new_tokens" in asked:
+        defaults["max_tokens"] = asked["max_new_tokens"]
     eos = loaded.get("eos_token_id", getattr(hf_config.get_text_config(), "eos_token_id", None))
     return defaults, [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _generation_config(config: EngineConfig) -> dict[str, Any]:
+    """Return what the generation_config.json of the model, or of the folder that is given, says."""
+    own = config.generation_config in ("auto", "vllm")
+    folder = gguf.source(config.model)[0] if own else config.generation_config
+    try:
+        return dict(GenerationConfig.from_pretrained(folder, revision=config.revision if own else None).to_diff_dict())
+    except OSError:
+        if own:
+            return {}
+        raise ConfigError(f"generation_config: {folder!r} has no generation_config.json") from None

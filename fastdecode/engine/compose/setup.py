@@ -117,7 +117,7 @@ def make_parking(
 ) -> Parking | None:
     """What parks the prefixes of ``model`` on the disks of ``r_workers``, and of those that join; None where prefixes
     are not kept, or lie in several pieces or copies. ``parks``: None where R-workers have no disks."""
-    if parks is None or not limits.prefix_caching or limits.state_blocks:
+    if parks is None or not limits.prefix_caching or not limits.sizes.rewinds:
         return None
     if limits.placing != WHOLE:
         if any(worker.park_after is not None for worker in r_workers):

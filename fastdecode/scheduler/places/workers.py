@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdecode.core.errors import BackendError
 from fastdecode.core.types import Verb
+from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.places.place import Block
 from fastdecode.scheduler.places.speeds import Observed, Speeds
 
@@ -150,13 +151,11 @@ class Workers:
         self,
         num_blocks: Iterable[int],
         bandwidths: Sequence[float],
-        block_size: int,
+        sizes: Sizes,
         hosts: Sequence[str] = (),
-        state_blocks: int = 0,
     ) -> None:
-        """``bandwidths``: what memory gave each at its start, in any unit. ``hosts``: their machines, where known.
-        ``state_blocks``: those of a sequence beside its tokens'."""
-        self.block_size, self.state_blocks = block_size, state_blocks
+        """``bandwidths``: what memory gave each at its start, in any unit. ``hosts``: their machines, where known."""
+        self.sizes, self.block_size = sizes, sizes.block_size
         self.speeds = Speeds(bandwidths)
         self._gone: list[int] = []
         self._states = [WorkerState(index, count, count) for index, count in enumerate(num_blocks)]
@@ -234,7 +233,7 @@ class Workers:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens takes."""
-        return self.state_blocks + -(-num_tokens // self.block_size)
+        return self.sizes.blocks_for(num_tokens)
 
     def join(self, index: int, num_blocks: int, bandwidth: float, host: str = "") -> float:
         """One more, with all its blocks free; returns how fast it is beside all others together.

@@ -37,7 +37,7 @@ class Decodes:
             if (room <= 0).any():
                 self._extend(rows[room <= 0])
                 continue
-            held = table.num_blocks[rows] - self._workers.state_blocks
+            held = self._workers.sizes.blocks_of_tokens(table.num_blocks[rows])
             growing = rows[tail_lens // self._workers.block_size >= held]
             if not len(growing):
                 return rows

@@ -170,7 +170,7 @@ class Drafts:
         """``counts`` with the blocks they take granted, where each sequence of the R-worker could still take another;
         elsewhere what fits the blocks held."""
         table, workers = self._table, self._workers
-        held, cached = table.num_blocks[rows] - workers.state_blocks, table.tail_lens(rows)
+        held, cached = workers.sizes.blocks_of_tokens(table.num_blocks[rows]), table.tail_lens(rows)
         more = np.maximum(0, -(-(cached + 1 + counts) // workers.block_size) - held) * (counts > 0)
         needed = table.count_held(rows, more, len(workers))
         short = needed + workers.num_sequences > workers.available

@@ -56,7 +56,7 @@ class Needs:
 
     def __init__(self, schedule: Schedule, limits: Limits) -> None:
         self.segment_tokens = limits.placing.segment_tokens
-        self._block_size, self._state_blocks = limits.block_size, limits.state_blocks
+        self._sizes, self._block_size = limits.sizes, limits.block_size
         self._reserved = limits.max_model_len if schedule.reserves_longest else 0
 
     @property
@@ -71,7 +71,7 @@ class Needs:
         if self._reserved:
             return self._blocks_for(self._reserved) * (1 + siblings)
         num_tokens = sequence.num_tokens
-        return self._blocks_for(num_tokens) + siblings * (self._state_blocks + (num_tokens % self._block_size > 0))
+        return self._blocks_for(num_tokens) + siblings * self._sizes.blocks_of_copy(num_tokens)
 
     def at_most(self, sequence: Sequence) -> int:
         """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more; of one
@@ -102,4 +102,4 @@ class Needs:
         return sizes_of(sequence.max_cached, self.segment_tokens, self._block_size)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return self._state_blocks + -(-num_tokens // self._block_size)
+        return self._sizes.blocks_for(num_tokens)

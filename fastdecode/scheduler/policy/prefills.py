@@ -52,7 +52,7 @@ class RemotePrompts:
 
     def _parts(self, policy: PrefillPolicy, num_tokens: int, context_len: int) -> tuple[PrefillPart, ...]:
         """None after a prefix that has a state: that is on its R-worker alone."""
-        return () if context_len and self._store.workers.state_blocks else policy.assign(num_tokens, context_len)
+        return () if context_len and not self._store.workers.sizes.rewinds else policy.assign(num_tokens, context_len)
 
     def start(self, sequence: Sequence) -> bool:
         """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.

@@ -138,11 +138,11 @@ class Adopted(Source):
             sequence_id, start, token_ids = kept[name]
             hashes = self._hashes[sequence_id][start // size : start // size + num_full]
             rest = token_ids[start + num_full * size : start + length]
-            own = chain[num_full:] + [Block(num_sequences=0) for _ in range(self._workers.state_blocks)]
+            own = chain[num_full:] + [Block(num_sequences=0) for _ in range(self._workers.sizes.fixed)]
             self._index.add(Prefix(name, index, hashes, chain[:num_full], name, own, rest))
             if length < ours[name].num_tokens:
                 worker.truncate(name, length)
-        num_blocks = len(blocks) + self._workers.state_blocks * len(lengths)
+        num_blocks = len(blocks) + self._workers.sizes.fixed * len(lengths)
         worker.free -= num_blocks
         worker.cached += num_blocks
         return sum(lengths.values())

@@ -29,7 +29,7 @@ class PrefixCache:
     """
 
     def __init__(self, workers: Workers, limits: Limits, enabled: bool, names: Names) -> None:
-        self.enabled = enabled and (limits.kept_states > 0 or not limits.state_blocks)
+        self.enabled = enabled and (limits.kept_states > 0 or limits.sizes.rewinds)
         self.ids = CacheIds()
         self.num_queries = self.num_hit_tokens = 0
         self._workers, self._segment_tokens = workers, limits.placing.segment_tokens
@@ -41,12 +41,12 @@ class PrefixCache:
 
     def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
         """Return who keeps what is computed: blocks alone, or states where the layers have some."""
-        if not limits.state_blocks:
+        if limits.sizes.rewinds:
             index = PrefixIndex(self._workers, self._segment_tokens)
             return index, Retained(self._workers, index, self.ids, names, self.enabled)
         by_end = StateIndex(self._workers, self._segment_tokens)
-        worth = limits.state_worth_blocks or limits.state_blocks
-        return by_end, States(self._workers, by_end, self.ids, names, limits.kept_states * self.enabled, worth)
+        most_kept = limits.kept_states * self.enabled
+        return by_end, States(self._workers, by_end, self.ids, names, most_kept, limits.sizes.worth)
 
     def __len__(self) -> int:
         """Return how many prefixes are retained."""
@@ -87,7 +87,8 @@ class PrefixCache:
             self.close(sequence)
         if sequence.output_token_ids == []:
             self.num_queries += self.enabled
-            self.num_hit_tokens += hit.num_tokens if hit else 0
+            sequence.num_hit_tokens = hit.num_tokens if hit else 0
+            self.num_hit_tokens += sequence.num_hit_tokens
         self.leaders.begin(sequence, hit.num_blocks if hit else 0)
 
     def name(self, sequence: Sequence, segments: PySequence[Segment], hit: Hit | None) -> None:

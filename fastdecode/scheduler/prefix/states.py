@@ -148,8 +148,8 @@ class States(Keeper):
             worker, hashes = self._workers[copy.worker], sequence.block_hashes[:num_blocks]
             if known := self._index.ending(copy.worker, hashes[-1], []):
                 self._index.touch(known)
-            elif self._make_place(1) and self._index.make_room(copy.worker, self._workers.state_blocks):
-                worker.grow(self._workers.state_blocks)
+            elif self._make_place(1) and self._index.make_room(copy.worker, self._workers.sizes.fixed):
+                worker.grow(self._workers.sizes.fixed)
                 prefix = self._keep(self._ids.new(), segment, copy, hashes, origin)
                 self._names.name(prefix.prefix_id, sequence.sequence_id, 0)
                 worker.fork(prefix.prefix_id, segment.cache_id, segment.num_tokens)
@@ -191,7 +191,7 @@ class States(Keeper):
     ) -> Prefix:
         """Retain the tokens of ``copy``, of ``segment``, and a state in blocks that its R-worker counts as taken."""
         rest = rest or []
-        own = [Block() for _ in range(self._workers.state_blocks + (len(rest) > 0))]
+        own = [Block() for _ in range(self._workers.sizes.blocks_of_copy(len(rest)))]
         blocks = list(copy.share(len(hashes)))
         prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, rest)
         self._index.add(prefix)

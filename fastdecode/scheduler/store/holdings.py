@@ -49,7 +49,7 @@ class Holdings:
         """Return a segment of the same tokens in the same places: full blocks are shared, and for a partial one there
         is room already, as there is for a state."""
         num_full, rest = divmod(source.num_tokens, self._workers.block_size)
-        segment = Segment(cache_id, source.start, self._workers.state_blocks + num_full + (rest > 0))
+        segment = Segment(cache_id, source.start, num_full + self._workers.sizes.blocks_of_copy(rest))
         segment.num_tokens = source.num_tokens
         for copy in source.copies:
             worker, shared = self._workers[copy.worker], copy.share(num_full)

@@ -35,9 +35,7 @@ class Store:
 
     def __init__(self, limits: Limits, retains: bool) -> None:
         """``retains``: what sequences leave is kept for others that begin alike, where ``limits`` say so."""
-        self.workers = Workers(
-            limits.num_blocks, limits.bandwidths, limits.block_size, limits.hosts, limits.state_blocks
-        )
+        self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.sizes, limits.hosts)
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
         self.prefixes = PrefixCache(self.workers, limits, retains and limits.prefix_caching, self.names)
@@ -168,7 +166,7 @@ class Store:
             sibling.num_closed = parent.num_closed
             self.table.open(sibling)
             self._count_tail(sibling, 1)
-        own_blocks = self.workers.state_blocks + (parent.tail.num_tokens % self.workers.block_size > 0)
+        own_blocks = self.workers.sizes.blocks_of_copy(parent.tail.num_tokens)
         parent.tail.num_blocks -= own_blocks * len(parent.siblings)
         self.residents.fork(parent)
         parent.siblings = ()
@@ -216,7 +214,7 @@ class Store:
     def goes_back(self, segment: Segment, num_tokens: int) -> bool:
         """Whether ``segment`` can be cut to ``num_tokens`` tokens: where it has a state it goes back behind the few
         rows that are kept beside that, and only to the very token."""
-        if not self.workers.state_blocks:
+        if self.workers.sizes.rewinds:
             return True
         has_room = self._holdings.has_room_to_cut(segment, num_tokens, segment.num_blocks)
         return has_room and segment.num_tokens - num_tokens <= self._kept_rows

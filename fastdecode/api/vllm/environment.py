@@ -1,0 +1,44 @@
+"""vLLM's environment variables: those that are taken, and what is said about others that are set."""
+
+from __future__ import annotations
+
+import os
+import re
+
+API_KEY, LOG_LEVEL = "VLLM_API_KEY", "VLLM_LOGGING_LEVEL"
+
+TAKEN = {
+    API_KEY: "as --api-key, after FASTDECODE_API_KEY",
+    LOG_LEVEL: "as --log-level",
+}
+
+INSTEAD = {
+    "VLLM_CPU_KVCACHE_SPACE": "give --kv-cache-memory",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "give --s-cores and --r-cores",
+    "VLLM_CPU_OMP_THREADS_BIND": "give --s-cores and --r-cores",
+    "VLLM_HOST_IP": "give --host, and --r-workers HOST:PORT",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "idle connections stay open for 75 s",
+    "VLLM_LOGGING_CONFIG_PATH": "give --log-level",
+    "VLLM_MAX_N_SEQUENCES": "n is at most 16,384",
+    "VLLM_PORT": "give --port",
+    "VLLM_USE_MODELSCOPE": "models come from Hugging Face, or from a folder",
+}
+"""Variables that users set for what a flag does here."""
+
+_OF_KUBERNETES = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
+"""What Kubernetes sets in every container where a Service is called vllm."""
+
+
+def said() -> str:
+    """Return one sentence about vLLM's variables that are set and have no effect; "" where there are none."""
+    names = sorted(
+        name for name, value in os.environ.items() if name.startswith("VLLM_") and _is_a_setting(name, value)
+    )
+    told = [f"{name} ({INSTEAD[name]})" if name in INSTEAD else name for name in names]
+    return f"environment variables of vLLM that mean nothing here are ignored: {', '.join(told)}" if told else ""
+
+
+def _is_a_setting(name: str, value: str) -> bool:
+    if not value or not name.startswith("VLLM_"):
+        return False
+    return name not in TAKEN and not _OF_KUBERNETES.fullmatch(name) and "://" not in value

@@ -1,0 +1,64 @@
+"""A setting of vLLM that no field here has: accepted without effect, or refused with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MARKS = {"?": "none", "*": "many", "~": "maybe"}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One setting of vLLM, which is also a flag of ``vllm serve``.
+
+    ``values``: how many words follow its flag: "none" (a switch), "one", "many", or "maybe" one. ``neutral``: values
+    that ask for nothing. ``shorts``: other flags of the same setting.
+    """
+
+    name: str
+    refused: bool
+    text: str
+    """Why it has no effect, or what to do instead."""
+    values: str = "one"
+    neutral: tuple[Any, ...] = ()
+    shorts: tuple[str, ...] = ()
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Return whether the setting with ``value`` says the same as one that is left out."""
+        off = value is False and True not in self.neutral
+        return value is None or off or value in ("", [], {}) or value in self.neutral or _number(value) in self.neutral
+
+
+def without_effect(rows: Mapping[str, str]) -> dict[str, Foreign]:
+    """Return settings by name; ``rows`` has names, as ``_read`` takes them, by the reason why they have no effect."""
+    return {each.name: each for why, names in rows.items() for each in _read(names, False, why)}
+
+
+def refused(rows: Iterable[tuple[Any, ...]]) -> dict[str, Foreign]:
+    """Return settings by name; a row has names, as ``_read`` takes them, a cure, and values that ask for nothing."""
+    return {each.name: each for names, cure, *neutral in rows for each in _read(names, True, cure, tuple(neutral))}
+
+
+def _read(names: str, is_refused: bool, text: str, neutral: tuple[Any, ...] = ()) -> list[Foreign]:
+    """Read names: a mark says how many words follow a flag ("?" none, "*" many, "~" maybe one; unmarked one), "+" that
+    a switch is on by itself, and words that begin with "-" are more flags of the name before them."""
+    found: list[Foreign] = []
+    for word in names.split():
+        if word.startswith("-"):
+            last = found.pop()
+            found.append(Foreign(**{**vars(last), "shorts": (*last.shorts, word)}))
+            continue
+        name, on = word.removesuffix("+"), word.endswith("+")
+        values = _MARKS.get(name[-1], "one")
+        found.append(Foreign(name.rstrip("?*~"), is_refused, text, values, (True,) if on else neutral))
+    return found
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a flag's text says, else the value."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

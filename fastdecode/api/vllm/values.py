@@ -1,0 +1,106 @@
+"""vLLM's spellings of values that settings here have under another name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+
+DTYPES = {"half": "float16", "float": "float32"}
+DTYPE_SETTINGS = ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype")
+
+LOAD_FORMATS = dict.fromkeys(("safetensors", "hf", "gguf", "fastsafetensors", "instanttensor", "mistral"), "auto")
+"""Formats that are found out by the files themselves."""
+
+COUNTS = ("max_model_len", "max_num_batched_tokens", "kv_load_limit", "kv_shard_tokens")
+"""Settings that may be texts such as "4k"."""
+
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+_DRAFT_SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def read_count(text: str) -> int:
+    """Return the number of "4096", "4k" (4,000), "4K" (4,096) or "1.5m", as vLLM reads them.
+
+    Raises:
+        ValueError: one line that says what would be right.
+    """
+    match = re.fullmatch(r"(\d+)(\.\d+)?([kKmMgGtT])", text.strip())
+    if not match:
+        if not re.fullmatch(r"-?\d+", text.strip()):
+            raise ValueError(f"must be a whole number such as 4096, 4k (4,000) or 4K (4,096), not {text!r}")
+        return int(text)
+    whole, fraction, unit = match.groups()
+    if fraction and unit.isupper():
+        raise ValueError(
+            f"must have no fraction before {unit}, a power of two: give {text.strip().lower()}, or a whole"
+        )
+    return round(float(whole + (fraction or "")) * _MULTIPLES[unit]) if fraction else int(whole) * _MULTIPLES[unit]
+
+
+def translate(name: str, value: Any) -> Any:
+    """Return the value of the setting ``name`` as it is spelt here; ConfigError where there is no such value."""
+    if name in DTYPE_SETTINGS and isinstance(value, str):
+        return _dtype(name, value)
+    if name in COUNTS:
+        return _count(name, value)
+    if name == "kv_cache_memory_bytes" and isinstance(value, str):
+        return _count(name, value)
+    if name == "load_format":
+        return LOAD_FORMATS.get(value, value)
+    if name == "lora_modules" and isinstance(value, list | tuple):
+        return [pair for each in value for pair in _adapters(each)]
+    return value
+
+
+def drafts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with what vLLM's shortcuts and defaults say of drafts in ``speculative_config``."""
+    given = {name: value for name, value in settings.items() if name not in _DRAFT_SHORTCUTS}
+    shortcuts = {_DRAFT_SHORTCUTS[name]: settings[name] for name in _DRAFT_SHORTCUTS if settings.get(name) is not None}
+    config = given.get("speculative_config")
+    if not shortcuts and not (config and isinstance(config, Mapping)):
+        return given
+    found = dict(config or {}) | shortcuts
+    if found.get("draft_tensor_parallel_size") == 1:
+        del found["draft_tensor_parallel_size"]
+    if found.get("method") is None and found.get("model"):
+        found["method"] = "ngram" if found["model"] in ("ngram", "[ngram]") else "draft_model"
+    if found.get("method") == "ngram":
+        found.pop("model", None)
+    return given | {"speculative_config": found}
+
+
+def _dtype(name: str, value: str) -> str:
+    if name == "kv_cache_dtype" and value.startswith("fp8"):
+        raise ConfigError(f"kv_cache_dtype: {value} is not there: int8 takes as many bytes, int4 half of them")
+    return DTYPES.get(value, value)
+
+
+def _count(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value.strip().lower() != "auto":
+        try:
+            value = read_count(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} {error}") from None
+    if name == "max_model_len" and (value == -1 or isinstance(value, str)):
+        return None
+    return value
+
+
+def _adapters(value: Any) -> list[Any]:
+    """Return NAME=FOLDER for vLLM's JSON of one adapter, or of a list of them."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"lora_modules: not valid JSON: {error}; it was {value!r:.80}") from None
+    each = value if isinstance(value, list) else [value]
+    return [f"{one['name']}={one['path']}" if _names_a_folder(one) else one for one in each]
+
+
+def _names_a_folder(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value.get("name")) and bool(value.get("path"))

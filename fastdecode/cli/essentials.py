@@ -1,0 +1,83 @@
+"""What ``--help`` shows: commands in groups, and of each command the flags that most users need."""
+
+from __future__ import annotations
+
+GROUPS = {
+    "run": ("generate",),
+    "serve": ("serve", "run-batch"),
+    "cluster": ("r-worker", "prefill-worker", "launch", "cache", "doctor", "collect-env"),
+    "plan": ("plan", "simulate", "calibrate", "validate"),
+    "measure": (
+        "bench throughput", "bench latency", "bench serve", "bench attention", "bench perplexity", "bench prefill",
+    ),
+}  # fmt: skip
+"""Every command, by what it is for."""
+
+_MODEL = ("model", "dtype", "max_model_len")
+_CACHE = ("kv_cache_memory", "kv_cache_dtype", "r_workers")
+_LENGTHS = ("random_input_len", "random_output_len", "num_prompts", "request_rate")
+
+MOST_SHOWN = 15
+"""Flags of a command that ``--help`` shows, itself and ``--help-all`` included."""
+
+ESSENTIAL = {
+    "generate": ("max_tokens", "temperature", "top_p", "stop", "n", "chat", "json", *_MODEL, *_CACHE),
+    "serve": (
+        "host", "port", "api_key", "served_model_name", "tool_call_parser", "reasoning_parser", *_MODEL, "max_num_seqs",
+        *_CACHE,
+    ),
+    "run-batch": (
+        "input_file", "output_file", "served_model_name", "retry_failed", *_MODEL, "max_num_seqs", *_CACHE, "seed",
+    ),
+    "bench throughput": (
+        "dataset_name", "dataset_path", *_LENGTHS, "output_json", "plot_timeline", "model", "max_num_seqs",
+        "kv_cache_dtype", "schedule", "r_workers",
+    ),
+    "bench latency": ("input_len", "output_len", "batch_size", "num_iters", "output_json", *_MODEL, *_CACHE),
+    "bench serve": (
+        "backend", "base_url", "model", "tokenizer", "dataset_name", "dataset_path", *_LENGTHS, "max_concurrency",
+        "goodput", "save_result",
+    ),
+    "bench attention": (
+        "num_heads", "num_kv_heads", "head_dim", "context_len", "batch_size", "kv_cache_dtype", "threads", "isa",
+        "q_len", "output", "output_json", "plot",
+    ),
+    "bench perplexity": ("text", "window", "output_json", *_MODEL, *_CACHE),
+    "bench prefill": (
+        "prefill_lens", "workers", "methods", "repeats", "output_json", "plot", *_MODEL, "r_workers",
+    ),
+    "calibrate": (
+        "output", "quick", *_MODEL, "kv_cache_dtype", "r_workers", "key_file", "tensor_parallel_size",
+        "prefill_workers",
+    ),
+    "plan": (
+        "model", "gpu", "cpu", "link", "num_r_workers", "profile", "seq_len", "prompt_len", "mini_batch_size",
+        "latency_limit", "kv_cache_dtype", "output_json", "emit",
+    ),
+    "simulate": (
+        *_LENGTHS, "model", "gpu", "cpu", "link", "num_r_workers", "profile", "schedule", "events", "output_json",
+    ),
+    "r-worker": (
+        "listen", "join", "threads", "cores", "kv_cache_memory", "key_file", "security", "park_dir", "health_listen",
+    ),
+    "prefill-worker": ("listen", "join", "threads", "cores", "key_file", *_MODEL, "device"),
+}  # fmt: skip
+"""Flags by command; other commands have few, and show all."""
+
+TEXTS = {
+    "api_key": "key that requests must send",
+    "chat": "write each prompt with the chat template",
+    "dataset_path": "ShareGPT JSON, or JSONL with a prompt per line",
+    "dtype": "of weights: float32, float16 or bfloat16",
+    "emit": "print this in place of the plan",
+    "host": "address to listen at",
+    "kv_cache_memory": "such as 4GiB, per R-worker",
+    "kv_cache_dtype": "float32, float16, bfloat16, int8 or int4",
+    "model": "folder, GGUF file, or id on the Hugging Face hub",
+    "r_workers": "where KV caches and attention are",
+    "reasoning_parser": "thoughts, such as qwen3",
+    "schedule": "sls, stall-free, fcfs, request-level, hybrid or prefill-first",
+    "served_model_name": "what clients call the model",
+    "tool_call_parser": "tool calls, such as hermes",
+}
+"""Shorter texts than those of ``--help-all``."""

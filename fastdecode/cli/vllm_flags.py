@@ -1,0 +1,47 @@
+"""The flags of vLLM that no setting here has: parsed, so that what they ask can be said to mean nothing, or refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from fastdecode.api.from_vllm import OF_SERVERS
+from fastdecode.api.vllm.foreign import Foreign
+from fastdecode.cli.parser import add_switch
+
+HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+"""Of another spelling of a flag."""
+
+_NARGS = {"many": "*", "maybe": "?"}
+"""Of vLLM's flags, by how many words follow them."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_shortcuts(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's shortcuts of ``--speculative-config``."""
+    parser.add_argument("--spec-method", **HIDDEN)
+    parser.add_argument("--spec-model", **HIDDEN)
+    parser.add_argument("--spec-tokens", type=int, **HIDDEN)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's flags of a server that mean nothing here."""
+    add_foreign_flags(parser, OF_SERVERS)
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> None:
+    """Add flags of vLLM that stay out of help, but for those that the command has itself."""
+    for each in foreign.values():
+        flags = [flag for flag in (flag_of(each.name), *each.shorts) if flag not in parser._option_string_actions]
+        if not flags or flags[0] != flag_of(each.name):
+            continue
+        if each.values == "none":
+            add_switch(parser, *flags, dest=each.name, help=argparse.SUPPRESS)
+        else:
+            told: dict[str, Any] = {"nargs": _NARGS.get(each.values), "const": True if each.values == "maybe" else None}
+            parser.add_argument(*flags, dest=each.name, help=argparse.SUPPRESS, **told)

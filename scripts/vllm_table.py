@@ -1,0 +1,72 @@
+"""Write the table of vLLM's settings in docs/api.md: python scripts/vllm_table.py"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastdecode.api.from_vllm import OF_ENGINES, OF_SERVERS
+from fastdecode.api.vllm.environment import INSTEAD
+from fastdecode.api.vllm.environment import TAKEN as VARIABLES
+from fastdecode.api.vllm.foreign import Foreign
+from fastdecode.api.vllm.python import CALL_ARGUMENTS, SAMPLING_IGNORED, SAMPLING_REFUSED
+from fastdecode.api.vllm.taken import TAKEN
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+BEGIN, END = "<!-- vllm_table -->\n", "<!-- end of vllm_table -->\n"
+MOST_CHARACTERS = 190
+"""Of a cell."""
+
+HEAD = "| setting or flag of vLLM | here | note |\n|---|---|---|\n"
+
+
+def main() -> None:
+    """Write the page with today's table."""
+    PAGE.write_text(rendered(PAGE.read_text("utf-8")), "utf-8")
+
+
+def rendered(page: str) -> str:
+    """Return the page with today's table between its marks."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + HEAD + "\n".join(_rows()) + "\n\n" + END + rest.split(END)[1]
+
+
+def _rows() -> Iterator[str]:
+    yield from _block("taken", _by_text(TAKEN))
+    engines, servers = [*OF_ENGINES.values()], [*OF_SERVERS.values()]
+    for here, is_refused in (("no effect", False), ("refused", True)):
+        found = {each.name: each.text for each in (*engines, *servers) if each.refused is is_refused}
+        yield from _block(here, _by_text(found))
+    yield from _block("`SamplingParams`: no effect", _texts(SAMPLING_IGNORED))
+    yield from _block("`SamplingParams`: refused", _texts(SAMPLING_REFUSED))
+    yield from _block("`generate`, `chat`: refused", _texts(CALL_ARGUMENTS))
+    yield from _block("variable: taken", _by_text(VARIABLES))
+    yield from _block("variable: no effect", _by_text(INSTEAD))
+
+
+def _texts(foreign: dict[str, Foreign]) -> dict[str, list[str]]:
+    return _by_text({each.name: each.text for each in foreign.values()})
+
+
+def _by_text(texts: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names that have the same text."""
+    found: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        found.setdefault(text, []).append(name)
+    return found
+
+
+def _block(here: str, names: dict[str, list[str]]) -> Iterator[str]:
+    """Yield rows of as many names as a cell holds."""
+    for text, each in names.items():
+        cell = ""
+        for name in sorted(each):
+            if len(cell) + len(name) > MOST_CHARACTERS:
+                yield f"| {cell} | {here} | {text} |"
+                cell = ""
+            cell += f"{', ' if cell else ''}`{name}`"
+        yield f"| {cell} | {here} | {text} |"
+
+
+if __name__ == "__main__":
+    main()
