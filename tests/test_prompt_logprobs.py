@@ -20,6 +20,7 @@ from fastdecode.api.outputs import Logprob
 
 SETTINGS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory": "16MiB", "s_threads": 1, "device": "cpu"}
 TEXT = "def read_lines(self, path):\n    with open(path) as file:\n        return [line for line in file]\n" * 4
+SCORING = {"echo": True, "logprobs": 1}
 SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=2)
 
 
@@ -115,3 +116,21 @@ def test_completions_echo_them(chat_server: RunningServer, max_tokens: int) -> N
                 told[choice["index"]].setdefault(kind, []).extend(values)
     assert texts == [choice["text"] for choice in answer["choices"]]
     assert told == [choice["logprobs"] for choice in answer["choices"]]
+
+
+@pytest.mark.slow
+def test_usage_tells_what_was_cached(chat_server: RunningServer) -> None:
+    """By all routes; a scored prompt takes nothing."""
+    prompt = (
+        "class Reader:\n    def __init__(self, path, encoding, errors, newline, buffering):\n        self.path = path\n"
+        * 2
+    )
+    body = {"prompt": prompt, "max_tokens": 1}
+    found = [chat_server.request("/v1/completions", {**body, **more})[1]["usage"] for more in ({}, {}, SCORING)]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in found]
+    assert cached[0] == cached[2] == 0 and 0 < cached[1] < found[1]["prompt_tokens"]
+    *_, last = events(chat_server, {**body, "stream_options": {"include_usage": True}})
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == cached[1]
+    for _ in range(2):
+        _, response = chat_server.request("/v1/responses", {"input": prompt, "max_output_tokens": 1})
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] > 0
