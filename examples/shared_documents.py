@@ -8,9 +8,15 @@ from __future__ import annotations
 
 # %% Two documents, of which a retriever would find one for each question.
 import inspect
+import signal
+import sys
 import textwrap
 
 from fastdecode import LLM, SamplingParams
+
+# %% Whatever happens, the example ends after five minutes.
+signal.signal(signal.SIGALRM, lambda *_: sys.exit("no end within 5 minutes: `fastdecode doctor` says what is wrong"))
+signal.alarm(300)
 
 documents = {each.__name__: inspect.getsource(each)[:600] for each in (textwrap.indent, inspect.getdoc)}
 questions = ["def is_empty(text):", "def first_line(text):", "def num_words(text):"]
@@ -41,3 +47,4 @@ shared, num_shared = ask(True)
 alone, num_alone = ask(False)
 print(f"{num_shared} tokens of prompts computed, {num_alone} without sharing: {num_shared / num_alone:.2f} of them")
 print(f"{sum(map(str.__eq__, shared, alone))} of {len(alone)} answers are the same")
+signal.alarm(0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 # %% Four R-workers ask at the S-worker's door. Beyond one machine give both sides `--key-file`.
 import atexit
 import itertools
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,10 @@ import time
 from collections.abc import Callable
 
 from fastdecode import LLM, SamplingParams
+
+# %% Whatever happens, the example ends after five minutes.
+signal.signal(signal.SIGALRM, lambda *_: sys.exit("no end within 5 minutes: `fastdecode doctor` says what is wrong"))
+signal.alarm(300)
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -25,7 +31,8 @@ COMMAND = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--join", do
 
 def new_host() -> subprocess.Popen[bytes]:
     """A spot host, whose only process asks to join; it may be started before the S-worker, or later."""
-    host = subprocess.Popen([*COMMAND, "--kv-cache-memory", "64MiB"], stdout=subprocess.DEVNULL)
+    own = os.environ | {"PYTHONSAFEPATH": "1"}  # fastdecode as it is installed, not the folder that Python starts in
+    host = subprocess.Popen([*COMMAND, "--kv-cache-memory", "64MiB"], stdout=subprocess.DEVNULL, env=own)
     atexit.register(host.kill)
     return host
 
@@ -77,3 +84,4 @@ quiet = generate({})
 num_same = sum(map(str.__eq__, disturbed, quiet))
 print(f"{changes.joined - num_joined} joined; {num_same} of {len(quiet)} texts are the same")
 llm.close()
+signal.alarm(0)

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 # %% R-workers are processes that listen. Here all run on this machine; elsewhere each has a host of its own.
 import atexit
+import os
+import signal
 import subprocess
 import sys
 
 from fastdecode import LLM, SamplingParams
 
+# %% Whatever happens, the example ends after five minutes.
+signal.signal(signal.SIGALRM, lambda *_: sys.exit("no end within 5 minutes: `fastdecode doctor` says what is wrong"))
+signal.alarm(300)
+
 COMMAND = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--listen", "tcp://127.0.0.1:0", "--threads", "1"]
+OWN = os.environ | {"PYTHONSAFEPATH": "1"}  # fastdecode as it is installed, not the folder that Python starts in
 processes = [
-    subprocess.Popen([*COMMAND, "--kv-cache-memory", "64MiB"], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    subprocess.Popen([*COMMAND, "--kv-cache-memory", "64MiB"], stdout=subprocess.PIPE, text=True, env=OWN)
+    for _ in range(3)
 ]
 for process in processes:
     atexit.register(process.kill)
@@ -47,3 +55,4 @@ with LLM(r_workers=",".join(addresses), **settings) as llm:
 same = [texts[str(number)] == text for number, text in enumerate(undisturbed)]
 print(f"{sum(num_lost)} R-worker lost in {num_steps} steps; {sum(same)} of {len(same)} texts as without the loss")
 print(prompts[0] + undisturbed[0])
+signal.alarm(0)

@@ -5,6 +5,8 @@ The demo model of the package runs on one R-worker in this process; docs/tour.md
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,10 @@ NUM_TOKENS = 2  # the prompt's step, then one decode step
 
 def main() -> None:
     """Generate ``NUM_TOKENS`` tokens and print what crosses each border on the way."""
+    signal.signal(
+        signal.SIGALRM, lambda *_: sys.exit("no end within 5 minutes: `fastdecode doctor` says what is wrong")
+    )
+    signal.alarm(300)
     with LLM(dtype="float32", r_workers="inproc:1", num_mini_batches=1, kv_cache_memory="64MiB") as llm:
         engine = llm.llm_engine
         watch(engine)
@@ -31,6 +37,7 @@ def main() -> None:
                 completion = output.outputs[0]
                 print(f"RequestOutput  token_ids {list(completion.token_ids)}, text {completion.text!r}, "
                       f"finished {output.finished}, finish_reason {completion.finish_reason!r}")  # fmt: skip
+    signal.alarm(0)
 
 
 def watch(engine: LLMEngine) -> None:

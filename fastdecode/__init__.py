@@ -44,4 +44,23 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'fastdecode' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ImportError as error:
+        if why := not_installed():
+            raise ImportError(f"fastdecode.{name}: {why}") from error
+        raise
+
+
+def not_installed() -> str:
+    """Return what to do where Python reads the source folder and its C++ part is not there; "" where it is."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    if find_spec("fastdecode._rworker"):
+        return ""
+    folder = Path(__file__).resolve().parents[1]
+    return (
+        f"Python reads the source folder {folder}, whose C++ part is not built there. Run `make` there and use its "
+        f"{folder / '.venv/bin/python'}, or `pip install {folder}` and start Python in another folder (or with -P)"
+    )

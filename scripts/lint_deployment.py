@@ -65,7 +65,7 @@ def queries_are_valid() -> bool:
         {"record": f"query:{number}", "expr": query.replace("$__rate_interval", "1m")}
         for number, query in enumerate(queries)
     ]
-    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yml") as file:
         yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}, file)
         return linted("promtool", "check", "rules", file.name)
 

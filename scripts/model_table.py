@@ -226,7 +226,7 @@ def in_a_fork(model_type: str, run: Callable[[str], Row] = tried) -> Row:
 
 
 def _limit() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + LIMIT_BYTES,) * 2)
     quiet = os.open(os.environ.get("MODEL_TABLE_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(quiet, 1)
@@ -263,6 +263,10 @@ given here and what it would take. `make models` writes this page ({count} archi
 
 - A cache is full (keys and values of all tokens), a window (the last ones alone are seen), latent (rows from which keys
   and values are computed), chunked, sparse (an index picks rows), compressed or recurrent: as the model means it.
+- Where an index scores two rows the same, a model has no rule which of them it picks: `torch.topk` takes what its sort
+  leaves first, R-workers the older row. Scores tie at 0 where no head of the index is above it, often with two heads
+  (deepseek_v32 with `index_n_heads` 2), hardly ever with the 64 of published models. A text may then differ from
+  `generate`'s.
 - Bytes per token are those of keys and values in 16 bits over all layers, as `fastdecode plan` counts them, for sizes
   that the configuration's class has by default. These are often the first published model's (`llama`: Llama-2-7B), not
   always (`qwen2` has 32 KV heads, Qwen2-7B has 4): `fastdecode plan --model FOLDER` tells a model's own. Blank where

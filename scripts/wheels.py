@@ -16,7 +16,7 @@ import sys
 import tarfile
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from r_worker_wheel import make_r_worker_wheel
@@ -70,6 +70,18 @@ def make_environment(python: Path, version: str) -> Path:
         run(python, "-m", "venv", OUT / f"python{version}")
     run(own, "-m", "pip", "install", "--disable-pip-version-check", "-q", *TOOLS)
     return own
+
+
+def check_compilers(processors: Sequence[str]) -> None:
+    """End the build, in one line, where a processor's compiler is not installed."""
+    for processor in processors:
+        if shutil.which(GXX.format(processor)) is None:
+            package = "g++" if processor == platform.machine() else f"g++-{processor.replace('_', '-')}-linux-gnu"
+            others = " ".join(each for each in processors if each != processor) or platform.machine()
+            sys.exit(
+                f"wheels: no {GXX.format(processor)} was found: apt install {package}, or make wheels "
+                f"PROCESSORS={others}"
+            )
 
 
 def make_compiler(processor: str) -> Path:
@@ -151,6 +163,7 @@ def main() -> None:
     parser.add_argument("--pythons", default=",".join(VERSIONS), help="comma list (%(default)s)")
     parser.add_argument("--processors", default=",".join(PROCESSORS), help="comma list (%(default)s)")
     options = parser.parse_args()
+    check_compilers(options.processors.split(","))
     for folder in (DIST, OUT / "plain", *(OUT / f"build-{processor}" for processor in PROCESSORS)):
         shutil.rmtree(folder, ignore_errors=True)
     OUT.mkdir(parents=True, exist_ok=True)

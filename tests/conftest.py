@@ -100,6 +100,7 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
     from helpers.servers import CHAT_TEMPLATE, MODEL, serving
 
     flags = ["--served-model-name", f"{MODEL},other", "--chat-template", CHAT_TEMPLATE, "--max-num-seqs", "32"]
+    flags += ["--reasoning-parser", "qwen3"]
     with serving(tmp_path_factory.mktemp("server"), *flags) as running:
         yield running
         assert "Traceback" not in running.log.read_text()

@@ -13,14 +13,14 @@ import pytest
 import torch
 from doubles.fake_backend import FakeBackend
 from doubles.graph_recorder import FakeRecorder, Pool
-from helpers import latent_zoo, model_zoo
+from helpers import latent_zoo, model_zoo, tiny_hybrids
 from helpers.examples import thinned
 from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.engine.compose import build
-from fastdecode.sworker import model as model_module
+from fastdecode.sworker.model import smodel as model_module
 from fastdecode.sworker.run import s_worker
 from fastdecode.sworker.run.cuda_graphs import CudaGraphForward, ModelGraphs
 from fastdecode.sworker.run.pipeline import MiniBatchForward
@@ -254,6 +254,19 @@ def test_latent_rows_are_captured(
         outputs = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     assert [model_zoo.disagreements(model, *pair) for pair in zip(texts, tokens, strict=True)] == [0] * 4
+    assert len(recorders[0].replays()) == 2 and all(min(each) > 6 for each in recorders[0].replays())
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5", marks=pytest.mark.thorough)])
+def test_recurrent_layers_are_captured(name: str, recorders: list[FakeRecorder], tmp_path: Path) -> None:
+    """Rows for states leave a graph as queries, keys and values do."""
+    texts = tiny_hybrids.random_prompts((70, 1, 30, 29))
+    expected = tiny_hybrids.save_with_texts(tmp_path, name, texts, 10)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+    settings = {"skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory": "64MiB", "device": "cpu"}
+    with LLM(str(tmp_path), **settings, s_threads=1, r_threads=1, max_num_seqs=16, num_mini_batches=2) as llm:
+        outputs = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert len(recorders[0].replays()) == 2 and all(min(each) > 6 for each in recorders[0].replays())
 
 

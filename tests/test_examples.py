@@ -7,8 +7,12 @@ import contextlib
 import json
 import re
 import runpy
+<<<<<<< HEAD
 import socket
 import socketserver
+=======
+import signal
+>>>>>>> main
 import subprocess
 import threading
 import urllib.error
@@ -43,7 +47,10 @@ def ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def printed_by(name: str, capfd: pytest.CaptureFixture[str]) -> str:
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        signal.alarm(0)  # the script's limit, where it fails
     return capfd.readouterr().out
 
 
@@ -66,6 +73,7 @@ def test_shared_documents_are_computed_once(capfd: pytest.CaptureFixture[str]) -
     assert "6 of 6 answers are the same" in printed
 
 
+<<<<<<< HEAD
 def forward(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
@@ -114,3 +122,10 @@ def _said(events: list[Any]) -> tuple[str, list[str]]:
     choices = [event["choices"][0] for event in events]
     told = [choice["logprobs"]["tokens"] for choice in choices if choice["logprobs"]]
     return "".join(choice["text"] for choice in choices), [token for tokens in told for token in tokens]
+=======
+@pytest.mark.parametrize("path", [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/*.sh")], ids=lambda path: path.name)
+def test_every_example_has_a_time_limit(path: Path) -> None:
+    assert re.search(
+        r"^ *signal\.alarm\(\d+\)$|^(exec )?timeout \w+ |^#SBATCH .*--time=", path.read_text(), re.MULTILINE
+    )
+>>>>>>> main

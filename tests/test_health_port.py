@@ -214,9 +214,7 @@ def test_threads_are_not_pinned_under_a_quota(monkeypatch: pytest.MonkeyPatch) -
     free = take_host(None, 1, 1 << 20)
     assert free.size.cores == free.cores or has_cpu_quota()
     with monkeypatch.context() as quota:
-        quota.setattr(
-            "fastdecode.core.machine._cgroup_value", lambda name: "100000 100000" if name == "cpu.max" else ""
-        )
+        quota.setattr("fastdecode.core.cgroups.cpu_limit", lambda: 1.0)
         cores = sorted(os.sched_getaffinity(0))
         limited = take_host(None, None, 1 << 20)
         assert limited.size.num_threads == 1 and limited.size.cores == ((), (cores[0],))[len(cores) == 1]

@@ -20,9 +20,9 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 300,
-    "lines that serving imports": 50_000,
-    "lines of the product": 66_000,
+    "modules that serving imports": 330,
+    "lines that serving imports": 55_000,
+    "lines of the product": 72_000,
     "files over 300 lines": 16,
     "functions over 51 lines": 0,
     "methods of the largest class": 37,

@@ -13,8 +13,7 @@ from helpers.servers import MODEL, PATIENCE_SECONDS, RunningServer
 from starlette.types import Message
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.cors import with_cors
-from fastdecode.server.guards import KeyGuard
+from fastdecode.server.guards import KeyGuard, with_cors
 from fastdecode.server.server_settings import ServerSettings
 
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"

@@ -18,7 +18,7 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.errors import CapacityError, ConfigError, UnsupportedModelError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.engine.compose.backends import pool_layout
 from fastdecode.engine.compose.ways import check_ways
@@ -251,12 +251,54 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
         ("kv_shard_tokens", 512),
         ("prefill_scratch", "1MiB"),
         ("prefill_parallel", "tsp"),
-        ("speculative_config", {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}),
     ],
 )
 def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved: Any) -> None:
     with pytest.raises(ConfigError, match=f"{setting}: this model keeps a state"):
         make_llm(saved("lfm2")[0], r_workers="inproc:2", **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ending", "settings"),
+    [
+        ("qwen3_next", "kill", {"r_workers": "spawn:3"}),
+        ("qwen3_next", "drain", {"r_workers": "inproc:2", "num_mini_batches": 2}),
+        ("lfm2", "", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
+        ("minimax", "", {"kv_replicas": 2, "r_workers": "inproc:2"}),
+    ],
+)
+def test_drafts_of_the_first_layers_leave_their_states_as_they_were(
+    model_type: str, ending: str, settings: dict[str, Any], saved: Any
+) -> None:
+    """In every step, so that most are refused; each pass is a step that is abandoned."""
+    folder, expected = saved(model_type)
+    drafts = {"method": "early_exit", "num_speculative_tokens": 3, "num_layers": 2}
+    with make_llm(folder, speculative_config=drafts, **settings) as llm:
+        always_draft(llm.engine)
+        assert run_until_gone(llm, ending) == expected
+        counts = llm.engine.scheduler.statistics.drafts
+        assert counts.num_draft_tokens > 20 and counts.num_accepted_tokens < counts.num_draft_tokens
+
+
+def test_drafts_of_the_first_layers_outlive_preemption(saved: Any) -> None:
+    """With memory for two states, and too few of their tokens."""
+    folder, expected = saved("qwen3_next")
+    drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 2}
+    with make_llm(folder, block_size=16, speculative_config=drafts) as llm:
+        limits = llm.engine.scheduler.limits
+        block_bytes = (16 << 20) // limits.num_blocks[0]
+    num_blocks = 2 * limits.state_blocks + 5
+    small = {"kv_cache_memory": f"{num_blocks * block_bytes}", "max_model_len": 80, "block_size": 16}
+    with make_llm(folder, max_num_seqs=4, schedule="stall-free", speculative_config=drafts, **small) as llm:
+        always_draft(llm.engine)
+        assert generated(llm, first=2) == expected[2:]
+        assert llm.engine.scheduler.lifecycle.num_preemptions > 0
+
+
+def test_early_exit_says_where_layers_cannot_be_told_apart(saved: Any) -> None:
+    drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}
+    with pytest.raises(UnsupportedModelError, match="early_exit finds no list of"):
+        make_llm(saved("falcon_h1")[0], speculative_config=drafts)
 
 
 def window(width: int) -> Recurrent:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import model_zoo, r_workers
+from helpers import model_zoo, r_workers, tiny_hybrids
 from helpers.examples import SEES_ALL
 from helpers.ports import free_port
 from helpers.processes import children_of
@@ -76,6 +76,26 @@ def expected(name: str, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
 def tokens_of(result: Any) -> list[list[int]]:
     """Of the only completion of each prompt."""
     return [tokens for (tokens,) in result["tokens"]]
+
+
+@pytest.mark.slow
+def test_recurrent_layers_are_whole_on_each_rank(tmp_path: Path) -> None:
+    """Their states lie twice; prompts come in chunks, and half of the drafts are wrong."""
+    texts, length = tiny_hybrids.random_prompts((70, 1, 30, 29)), {"max_model_len": 256}
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    ways: dict[str, dict[str, Any]] = {
+        "qwen3_next": drafts,
+        "jamba": {"max_num_batched_tokens": 16, "max_num_seqs": 3},
+        "lfm2": {"r_workers": "inproc:2", "num_mini_batches": 2, "kv_replicas": 2},
+    }
+    wanted = [tiny_hybrids.save_with_texts(tmp_path / name, name, texts, NUM_TOKENS) for name in ways]
+    jobs = [
+        {"folder": str(tmp_path / name), "prompts": texts, "settings": SETTINGS | length | way}
+        for name, way in ways.items()
+    ]
+    results = run_ranks(2, [job | {"params": {"max_tokens": NUM_TOKENS}} for job in jobs], tmp_path)
+    assert [tokens_of(result) for result in results] == wanted
+    assert [result["held"] for result in results] == [0] * 3
 
 
 @pytest.mark.slow
@@ -225,6 +245,10 @@ def test_steps_survive_the_way() -> None:
         assert list(mine) == list(theirs)
 
 
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+"""Of the process that sbatch starts."""
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -234,6 +258,17 @@ def test_steps_survive_the_way() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, (0, 0, False)),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, (0, 0, True)),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, (1, 0, False)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        (BATCH | {"SLURM_NTASKS": "1"}, None),
+        (BATCH | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, None),
+        (BATCH | {"SLURM_NTASKS": "4"}, None),
+        (BATCH | {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (BATCH | {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (0, 0, True)),
+        (BATCH | {"RANK": "1", "WORLD_SIZE": "2", "SLURM_NTASKS": "4"}, (1, 0, False)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 0, False)),
     ],
 )
 def test_who_is_who(environment: dict[str, str], expected: Any) -> None:
@@ -246,6 +281,16 @@ def test_places_that_cannot_be() -> None:
         find_place(2, {"RANK": "0", "WORLD_SIZE": "3"})
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         find_place(2, {"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+@pytest.mark.thorough
+def test_a_launcher_of_one_process_leaves_the_ranks_to_the_engine() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
+    command = [sys.executable, "-m", "fastdecode.cli.main", "generate", "def f(", "--tensor-parallel-size", "2"]
+    command += ["--max-tokens", "4", "--temperature", "0", "--kv-cache-memory", "16MiB", "--device", "cpu"]
+    done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout.startswith("def f("), done
 
 
 def test_settings_of_ranks() -> None:

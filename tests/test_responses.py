@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, Literal
 
 import openai
@@ -158,6 +159,8 @@ def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
         (f"I look. {CALLING}\n{CALLING}", ["message", "function_call", "function_call"]),
         (f"{CALLING} done", ["function_call", "message"]),
         ("nothing", ["message"]),
+        (f"<think>\nso\n</think>\n\nI look.{CALLING}", ["reasoning", "message", "function_call"]),
+        (f"<think>so</think>{CALLING}<think>so</think>", ["reasoning", "function_call", "reasoning"]),
     ],
 )
 def test_calls_in_a_free_text_are_items(api: openai.OpenAI, text: str, kinds: list[str]) -> None:
@@ -171,14 +174,20 @@ def test_calls_in_a_free_text_are_items(api: openai.OpenAI, text: str, kinds: li
             same: Any = stream.get_final_response()
         as_text = api.responses.create(**asked, tool_choice="none")
     assert [each.type for each in whole.output] == [each.type for each in same.output] == kinds
-    assert whole.output_text == same.output_text == text.replace(CALLING, "").rstrip("\n")
+    thoughts = [each for each in (*whole.output, *same.output) if each.type == "reasoning"]
+    assert all(each.content[0].text == "so" and each.content[0].type == "reasoning_text" for each in thoughts)
+    assert (whole.usage.output_tokens_details.reasoning_tokens > 0) == bool(thoughts)
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "so" * (len(thoughts) // 2)
+    shown = re.sub(r"<think>\s*so\s*</think>\s*", "", text)
+    assert whole.output_text == same.output_text == shown.replace(CALLING, "").rstrip("\n")
     calls = [each for each in (*whole.output, *same.output) if each.type == "function_call"]
     assert all(each.name == "look" and json.loads(each.arguments) == {"where": "here"} for each in calls)
     assert all(each.status == "completed" for each in whole.output)
     assert len({each.id for each in same.output}) == len(kinds)
     added = [event.output_index for event in events if event.type == "response.output_item.added"]
     assert added == list(range(len(kinds)))
-    assert as_text.output_text == text
+    assert as_text.output_text == shown
 
 
 @pytest.mark.parametrize(

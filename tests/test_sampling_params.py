@@ -33,6 +33,7 @@ VLLM_DEFAULTS = {
     "allowed_token_ids": (),
     "bad_words": (),
     "skip_special_tokens": True,
+    "shown_special_token_ids": (),  # our own
     "include_stop_str_in_output": False,
     "detokenize": True,
     "structured_outputs": None,
@@ -56,6 +57,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("min_tokens", [-1, None, *NOT_INTEGERS], "an integer of at least 0"),
     ("stop", ["", [""], ["a", ""], [1], 5, {"a": 1}, [["a"]]], "a non-empty string or a list of them"),
     ("stop_token_ids", [5, "5", [-1], [1.0], [True], ["a"]], "a list of token ids (integers of at least 0)"),
+    ("shown_special_token_ids", [5, "5", [-1], [1.0]], "a list of token ids (integers of at least 0)"),
     ("allowed_token_ids", [[]], "a list of token ids (integers of at least 0), not an empty one, or None"),
     ("allowed_token_ids", [5, "5", [-1], [1.0], [True]], "a list of token ids (integers of at least 0)"),
     ("logprobs", [-2, *NOT_INTEGERS], "an integer of at least 0, -1 for the whole vocabulary, or None"),

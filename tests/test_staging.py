@@ -16,7 +16,7 @@ import pytest
 import torch
 from doubles.fake_backend import FakeBackend
 from doubles.recorder import Bits, Recorder
-from helpers import latent_zoo, model_zoo
+from helpers import latent_zoo, model_zoo, tiny_hybrids
 from helpers.tiny import (
     NUM_LAYERS,
     Engine,
@@ -303,15 +303,22 @@ def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: floa
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama-gqa", "bfloat16"), pytest.param("llama-gqa", "float32", marks=pytest.mark.thorough), ("youtu", "float32")],
+    [
+        ("llama-gqa", "bfloat16"),
+        pytest.param("llama-gqa", "float32", marks=pytest.mark.thorough),
+        ("youtu", "float32"),
+        ("qwen3_next", "float32"),
+        pytest.param("lfm2", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_generates_the_same(
     name: str, dtype: str, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of keys and values, and of latent rows."""
-    folder = str(tmp_path)
-    (latent_zoo if name == "youtu" else model_zoo).build_model(name).save_pretrained(tmp_path)
-    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts("llama-gqa")[1:5]]
+    """Of keys and values, of latent rows, and of rows for states."""
+    folder, texts = str(tmp_path), model_zoo.prompts("llama-gqa")[1:5]
+    builds = {"youtu": latent_zoo.build_model, "llama-gqa": model_zoo.build_model}
+    builds.get(name, tiny_hybrids.built)(name).save_pretrained(tmp_path)
+    prompts: list[Any] = [{"prompt_token_ids": [token % 128 for token in prompt[:200]]} for prompt in texts]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 
     def generate(num_mini_batches: int) -> list[list[int]]:

@@ -185,6 +185,10 @@ def test_no_more_states_are_kept_than_there_is_room_for(saved: Any) -> None:
             {"r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0},
             "keep_session: states that lie with the S-worker",
         ),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size: states that lie with the S-worker .* are those of one process",
+        ),
         ({"state_on": "r", "state_memory": "1GiB"}, "state_memory: it is for states that lie with the S-worker"),
     ],
 )

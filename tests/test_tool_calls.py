@@ -10,8 +10,11 @@ import pytest
 from helpers.servers import MODEL, RunningServer
 
 from fastdecode.core.errors import RequestError
+from fastdecode.server.answer_reader import AnswerReading
+from fastdecode.server.call_parts import CallPart
+from fastdecode.server.response_templates import answer_syntax
 from fastdecode.server.responses_request import messages_of
-from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, forced_calls
+from fastdecode.server.tool_calls import CallReader, ForcedCalls, forced_calls
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +86,7 @@ def test_a_named_function_is_called(chat_server: RunningServer) -> None:
 
 
 def test_some_function_must_be_called(chat_server: RunningServer) -> None:
-    """Whole and streamed; in time both functions are, and of a text that was cut off the last call is a part."""
+    """Whole and streamed; in time both functions are, and of a text that is cut off the last call as far as it goes."""
     with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
         choice = ask(api, "required").choices[0]
         (call,) = choice.message.tool_calls
@@ -93,7 +96,7 @@ def test_some_function_must_be_called(chat_server: RunningServer) -> None:
         assert [(each["name"], each["arguments"]) for each in calls] == [(call.function.name, call.function.arguments)]
         assert reason == "tool_calls"
         several = ask(
-            api, "required", n=8, temperature=2, seed=2, max_tokens=60, extra_body={"parallel_tool_calls": True}
+            api, "required", n=8, temperature=2, seed=2, max_tokens=120, extra_body={"parallel_tool_calls": True}
         )
         found = [each.message.tool_calls for each in several.choices if each.message.tool_calls]
         ends = [each.finish_reason for each in several.choices if each.message.tool_calls]
@@ -103,6 +106,15 @@ def test_some_function_must_be_called(chat_server: RunningServer) -> None:
                 check_arguments(each.function.name, each.function.arguments)
         assert {each.function.name for calls in found for each in calls} == {"count", "look"}
         assert len({each.id for calls in found for each in calls}) == sum(map(len, found))
+        for stream in (False, True):
+            cut = ask(api, "required", max_tokens=len('[{"name":"count","parameters":{"') + 1, stream=stream)
+            calls, reason, _ = streamed(cut) if stream else ([], cut.choices[0].finish_reason, 0)
+            (begun,) = (
+                [each["arguments"] for each in calls]
+                if stream
+                else [each.function.arguments for each in cut.choices[0].message.tool_calls]
+            )
+            assert reason == "length" and begun.startswith("{") and call.function.arguments.startswith(begun)
 
 
 def test_a_text_is_free_where_no_call_is_forced(chat_server: RunningServer) -> None:
@@ -130,9 +142,10 @@ CALLING = '<tool_call>\n{"name": "look", "arguments": {"a": "é}"}}\n</tool_call
     ],
 )
 def test_calls_in_free_texts_are_read_however_these_grow(text: str, shown: str, calls: list[Any]) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "jump")]
     for size in range(1, len(text) + 1):
-        free = FreeReader(frozenset({"look", "jump"}), "a")
-        read: list[str | CallPart] = []
+        free = AnswerReading(syntax=answer_syntax("", "", None), tools=tools).reader("a")
+        read: list[Any] = []
         for end in [*range(size, len(text), size), len(text)]:
             read += free.read(text[:end], end == len(text))
         found = "".join(each for each in read if isinstance(each, str))
@@ -204,11 +217,6 @@ def test_calls_are_read_as_they_grow() -> None:
             "required",
             "must be an object",
         ),
-        (
-            [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"$defs": {"number": {}}}}}],
-            "required",
-            "several meanings of 'number'",
-        ),
     ],
 )
 def test_calls_that_cannot_be_forced_are_refused(tools: Any, choice: Any, message: str) -> None:
@@ -239,3 +247,96 @@ def test_items_of_responses_become_messages() -> None:
         {"role": "tool", "tool_call_id": "c0", "content": "a wall"},
         {"role": "assistant", "content": "", "tool_calls": told[:1]},
     ]
+
+
+THINKING = "<think>\nI look at 😀\n</think>\n\nSo:\n"
+
+
+def test_thoughts_and_calls_of_a_chat(chat_server: RunningServer) -> None:
+    """Whole and streamed, by both names; clients that want no thoughts get none."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    body: dict[str, Any] = {
+        "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "tools": tools,
+        "structured_outputs": {"choice": [THINKING + CALLING]},
+    }  # fmt: skip
+    status, answer = chat_server.request("/v1/chat/completions", body)
+    assert status == 200
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("So:", "I look at 😀")
+    assert message["reasoning"] == message["reasoning_content"]
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
+        told = dict.fromkeys(("reasoning", "reasoning_content", "content"), "")
+        calls: list[Any] = []
+        more = {"structured_outputs": body["structured_outputs"]}
+        asked: dict[str, Any] = {**body, "model": MODEL, "extra_body": more, "stream": True}
+        del asked["structured_outputs"]
+        for event in api.chat.completions.create(**asked):
+            delta = event.choices[0].delta
+            told = {name: text + (getattr(delta, name, None) or "") for name, text in told.items()}
+            calls += delta.tool_calls or []
+        assert told == {"reasoning": "I look at 😀", "reasoning_content": "I look at 😀", "content": "So:"}
+        assert [each.function.arguments for each in calls] == ['{"a": "é}"}'] and message["tool_calls"]
+        whole = api.chat.completions.create(**{**asked, "extra_body": {**more, "include_reasoning": False}})
+        assert not any(getattr(event.choices[0].delta, "reasoning_content", None) for event in whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"), [('{"a": "\\ud83d b"}', '{"a": "\ufffd b"}'), ('{"a": NaN}', None), ('{"a": 1e999}', None)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_of_clients_are_json_in_utf_8(
+    chat_server: RunningServer, arguments: str, wanted: str | None, stream: bool
+) -> None:
+    text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
+        body: dict[str, Any] = {
+            "model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 100, "stream": stream,
+            "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+            "extra_body": {"structured_outputs": {"choice": [text]}},
+        }  # fmt: skip
+        found = api.chat.completions.create(**body)
+        said = [event.choices[0].delta for event in found] if stream else [found.choices[0].message]
+        calls = [each.function.arguments for part in said for each in part.tool_calls or ()]
+        assert calls == ([wanted] if wanted else [])
+        assert "".join(part.content or "" for part in said) == ("" if wanted else text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"]},
+        {"properties": {"b": {"$ref": "#/$defs/x%20y"}}, "required": ["b"], "$defs": {"x y": {"enum": [1, 2]}}},
+        {"properties": {"b": {"anyOf": [{"enum": [1, 2]}, {"$ref": "#"}]}}, "required": ["b"]},
+        {
+            "$id": "http://t/s",
+            "properties": {"b": {"$ref": "s#/$defs/x"}},
+            "required": ["b"],
+            "$defs": {"x": {"enum": [1]}},
+        },
+        {"properties": {"b": {"$ref": "#x"}}, "required": ["b"], "$defs": {"x": {"$anchor": "x", "enum": [1, 2]}}},
+    ],
+    ids=("property", "definition", "root", "id", "anchor"),
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "t"}}], ids=("any", "named"))
+def test_references_of_a_schema_are_its_own(chat_server: RunningServer, schema: Any, choice: Any) -> None:
+    """Beside another function that has the same names."""
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    other = {"type": "object", "properties": {"a": {"type": "null"}}, "$defs": {"x": {"type": "null"}}}
+    functions = [{"name": "t", "parameters": schema}]
+    if choice != "required":
+        functions.append({"name": "other", "parameters": other})
+    body = {
+        "messages": MESSAGES, "temperature": 1, "seed": 3, "max_tokens": 200, "tool_choice": choice,
+        "tools": [{"type": "function", "function": each} for each in functions],
+    }  # fmt: skip
+    status, answer = chat_server.request("/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    found: Any = None
+    for call in choice["message"]["tool_calls"]:
+        found = json.loads(call["function"]["arguments"]) if choice["finish_reason"] != "length" else {"b": 1}
+        while isinstance(found, dict):
+            assert set(found) <= {"a", "b"}
+            found = found["b"]
+        assert found in (1, 2)
+    assert found

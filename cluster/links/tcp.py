@@ -8,7 +8,8 @@ from functools import partial
 
 from fastdecode.api.settings import split_address
 from fastdecode.cluster.links.link import SILENCE_SECONDS, Link
-from fastdecode.cluster.links.zeromq import PATIENCE_SECONDS, Beats, ZmqChannel
+from fastdecode.cluster.links.zeromq import ZmqChannel
+from fastdecode.cluster.links.zmq_socket import PATIENCE_SECONDS, Beats
 from fastdecode.cluster.wire.handshake import Security, proven
 
 GREETING_BYTES = 10

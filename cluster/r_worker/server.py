@@ -7,7 +7,8 @@ from functools import partial
 
 from fastdecode.cluster.links.link import TICK_SECONDS, Link
 from fastdecode.cluster.links.peer import MOST_LOGGED, PeerChannel
-from fastdecode.cluster.links.zeromq import ZmqListener, beats_name
+from fastdecode.cluster.links.zeromq import ZmqListener
+from fastdecode.cluster.links.zmq_socket import beats_name
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.joiner import Joiner
 from fastdecode.cluster.r_worker.lease import Lease

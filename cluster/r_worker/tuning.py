@@ -164,7 +164,7 @@ def _keep(path: Path, measured: Tuning) -> None:
     """Store for the next process, which measures again where the home folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
             json.dump(asdict(measured), file)
         Path(file.name).replace(path)
     except OSError:

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Change model, nodes and tasks (one R-worker per NUMA node); `fastdecode launch --hostfile HOSTS --print --format slurm
 # bench throughput ...` prints such a job for your hosts. Not yet run under Slurm.
-#SBATCH --job-name=fastdecode
+#SBATCH --job-name=fastdecode --time=02:00:00
 #SBATCH --nodes=1 --ntasks=1 --gpus-per-node=1
 #SBATCH hetjob
 #SBATCH --nodes=2 --ntasks=4 --exclusive

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastdecode.core.errors import RequestError
 
 Message = dict[str, Any]
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names by which messages have thoughts."""
 
 
 def without_empty_fields(message: Mapping[str, Any]) -> Message:
@@ -37,6 +41,23 @@ def with_known_roles(messages: Sequence[Message], template: str) -> list[Message
     leading = one_system_message([each["content"] for each in messages[:num_leading]]) if num_leading else []
     rest = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages[num_leading:]]
     return leading + rest
+
+
+def with_known_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
+    """Return ``messages`` with the assistant's thoughts by the name that ``template`` reads: clients send them back by
+    any of several names."""
+    names = (name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template))
+    known = next(names, None)
+    if known is None:
+        return list(messages)
+    return [_renamed_thoughts(each, known) if each["role"] == "assistant" else each for each in messages]
+
+
+def _renamed_thoughts(message: Message, known: str) -> Message:
+    text = next((message[name] for name in THOUGHTS if isinstance(message.get(name), str) and message[name]), None)
+    if text is None:
+        return message
+    return {**{name: value for name, value in message.items() if name not in THOUGHTS}, known: text}
 
 
 def one_system_message(texts: Sequence[str]) -> list[Message]:

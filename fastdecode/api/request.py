@@ -9,7 +9,7 @@ from fastdecode.api.outputs import CompletionOutput, Grown, Logprob, RequestMetr
 from fastdecode.api.sampling_params import NO_TOKEN, SamplingParams
 from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import TextStream, Tokenizer
-from fastdecode.scheduler import Sequence
+from fastdecode.scheduler import TokenSequence
 from fastdecode.sworker import SModel
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
 from fastdecode.sworker.sampling.grammar import Matcher
@@ -21,7 +21,7 @@ class Completion:
     """One of a request's ``n`` outputs: a sequence, its text, and how it ended."""
 
     index: int
-    sequence: Sequence
+    sequence: TokenSequence
     text: TextStream | None
     generator_seed: int
     finish_reason: str | None = None
@@ -182,7 +182,7 @@ def make_request(
     max_tokens = min(params.max_tokens or room, room)
     form = params.structured_outputs
     grammars = [None if form is None else model.grammars.matcher(form) for _ in range(params.n)]
-    sequences = [Sequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
+    sequences = [TokenSequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
     sequences[0].scored = params.prompt_logprobs is not None
     for sequence in sequences:
@@ -218,12 +218,15 @@ def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_tok
     """None where no text is wanted, or there is no tokenizer to make it."""
     if tokenizer is None or not params.detokenize:
         return None
+    shown, skips = params.shown_special_token_ids, params.skip_special_tokens
+    hidden = tokenizer.special_token_ids.difference(shown) if shown and skips else frozenset()
     return TextStream(
         tokenizer.backend,
         tuple(params.stop or ()),
-        params.skip_special_tokens,
+        skips and not shown,
         params.include_stop_str_in_output,
         prompt_token_ids,
+        hidden,
     )
 
 

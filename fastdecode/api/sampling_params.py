@@ -79,6 +79,8 @@ class SamplingParams:
     """Words that must not appear in the output."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    shown_special_token_ids: Collection[int] | None = None
+    """Special tokens that stay in the text all the same, such as those that delimit tool calls."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     detokenize: bool = True
@@ -119,7 +121,7 @@ class SamplingParams:
         Raises:
             RequestError: a list of token ids, or ``logit_bias``, names a token that the model does not have.
         """
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
             outside = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
             if outside:
                 wanted = f"token ids from 0 to {vocab_size - 1}"
@@ -156,6 +158,8 @@ class SamplingParams:
         self._set("bad_words", _words("bad_words", self.bad_words, "a list of non-empty words"))
         wanted = "a list of token ids (integers of at least 0)"
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, wanted))
+        shown = _token_ids("shown_special_token_ids", self.shown_special_token_ids, wanted)
+        self._set("shown_special_token_ids", shown)
         if self.allowed_token_ids in ([], set()):  # () is None, normalised
             raise _refusal("allowed_token_ids", self.allowed_token_ids, f"{wanted}, not an empty one, or None")
         self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -102,7 +103,10 @@ def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int 
 
 
 def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:
-    """Name and folder of "NAME=FOLDER", the only one; ConfigError for any other number, or another form."""
+    """Name and folder of the only value, "NAME=FOLDER" or vLLM's {"name": NAME, "path": FOLDER} as JSON text.
+
+    ConfigError for any other number, or another form.
+    """
     if len(values) > 1:
         raise ConfigError(
             f"lora_modules: one adapter is merged into the weights of an engine, not {len(values)} "
@@ -110,10 +114,21 @@ def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:
         )
     for value in values:
         name, _, folder = str(value).partition("=")
+        if str(value).lstrip().startswith("{"):
+            name, folder = _json_lora_module(str(value))
         if not name or not folder:
             raise ConfigError(f"lora_modules must be NAME=FOLDER, not {value!r}")
         return name, folder
     return None
+
+
+def _json_lora_module(text: str) -> tuple[str, str]:
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return "", ""
+    name, folder = told.get("name"), told.get("path")
+    return (name, folder) if isinstance(name, str) and isinstance(folder, str) else ("", "")
 
 
 def parse_cores(name: str, spec: str | None) -> list[int] | None:

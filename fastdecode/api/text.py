@@ -54,11 +54,14 @@ class TextStream:
         skip_special: bool = True,
         include_stop: bool = False,
         prompt_token_ids: Sequence[int] = (),
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """The end of the prompt goes before the text: some tokenizers drop the space that begins a text."""
+        """The end of the prompt goes before the text: some tokenizers drop the space that begins a text. ``hidden``:
+        tokens that are left out."""
         self.text = ""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._hidden = hidden
         self._stream = DecodeStream(ids=list(prompt_token_ids[-PROMPT_CONTEXT:]), skip_special_tokens=skip_special)
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -66,7 +69,7 @@ class TextStream:
 
     def push(self, token_id: int, may_stop: bool = True) -> str | None:
         """Add a token; the stop string it completed, if any. Without ``may_stop`` none is looked for."""
-        piece = self._decode(token_id)
+        piece = None if token_id in self._hidden else self._decode(token_id)
         if not piece:
             return None
         num_before = len(self.text)

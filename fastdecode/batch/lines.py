@@ -13,6 +13,7 @@ import msgspec
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.answers import answer_form, error_body, is_refusal, new_id, whole_answer
 from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
@@ -71,20 +72,21 @@ def answer(
     request: Asked,
     model: str,
     outputs: Sequence[RequestOutput],
+    reading: AnswerReading | None = None,
     logprobs: LogprobForm | None = None,
     params: SamplingParams | None = None,
 ) -> dict[str, Any]:
-    """The output line of a finished request; ``outputs``: of its prompts, in order."""
+    """The output line of a finished request; ``outputs``: of its prompts, in order. ``reading``: of its answers."""
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
-    form = answer_form(chat_asked(request), model, new_id(), echoes, logprobs=logprobs)
+    chat, reading = chat_asked(request), reading or AnswerReading()
     if isinstance(request, ResponsesRequest):
-        known = (form.forced, form.offered, logprobs or LogprobForm())
-        response = ResponseForm(request, params or SamplingParams(), model, form.answer_id, *known)
+        known = (reading, logprobs or LogprobForm())
+        response = ResponseForm(request, params or SamplingParams(), model, new_id(), *known)
         body: dict[str, Any] = msgspec.to_builtins(whole_response(response, outputs[0]))
     else:
-        body = whole_answer(form, outputs)
+        body = whole_answer(answer_form(chat, model, new_id(), echoes, None, reading, logprobs), outputs)
     ends = [each for output in outputs for each in output.outputs]
     failed = [str(each.stop_reason) for each in ends if each.finish_reason == "error"]
     return _output_line(line, (400 if all(map(is_refusal, failed)) else 500) if failed else 200, body)

@@ -28,7 +28,7 @@ class HostSlots:
 def read_hostfile(path: str) -> list[HostSlots]:
     """The hosts of a hostfile in order; ConfigError has one sentence per bad line."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hostfile: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     hosts: list[HostSlots] = []

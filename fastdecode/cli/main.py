@@ -14,9 +14,10 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from fastdecode import __version__
+from fastdecode import __version__, not_installed
 from fastdecode.cli.essentials import ESSENTIAL, GROUPS
 from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import ConfigError, FastDecodeError
@@ -39,6 +40,7 @@ COMMANDS = (
     "prefill-worker",
     "launch",
     "cache",
+    "get-model",
     "doctor",
     "collect-env",
 )
@@ -47,7 +49,7 @@ COMMANDS = (
 LAB = ("bench", "calibrate", "plan", "validate", "simulate")
 """First words of the commands whose modules are in the lab, which nothing that serves imports."""
 
-WITHOUT_S_PART = ("plan", "r-worker", "doctor", "collect-env")
+WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
 """What the distribution ``fastdecode-r-worker`` has: no S-part, and so neither torch nor transformers."""
 
 INSTEAD = {
@@ -63,8 +65,15 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: a command ends as on Ctrl-C, and prints the figures it has."""
 
 
+MEMORY_FLAGS = (
+    "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",
+)  # fmt: skip
+"""Flags of commands that decide how much memory they take."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
+    _make_outputs_take_all()
     words = sys.argv[1:] if argv is None else argv
     args = build_parser(words).parse_args(words)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -82,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return _report(error)
+        return _report(error, args)
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -113,6 +122,17 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     found = {title: {name: texts[name] for name in names if name in texts} for title, names in GROUPS.items()}
     parser.commands = {title: names for title, names in found.items() if names}
     return parser
+
+
+def _make_outputs_take_all() -> None:
+    """Have outputs write "?" for what their encoding lacks, and take what is written where they were closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
+        elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
+            with contextlib.suppress(OSError):  # a pipe in place of the file that Python found there
+                stream.reconfigure(errors="replace")
 
 
 def _show_essential(name: str, parser: Parser) -> None:
@@ -161,11 +181,21 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _report(error: Exception) -> int:
+def _less_memory(args: argparse.Namespace) -> str:
+    """Say which of the command's own flags take less memory."""
+    own = [f"--{name.replace('_', '-')}" for name in MEMORY_FLAGS if hasattr(args, name)]
+    if not own:
+        return "ask for less, or run it where more memory is free"
+    return f"give less {', '.join(own[:-1])}{' or ' if own[1:] else ''}{own[-1]}"
+
+
+def _report(error: Exception, args: argparse.Namespace) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError):
-        message = f"out of memory ({message}): give less --kv-cache-memory, --prefill-scratch or --max-num-seqs"
-    if not isinstance(error, FastDecodeError | OSError | MemoryError):
+        message = f"out of memory ({message}): {_less_memory(args)}"
+    if isinstance(error, ImportError) and (why := not_installed()):
+        message = why
+    elif not isinstance(error, FastDecodeError | OSError | MemoryError):
         message = f"unexpected {type(error).__name__}: {message} (run with --debug for the traceback)"
     print(f"fastdecode: error: {message}", file=sys.stderr)
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE

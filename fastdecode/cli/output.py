@@ -45,7 +45,7 @@ def write_json(figures: Any, path: str | None) -> None:
     """Write ``figures`` as JSON, where a path was given; OSError where the disk is full."""
     if path:
         with naming(path):
-            Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+            Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:

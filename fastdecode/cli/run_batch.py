@@ -16,9 +16,11 @@ from fastdecode.batch.lines import Asked, BatchLine, answer, chat_asked, read_re
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.cli.output import progress_bar
 from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.logprobs import LogprobForm, logprob_form
 from fastdecode.server.prompt_reader import PromptReader
-from fastdecode.server.protocol import COMPLETIONS, sampling_params
+from fastdecode.server.protocol import COMPLETIONS
+from fastdecode.server.readings import Readings
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import LLMEngine
@@ -33,6 +35,7 @@ class Running:
 
     line: BatchLine
     request: Asked
+    reading: AnswerReading
     logprobs: LogprobForm
     params: SamplingParams
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
@@ -100,12 +103,13 @@ def _answer_all(
     none: anything."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
+    readings = Readings(engine.s_model.tokenizer)
     most = QUEUED_PER_SEAT * engine.config.max_num_seqs
     with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:
         while True:
             while len(running) < most and (line := next(waiting, None)):
                 try:
-                    added = _add(engine, line, names)
+                    added = _add(engine, readings, line, names)
                     running |= dict.fromkeys(added.outputs, added)
                 except (RequestError, ConfigError) as error:
                     output.write(refusal(line, error))
@@ -118,23 +122,23 @@ def _answer_all(
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        found = owner.line, owner.request, model, outputs, owner.logprobs, owner.params
-                        output.write(answer(*found))
+                        known = owner.reading, owner.logprobs, owner.params
+                        output.write(answer(owner.line, owner.request, model, outputs, *known))
                         bar.update()
 
 
-def _add(engine: LLMEngine, line: BatchLine, names: Sequence[str]) -> Running:
+def _add(engine: LLMEngine, readings: Readings, line: BatchLine, names: Sequence[str]) -> Running:
     """An engine request per prompt; where one is refused, all are."""
     asked = read_request(line)
     if names and asked.model is not None and asked.model not in names:
         raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(names)} does")
     request = chat_asked(asked)
-    params = sampling_params(request, engine.s_model.generation_defaults)
+    params = readings.sampling_params(request, engine.s_model.generation_defaults)
     model = engine.s_model
     reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, {})
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, asked, logprob_form(model.tokenizer, params), params)
+    added = Running(line, asked, readings.of(request, found), logprob_form(model.tokenizer, params), params)
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

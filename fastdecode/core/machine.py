@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+
+from fastdecode.core import cgroups
 
 KV_CACHE_SHARE = 0.40
 """Part of the free memory that the R-workers on a machine take together by default."""
@@ -54,11 +57,8 @@ def advise_cache(descriptor: int, advice: str) -> None:
 def usable_cores() -> list[int]:
     """``allowed_cores`` in order, cut to the cgroup's CPU quota where one is set."""
     cores = sorted(allowed_cores())
-    quota = _cgroup_value("cpu.max")
-    if quota and quota.split()[0] != "max":
-        limit, period = (int(part) for part in quota.split())
-        cores = cores[: max(1, -(-limit // period))]
-    return cores
+    limit = cgroups.cpu_limit()
+    return cores if limit is None else cores[: max(1, math.ceil(limit))]
 
 
 def has_cpu_quota() -> bool:
@@ -85,17 +85,15 @@ def available_memory_bytes() -> int:
     Half of all memory where the kernel does not tell what is free.
     """
     available = _meminfo_bytes("MemAvailable") or total_memory_bytes() // 2
-    limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
-    if limit and limit != "max" and used:
-        available = min(available, int(limit) - int(used))
-    return max(available, 0)
+    within = cgroups.free_memory()
+    return available if within is None else min(available, within)
 
 
 def total_memory_bytes() -> int:
     """Bytes of memory this process could ever have."""
-    limit = _cgroup_value("memory.max")
+    limit = cgroups.memory_limit()
     total = _meminfo_bytes("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(total, int(limit)) if limit and limit != "max" else total
+    return total if limit is None else min(total, limit)
 
 
 def cpu_name() -> str:
@@ -125,23 +123,9 @@ def _meminfo_bytes(key: str) -> int:
 def _lines(path: str) -> list[str]:
     """Those of a file of Linux's kernel; none on other systems."""
     try:
-        return Path(path).read_text().splitlines()
+        return Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-
-
-def _cgroup_value(name: str) -> str:
-    """A cgroup v2 setting of this process's own group, or of the root it sees; empty where there is none."""
-    try:
-        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
-    except OSError:
-        own = ""
-    for folder in (Path("/sys/fs/cgroup") / own, Path("/sys/fs/cgroup")):
-        try:
-            return (folder / name).read_text().strip()
-        except OSError:
-            continue
-    return ""
 
 
 def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
@@ -179,7 +163,7 @@ def return_free_memory() -> None:
 def host_id() -> str:
     """Return an identity that all processes of one boot of one machine share."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return socket.gethostname()
 

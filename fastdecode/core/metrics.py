@@ -189,7 +189,7 @@ class Tracer:
         ]
         trace = {"traceEvents": names + [_chrome_event(event) for event in events], "displayTimeUnit": "ms"}
         with naming(path):
-            Path(path).write_text(json.dumps(trace))
+            Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
 def lane_name(lane: int) -> str:

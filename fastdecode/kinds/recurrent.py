@@ -21,9 +21,6 @@ CANNOT: dict[Way, str] = {
     "tsp": f"{BESIDE}: prefill workers hand it on from part to part, as kvr does; leave it out",
     "parking": f"{BESIDE}: a prefix is of use only with its state, which is not written to disks; leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
-    "early-exit drafts": f"{BESIDE}: early_exit would advance those of its first layers while it drafts; use ngram or "
-    "draft_model",
-    "gpu": f"{KEEPS}, which goes with 'cpu' only so far",
 }
 """Ways that states cannot be put through, and why."""
 

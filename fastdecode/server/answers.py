@@ -11,9 +11,16 @@ from typing import Any
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import NO_TOKEN
 from fastdecode.api.structured_outputs import UNFOLLOWED
+<<<<<<< HEAD
 from fastdecode.server.logprobs import Chosen, LogprobForm, TextOffsets, chosen, prompt_chosen
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of
 from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, offered_names
+=======
+from fastdecode.server.answer_reader import AnswerReading
+from fastdecode.server.chat_messages import ChatWriter
+from fastdecode.server.logprobs import LogprobForm, TextOffsets, chosen
+from fastdecode.server.protocol import ChatRequest, CompletionRequest
+>>>>>>> main
 
 INVALID = "invalid_request_error"
 
@@ -22,9 +29,14 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """How the answers of one request look: a chat's, or a completion's.
 
+<<<<<<< HEAD
     ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with; ``only_echoes``:
     nothing follows. ``forced``: the calls that a chat's text is, where it is no free text. ``offered``: functions that
     a free text may call.
+=======
+    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with. ``reading``: of a
+    chat's text. ``tells_thoughts``: a chat's message has them.
+>>>>>>> main
     """
 
     chat: bool
@@ -32,8 +44,8 @@ class AnswerForm:
     answer_id: str
     return_token_ids: bool = False
     echoes: tuple[str, ...] = ()
-    forced: ForcedCalls | None = None
-    offered: frozenset[str] = frozenset()
+    reading: AnswerReading = field(default_factory=AnswerReading)
+    tells_thoughts: bool = True
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
     only_echoes: bool = False
@@ -49,8 +61,8 @@ class AnswerForm:
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
         """What is answered for a completion's."""
-        if self.forced:
-            return self.forced.finish_reason(reason)
+        if self.reading.forced:
+            return self.reading.forced.finish_reason(reason)
         return "tool_calls" if has_called and reason == "stop" else reason
 
 
@@ -60,19 +72,25 @@ def answer_form(
     answer_id: str,
     echoes: tuple[str, ...] = (),
     created: int | None = None,
+    reading: AnswerReading | None = None,
     logprobs: LogprobForm | None = None,
 ) -> AnswerForm:
     """How ``request`` is answered; ``model`` as clients call it; ``created``: seconds of Unix (now)."""
     created = int(time.time()) if created is None else created
     chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
-    offered = offered_names(request.tools, request.tool_choice) if isinstance(request, ChatRequest) else frozenset()
+    thoughts = not isinstance(request, ChatRequest) or request.include_reasoning is not False
     told = logprobs or LogprobForm(
         (request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs) or 0
     )
+<<<<<<< HEAD
     only_echoes = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
     return AnswerForm(
         chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered, told, created, only_echoes
     )
+=======
+    reading = reading or AnswerReading()
+    return AnswerForm(chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created)
+>>>>>>> main
 
 
 def new_id() -> str:
@@ -138,7 +156,7 @@ def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: G
     ``growing`` goes on after it.
     """
     if form.chat:
-        delta = {"role": "assistant", "content": None if form.forced else ""}
+        delta = {"role": "assistant", "content": None if form.reading.forced else ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
     if not form.echoes:
         return None
@@ -157,9 +175,7 @@ class GrowingChoice:
         self._num_shown, self._num_known = 0, 0
         self._offsets = TextOffsets()
         answer = f"{form.answer_id}/{index}"
-        self._calls = CallReader(form.forced, answer) if form.forced else None
-        self._free = FreeReader(form.offered, answer) if form.offered and not form.forced else None
-        self._has_called = False
+        self._writer = ChatWriter(form.reading, answer, form.tells_thoughts) if form.chat else None
         self.begun, self.num_tokens, self.finished = False, 0, False
 
     def go_on(self, num_tokens: int, finished: bool) -> None:
@@ -194,7 +210,9 @@ class GrowingChoice:
             "index": self._index,
             **text,
             "logprobs": self._logprobs(completion),
-            "finish_reason": self._form.finish_reason(completion.finish_reason, self._has_called),
+            "finish_reason": self._form.finish_reason(
+                completion.finish_reason, bool(self._writer and self._writer.has_called)
+            ),
         }
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
@@ -206,25 +224,11 @@ class GrowingChoice:
         return choice
 
     def _new_text(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Text, or parts of calls; None where the next call is not complete."""
-        if self._free:
-            return self._new_free_text(self._free, completion)
-        if self._calls:
-            parts = self._calls.read(completion.text, completion.finish_reason is not None)
-            if not parts and completion.finish_reason is None:
-                return None
-            return {"delta": {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}}
-        text = completion.text[self._num_shown :]
-        return {"delta": {"content": text}} if self._form.chat else {"text": text}
-
-    def _new_free_text(self, free: FreeReader, completion: CompletionOutput) -> dict[str, Any] | None:
-        finished = completion.finish_reason is not None
-        text, parts = _text_and_calls(free.read(completion.text, finished))
-        if not text and not parts and not finished:
-            return None
-        self._has_called |= bool(parts)
-        calls = {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}
-        return {"delta": {**({"content": text} if text or not parts else {}), **calls}}
+        """Text, or what is new of a chat's message; None where what comes next is not complete."""
+        if self._writer is None:
+            return {"text": completion.text[self._num_shown :]}
+        delta = self._writer.delta(completion.text, completion.finish_reason is not None)
+        return None if delta is None else {"delta": delta}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.all_logprobs is None:
@@ -256,29 +260,5 @@ def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str, pro
 
 
 def _message(form: AnswerForm, completion: CompletionOutput) -> dict[str, Any]:
-    content: str | None = None
     answer = f"{form.answer_id}/{completion.index}"
-    if form.forced:
-        parts = CallReader(form.forced, answer).read(completion.text, finished=True)
-    else:
-        found = FreeReader(form.offered, answer).read(completion.text, True) if form.offered else [completion.text]
-        content, parts = _text_and_calls(found)
-    calls = {"tool_calls": [_call(part) for part in parts]} if parts else {}
-    return {"role": "assistant", "content": None if calls and not (content or "").strip() else content, **calls}
-
-
-def _text_and_calls(found: Sequence[str | CallPart]) -> tuple[str, list[CallPart]]:
-    return "".join(each for each in found if isinstance(each, str)), [
-        each for each in found if isinstance(each, CallPart)
-    ]
-
-
-def _call(part: CallPart) -> dict[str, Any]:
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"id": part.call_id, "type": "function", "function": function}
-
-
-def _call_delta(part: CallPart) -> dict[str, Any]:
-    """Of a call that has begun only its arguments are told."""
-    told = _call(part) if part.first else {"function": {"arguments": part.arguments}}
-    return {"index": part.index, **told}
+    return ChatWriter(form.reading, answer, form.tells_thoughts).message(completion.text)

@@ -11,19 +11,24 @@ import msgspec
 
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import Tokenizer
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.answers import AnswerForm, answer_form
 from fastdecode.server.exchanges import Exchange
 from fastdecode.server.kept_files import KeptRequest
 from fastdecode.server.logprobs import logprob_form
+from fastdecode.server.messages_answer import MessageForm
+from fastdecode.server.messages_request import MESSAGES, MessagesRequest, chat_of_messages
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest
 from fastdecode.server.responses_answer import ResponseForm
-from fastdecode.server.responses_request import RESPONSES, ResponsesRequest
+from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
 
-Asked = CompletionRequest | ChatRequest | ResponsesRequest
+Asked = CompletionRequest | ChatRequest | ResponsesRequest | MessagesRequest
 
-KINDS: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
+KINDS: dict[str, type[Asked]] = {
+    COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest, MESSAGES: MessagesRequest
+}  # fmt: skip
 
-ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_"}
+ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESSAGES: "msg_"}
 """By route: what ids of answers begin with, before the part that is the answer's own."""
 
 
@@ -33,7 +38,7 @@ class ApiRequest:
 
     asked: Asked
     exchange: Exchange
-    form: AnswerForm | ResponseForm
+    form: AnswerForm | ResponseForm | MessageForm
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -63,14 +68,23 @@ class ApiRequest:
         return KeptRequest(self.answer_id, self.route, body, self.form.created, prompts, self.messages)
 
 
+def chat_meant(asked: Asked, messages: list[dict[str, Any]]) -> ChatRequest | CompletionRequest:
+    """Return what the engine is asked, which may be ``asked`` itself. ``messages``: of a response's conversation."""
+    if isinstance(asked, ResponsesRequest):
+        return chat_of(asked, messages)
+    return chat_of_messages(asked) if isinstance(asked, MessagesRequest) else asked
+
+
 def form_of(
     asked: Asked, chat: ChatRequest | CompletionRequest, params: SamplingParams, model: str, answer_id: str,
     echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
-) -> AnswerForm | ResponseForm:  # fmt: skip
+    reading: AnswerReading | None = None,
+) -> AnswerForm | ResponseForm | MessageForm:  # fmt: skip
     """How the answer of ``asked``, which means ``chat``, looks."""
     created = int(time.time()) if created is None else created
+    if isinstance(asked, MessagesRequest):
+        return MessageForm(model, answer_id, reading or AnswerReading(), created)
     logprobs = logprob_form(tokenizer, params)
-    form = answer_form(chat, model, answer_id, tuple(echoes), created, logprobs)
-    if not isinstance(asked, ResponsesRequest):
-        return form
-    return ResponseForm(asked, params, model, answer_id, form.forced, form.offered, logprobs, created)
+    if isinstance(asked, ResponsesRequest):
+        return ResponseForm(asked, params, model, answer_id, reading or AnswerReading(), logprobs, created)
+    return answer_form(chat, model, answer_id, tuple(echoes), created, reading, logprobs)

@@ -17,6 +17,8 @@ from fastdecode.server.bodies import read_request
 from fastdecode.server.errors import ApiError
 from fastdecode.server.guards import HEALTH, HeadAsGet, KeyGuard, RequestIds
 from fastdecode.server.live import add_live
+from fastdecode.server.messages_errors import is_messages, message_error_response
+from fastdecode.server.messages_routes import add_messages
 from fastdecode.server.openapi import document, takes
 from fastdecode.server.prometheus import CONTENT_TYPE
 from fastdecode.server.protocol import (
@@ -45,6 +47,7 @@ def make_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, _answer_error)
     _add_generation(app, service)
     add_responses(app, service)
+    add_messages(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
     add_live(app, service)
@@ -158,7 +161,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         error = ApiError(400, "the client is gone")
     elif not isinstance(error, ApiError | RequestError | ConfigError):
         error = ApiError(500, "the server made a mistake: see its log", "server_error")
-    response = error_response(error)
+    response = message_error_response(error) if is_messages(request.scope) else error_response(error)
     if response.status_code in (408, 413):
         response.headers["connection"] = "close"  # the rest of the body is not read
     return response

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from fastdecode.core.errors import RequestError
-from fastdecode.server.api_request import ID_PREFIXES, ApiRequest, Asked
+from fastdecode.server.api_request import ID_PREFIXES, ApiRequest, Asked, chat_meant
 from fastdecode.server.errors import ApiError
 from fastdecode.server.keeper import Keeper
 from fastdecode.server.kept_files import FILE_NAME, KeptRequest
 from fastdecode.server.protocol import ChatRequest, CompletionRequest
 from fastdecode.server.responses_answer import ResponseForm, whole_response
-from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of, messages_of
+from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, messages_of
 
 REQUEST_ID, LAST_EVENT_ID = "x-request-id", "last-event-id"
 """Headers."""
@@ -47,14 +47,14 @@ class Archive:
     async def conversation(self, asked: Asked) -> tuple[list[dict[str, Any]], ChatRequest | CompletionRequest]:
         """Of a response, its messages without instructions, and the chat that it means; any other is its own."""
         if not isinstance(asked, ResponsesRequest):
-            return [], asked
+            return [], chat_meant(asked, [])
         if self.keeper is None:
             asked.store = None
             for name in ("background", "previous_response_id"):
                 if getattr(asked, name):
                     raise ApiError(400, f"{name} is not supported: {NOT_KEPT}", param=name)
         messages = await self._earlier(asked.previous_response_id) + messages_of(asked.input)
-        return messages, chat_of(asked, messages)
+        return messages, chat_meant(asked, messages)
 
     async def response(self, response_id: str) -> ApiRequest:
         """A stored response; ApiError 404."""

@@ -10,8 +10,8 @@ from fastdecode.core.errors import RequestError
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "request_id", "prediction", "verbosity", "length_penalty", "spaces_between_special_tokens", "include_reasoning",
-    "guided_decoding_backend", "mm_processor_kwargs",
+    "request_id", "prediction", "verbosity", "length_penalty", "spaces_between_special_tokens",
+    "guided_decoding_backend", "cache_control", "context_management", "betas", "mm_processor_kwargs",
 })  # fmt: skip
 """Those that say nothing about the text, or nothing without others that are refused."""
 

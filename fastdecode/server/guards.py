@@ -1,19 +1,26 @@
-"""What a request passes before its route: the API key, and HEAD, which is a GET without its body."""
+"""What a request passes before its route: the API key, HEAD, which is a GET without its body, and pages of other
+origins, which browsers let ask only where this server allows it."""
 
 from __future__ import annotations
 
 import hmac
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastdecode.api.settings import is_loopback
+from fastdecode.core.errors import ConfigError
+from fastdecode.server.archive import REQUEST_ID
 from fastdecode.server.errors import ApiError
 from fastdecode.server.live import PAGE
+from fastdecode.server.messages_errors import is_messages, message_error_response
+from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.streams import error_response
 
 HEALTH = "/health"
+ANY = ("*",)
 REQUEST_ID = b"x-request-id"
 
 
@@ -27,17 +34,23 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and self._expected and path not in (HEALTH, PAGE):
-            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").strip().partition(b" ")
-            if scheme.lower() != b"bearer" or not self._is_key(given.strip()):
-                refusal = ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        is_open = scope["type"] != "http" or not self._expected or path in (HEALTH, PAGE)
+        if is_open or self._is_key(_key_in(dict(scope["headers"]))):
+            await self._app(scope, receive, send)
+            return
+        wanted = "send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+        refusal = ApiError(401, f"the API key is missing or wrong: {wanted}")
+        await (message_error_response if is_messages(scope) else error_response)(refusal)(scope, receive, send)
 
     def _is_key(self, given: bytes) -> bool:
         """Return whether it is one of the keys, in a time that says nothing of which."""
         return sum(hmac.compare_digest(given, each) for each in self._expected) > 0
+
+
+def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the key that a request brings, as OpenAI's clients or as Anthropic's; b"" without one."""
+    scheme, _, given = headers.get(b"authorization", b"").strip().partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 class RequestIds:
@@ -80,3 +93,38 @@ class HeadAsGet:
 
         told: dict[str, Any] = {**scope, "method": "GET"}
         await self._app(told, receive, send_header)
+
+
+def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+    """Return ``app`` as the pages that ``settings`` allow may ask it; ConfigError for lists that are none.
+
+    Where no origins are named, pages of any may ask a server that only this machine reaches and that has no key.
+    """
+    is_open = is_loopback(settings.host) and not settings.api_keys
+    origins = _read("allowed_origins", settings.allowed_origins, ANY if is_open else ())
+    methods = _read("allowed_methods", settings.allowed_methods, ANY)
+    headers = _read("allowed_headers", settings.allowed_headers, ANY)
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, origins, methods, headers, allow_credentials=settings.allow_credentials, expose_headers=[REQUEST_ID]
+    )
+
+
+def _read(name: str, given: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+    """The values of a flag: one each, several with commas, or a JSON list as vLLM takes it."""
+    if not given:
+        return tuple(default)
+    found: list[str] = []
+    for each in given:
+        if not each.lstrip().startswith("["):
+            found += filter(None, map(str.strip, each.split(",")))
+            continue
+        try:
+            read = json.loads(each)
+        except ValueError:
+            read = None
+        if not isinstance(read, list) or not all(isinstance(one, str) for one in read):
+            raise ConfigError(f"{name}: {each!r:.80} is no JSON list of texts, such as '[\"https://a.example\"]'")
+        found += read
+    return tuple(found)

@@ -98,7 +98,8 @@ def logprob_form(tokenizer: Tokenizer | None, params: SamplingParams) -> Logprob
     """Return how the log-probabilities are told that ``params`` ask for."""
     if params.logprobs is None or tokenizer is None:
         return LogprobForm(params.logprobs or 0)
-    hidden = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+    special = tokenizer.special_token_ids.difference(params.shown_special_token_ids or ())
+    hidden = special if params.skip_special_tokens else frozenset()
     ends = frozenset() if params.include_stop_str_in_output else frozenset(params.stop_token_ids or ())
     return LogprobForm(params.logprobs, tokenizer.token_bytes, hidden | ends)
 

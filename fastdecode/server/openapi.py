@@ -12,10 +12,14 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from fastdecode.server.messages_request import CountTokensRequest, MessagesRequest
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from fastdecode.server.responses_request import LOGPROBS, ResponsesRequest
 
-BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (
+    CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest, TokenizeRequest,
+    DetokenizeRequest,
+)  # fmt: skip
 
 Schema = dict[str, Any]
 
@@ -112,6 +116,8 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
             "logprobs": _numbers("integer", 0, 20),
         },
         "ResponsesRequest": _of_responses(),
+        "MessagesRequest": _of_messages(),
+        "CountTokensRequest": _of_messages(),
     }
 
 
@@ -129,4 +135,20 @@ def _of_responses() -> Schema:
         "store": {"type": "boolean"},
         "background": {"const": False},
         "truncation": {"const": "disabled"},
+    }
+
+
+def _of_messages() -> Schema:
+    """What means something else in the bodies of Anthropic's API."""
+    blocks = _list(_object(("type", "text"), type={"const": "text"}, text=_TEXT), 1)
+    text = {"anyOf": [_TEXT, blocks]}
+    told: Schema = {"name": _TEXT, "description": {"type": "string"}, "input_schema": {"type": "object"}}
+    return {
+        "messages": _list(_object(("role", "content"), role={"const": "user"}, content=text), 1),
+        "system": text,
+        "stop_sequences": _list(_TEXT),
+        "tools": _list(_object(("name", "input_schema"), **told)),
+        "tool_choice": _object(("type",), type={"enum": ["auto", "none"]}),
+        "output_config": {"type": "object", "maxProperties": 0},
+        "mcp_servers": _NULL,
     }

@@ -58,6 +58,10 @@ class PromptReader:
             return encode_text(request.prompt, self.tokenizer, self.max_model_len, special)
         return self._encode_chat(request.messages, **template_arguments(request))
 
+    def count(self, request: ChatRequest) -> int:
+        """Return how many tokens a conversation has; RequestError."""
+        return len(self._encode_chat(request.messages, **template_arguments(request)))
+
     def texts(self, found: Sequence[PromptTokens]) -> tuple[str, ...]:
         """Return the text of each prompt; "" without a tokenizer."""
         if self.tokenizer is None:

@@ -12,9 +12,9 @@ from msgspec import Meta
 from fastdecode.api.sampling_params import MAX_SAMPLES, SamplingParams
 from fastdecode.core.errors import RequestError
 from fastdecode.server.foreign_fields import IGNORED, check_fields
+from fastdecode.server.json_bounds import with_whole_numbers
 from fastdecode.server.text_forms import ResponseFormat, asked_form, form_of_text
 from fastdecode.server.tool_calls import ForcedCalls, forced_calls
-from fastdecode.server.whole_numbers import with_whole_numbers
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -112,6 +112,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -9,10 +9,11 @@ from typing import Any
 
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.server.answer_reader import AnswerReading, Thought, num_thought_tokens
 from fastdecode.server.answers import usage_of
+from fastdecode.server.call_parts import CallPart, call_id, is_json
 from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.responses_request import ResponsesRequest
-from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, is_json
 
 Event = dict[str, Any]
 """Of a stream; its "type" says which."""
@@ -20,15 +21,13 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """How the answer of one request looks: what was asked, and with which ``params``. ``forced``: the calls that the
-    text is, where it is no free text; ``offered``: functions that a free text may call."""
+    """How the answer of one request looks: what was asked, and with which ``params``; ``reading``: of its text."""
 
     request: ResponsesRequest
     params: SamplingParams
     model: str
     answer_id: str
-    forced: ForcedCalls | None = None
-    offered: frozenset[str] = frozenset()
+    reading: AnswerReading = field(default_factory=AnswerReading)
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -76,13 +75,13 @@ def whole_response(form: ResponseForm, output: RequestOutput) -> dict[str, Any]:
     return response
 
 
-def _usage(output: RequestOutput) -> dict[str, Any]:
+def _usage(output: RequestOutput, num_thoughts: int) -> dict[str, Any]:
     counts = usage_of([output])
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": counts["total_tokens"],
     }
 
@@ -95,26 +94,29 @@ def _text_part(text: str, logprobs: list[Event]) -> Event:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _call_item(part: CallPart, arguments: str, status: str) -> Event:
-    item = {"id": f"fc_{part.call_id.removeprefix('call_')}", "type": "function_call", "call_id": part.call_id}
-    return {**item, "name": part.name, "arguments": arguments, "status": status}
+def _call_item(part: CallPart, answer: str) -> Event:
+    number = call_id(answer, part.index).removeprefix("call_")
+    item = {"id": f"fc_{number}", "type": "function_call", "call_id": part.call_id}
+    return {**item, "name": part.name, "arguments": "", "status": "in_progress"}
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs"}
+"""What the ids of items begin with."""
 
 
 class GrowingResponse:
     """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last one.
 
-    Items come one after another: a message, calls, or a message that calls follow. A message begins with the stream
-    where no call can come, else with its first text.
+    Items come one after another: thoughts, a message, calls. A message begins with the stream where nothing else can
+    come, else with its first text.
     """
 
     def __init__(self, form: ResponseForm) -> None:
         self._form = form
-        self._forced = CallReader(form.forced, form.answer_id) if form.forced else None
-        self._free = FreeReader(form.offered, form.answer_id) if form.offered and not form.forced else None
+        self._reader = form.reading.reader(form.answer_id)
         self._items: list[Event] = []
         self._part: Event | None = None
         self._num_events = 0
-        self._num_shown = 0
         self._num_grown = 0
         self._num_tokens = 0
 
@@ -122,7 +124,7 @@ class GrowingResponse:
         """What comes before any text."""
         yield self._event("response.created", response=self._form.response("in_progress"))
         yield self._event("response.in_progress", response=self._form.response("in_progress"))
-        if not self._forced and not self._free:
+        if self._form.reading.is_plain:
             yield from self._begin_message()
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
@@ -134,44 +136,45 @@ class GrowingResponse:
         self._num_grown = len(completion.tokens)
 
     def _grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        for piece in self._new_pieces(completion):
+        pieces = self._reader.read(completion.text, completion.finish_reason is not None)
+        if not pieces and self._form.reading.is_plain:
+            pieces = [""]
+        for piece in pieces:
             if isinstance(piece, str):
                 yield from self._grow_message(piece, completion)
+            elif isinstance(piece, Thought):
+                yield from self._grow_thoughts(piece, completion)
             else:
-                yield from self._end_message("completed")
+                yield from self._end_part("completed")
                 yield from self._call_events(piece, completion)
-
-    def _new_pieces(self, completion: CompletionOutput) -> Iterator[str | CallPart]:
-        finished = completion.finish_reason is not None
-        if self._forced:
-            yield from self._forced.read(completion.text, finished)
-        elif self._free:
-            yield from self._free.read(completion.text, finished)
-        else:
-            yield completion.text[self._num_shown :]
-            self._num_shown = len(completion.text)
 
     def end(self, output: RequestOutput) -> Iterator[Event]:
         """What comes after the last output."""
         (completion,) = output.outputs
-        if not self._items and not self._forced:
+        if not self._items and not self._form.reading.forced:
             yield from self._begin_message()
-        yield from self._end_message(_status(completion))
-        response = self._form.response(_status(completion), self._items, usage=_usage(output))
+        yield from self._end_part(_status(completion))
+        usage = _usage(output, num_thought_tokens(self._reader, completion.text_ends))
+        response = self._form.response(_status(completion), self._items, usage=usage)
         yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, message: str, code: str) -> Event:
         """What a stream that fails ends with."""
         return self._event("error", message=message, code=code, param=None)
 
-    def _begin_message(self) -> Generator[Event, None, dict[str, Any]]:
+    def _begin_message(self) -> Generator[Event, None, Event]:
+        return (yield from self._begin_part("message", _text_part("", []), role="assistant"))
+
+    def _begin_part(self, kind: str, part: Event, **told: Any) -> Generator[Event, None, Event]:
+        """Begin an item of one part, which grows."""
+        yield from self._end_part("completed")
         number = f"_{len(self._items)}" if self._items else ""
-        item = {"id": f"msg_{self._form.answer_id}{number}", "type": "message", "role": "assistant"}
+        item = {"id": f"{_PREFIXES[kind]}_{self._form.answer_id}{number}", "type": kind, **told}
         self._items.append({**item, "status": "in_progress", "content": []})
-        self._part = _text_part("", [])
+        self._part = part
         yield self._item_event("response.output_item.added")
-        yield self._part_event("response.content_part.added", part=_text_part("", []))
-        return self._part
+        yield self._part_event("response.content_part.added", part=dict(part))
+        return part
 
     def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
         """Logprobs are those of all tokens since the last ones, whatever of their text is shown."""
@@ -180,24 +183,40 @@ class GrowingResponse:
         self._num_tokens = len(completion.tokens)
         if not text and not logprobs:
             return
-        part = self._part or (yield from self._begin_message())
+        part = self._growing("message") or (yield from self._begin_message())
         part["text"] += text
         part["logprobs"] += logprobs
         yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
-    def _end_message(self, status: str) -> Iterator[Event]:
-        """Nothing where no message has begun."""
+    def _grow_thoughts(self, thought: Thought, completion: CompletionOutput) -> Iterator[Event]:
+        """Thoughts that stand apart are items of their own."""
+        self._num_tokens = len(completion.tokens)
+        part = None if thought.first else self._growing("reasoning")
+        if part is None:
+            part = yield from self._begin_part("reasoning", {"type": "reasoning_text", "text": ""}, summary=[])
+        part["text"] += thought.text
+        yield self._part_event("response.reasoning_text.delta", delta=thought.text)
+
+    def _growing(self, kind: str) -> Event | None:
+        """Return the part of the item of that kind that has not ended."""
+        return self._part if self._part is not None and self._items[-1]["type"] == kind else None
+
+    def _end_part(self, status: str) -> Iterator[Event]:
+        """Nothing where no part has begun."""
         part, self._part = self._part, None
         if part is None:
             return
-        yield self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+        if part["type"] == "output_text":
+            yield self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+        else:
+            yield self._part_event("response.reasoning_text.done", text=part["text"])
         yield self._part_event("response.content_part.done", part=part)
         self._items[-1] |= {"status": status, "content": [part]}
         yield self._item_event("response.output_item.done")
 
     def _call_events(self, part: CallPart, completion: CompletionOutput) -> Iterator[Event]:
         if part.first:
-            self._items.append(_call_item(part, "", "in_progress"))
+            self._items.append(_call_item(part, self._form.answer_id))
             yield self._item_event("response.output_item.added")
         item = self._items[-1]
         item["arguments"] += part.arguments

@@ -11,6 +11,7 @@ from fastdecode.api.text import check_token_ids
 from fastdecode.server.errors import ApiError
 from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import TokenizeRequest
+from fastdecode.server.readings import Readings
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.sworker import SModel
 
@@ -25,8 +26,10 @@ class ServedModel:
         self.names = settings.model_names(name)
         self.tokenizer, self.vocab_size, self.max_model_len = model.tokenizer, model.vocab_size, model.max_model_len
         self.generation_defaults = model.generation_defaults
-        told = settings.default_chat_template_kwargs | ({} if template is None else {"chat_template": template})
+        told = settings.default_chat_template_kwargs | {"content_format": settings.chat_template_content_format}
+        told |= {} if template is None else {"chat_template": template}
         self.reader = PromptReader(self.tokenizer, self.vocab_size, self.max_model_len, told)
+        self.readings = Readings(self.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser)
         self._created = int(time.time())
 
     def check_name(self, name: str | None) -> None:

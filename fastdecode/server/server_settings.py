@@ -10,6 +10,7 @@ from typing import Any
 
 from fastdecode.api.settings import check_settings, parse_bytes, setting
 from fastdecode.core.errors import ConfigError
+from fastdecode.server.parser_table import check_parser_names
 
 SERVER = "server"
 """The group of its flags."""
@@ -38,6 +39,10 @@ class ServerSettings:
     chat_template: str | None = setting(
         None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
     )
+    chat_template_content_format: str = setting(
+        "auto", "of messages for the chat template: text, a list of parts, or what it takes", SERVER,
+        choices=("auto", "string", "openai"),
+    )  # fmt: skip
     default_chat_template_kwargs: dict[str, Any] = setting(
         dict, 'arguments of the chat template for requests that do not give them, such as {"enable_thinking": false}',
         SERVER, metavar="JSON", unset="none",
@@ -109,6 +114,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         check_settings(self)
         parse_bytes("stored_bytes", self.stored_bytes)
+        check_parser_names(self.tool_call_parser, self.reasoning_parser)
         for name in ("shutdown_timeout", "request_timeout", "reconnect_seconds", "stored_hours"):
             if not 0 <= getattr(self, name) < float("inf"):
                 unit = "hours" if name == "stored_hours" else "seconds"

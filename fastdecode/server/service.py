@@ -18,7 +18,7 @@ from fastdecode.api.text_limits import LONG_TEXT_BYTES
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.machine import return_free_memory
 from fastdecode.server.answers import AnswerForm, is_refusal, new_id
-from fastdecode.server.api_request import KINDS, ApiRequest, Asked, form_of
+from fastdecode.server.api_request import KINDS, ApiRequest, Asked, chat_meant, form_of
 from fastdecode.server.archive import Archive
 from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.errors import ApiError
@@ -26,10 +26,10 @@ from fastdecode.server.exchanges import DisconnectedError, Exchange, Reading, Sh
 from fastdecode.server.keeper import Keeper
 from fastdecode.server.kept_files import KeptRequest, outputs_of
 from fastdecode.server.kept_records import request_store
+from fastdecode.server.messages_answer import MessageForm
 from fastdecode.server.prompt_reader import PromptTokens
-from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts, sampling_params
+from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts
 from fastdecode.server.responses_answer import ResponseForm
-from fastdecode.server.responses_request import ResponsesRequest, chat_of
 from fastdecode.server.served_model import ServedModel
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.tracing import RequestTracer
@@ -212,7 +212,7 @@ class Service:
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
         """How tokens are chosen, and how many sequences that makes."""
-        params = sampling_params(request, self.model.generation_defaults)
+        params = self.model.readings.sampling_params(request, self.model.generation_defaults)
         return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
 
     def _enter(self, request: ApiRequest, context: Any) -> None:
@@ -222,19 +222,21 @@ class Service:
 
     def _form(
         self, asked: Asked, chat: ChatRequest | CompletionRequest, exchange: Exchange, created: int | None = None
-    ) -> AnswerForm | ResponseForm:
+    ) -> AnswerForm | ResponseForm | MessageForm:
         echoes = (
             self.model.reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
         )
         name, tokenizer = self.model.names[0], self.model.tokenizer
-        return form_of(asked, chat, exchange.params, name, exchange.exchange_id, echoes, created, tokenizer)
+        reading = self.model.readings.of(chat, exchange.prompts)
+        return form_of(asked, chat, exchange.params, name, exchange.exchange_id, echoes, created, tokenizer, reading)
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
         """The request that was kept, with its outputs where it has ended; not in the engine."""
         asked: Asked = msgspec.convert(kept.body, KINDS[kept.route])
-        chat = chat_of(asked, kept.messages) if isinstance(asked, ResponsesRequest) else asked
+        chat = chat_meant(asked, kept.messages)
         found = [PromptTokens(*each) for each in kept.prompts]
-        exchange = Exchange(kept.answer_id, found, sampling_params(chat, self.model.generation_defaults))
+        params = self.model.readings.sampling_params(chat, self.model.generation_defaults)
+        exchange = Exchange(kept.answer_id, found, params)
         if kept.outputs is not None:
             exchange.outputs = list(outputs_of(kept))
         elif kept.failure:

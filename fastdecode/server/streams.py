@@ -54,6 +54,10 @@ class GenerationResponse(Response):
         """The event of a stream that has begun and fails; ``body`` is in OpenAI's error shape."""
         raise NotImplementedError
 
+    def refusal(self, error: Exception) -> Response:
+        """The answer where nothing was sent yet; ``error`` is in no shape."""
+        return error_response(error)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._watch(receive))
         try:
@@ -84,7 +88,7 @@ class GenerationResponse(Response):
         except (ApiError, FastDecodeError) as error:
             if isinstance(error, DisconnectedError):
                 raise
-            return error_response(error)
+            return self.refusal(error)
 
     async def _stream(self, send: Send) -> None:
         """The status is sent with the first event, so that a request which cannot run is answered with its own."""
@@ -100,7 +104,7 @@ class GenerationResponse(Response):
             if isinstance(error, DisconnectedError):
                 raise
             if not started:
-                response = error_response(error)
+                response = self.refusal(error)
                 await response({"type": "http"}, _nothing, send)
                 return
             if self._is_kept and isinstance(error, ShutdownError | EngineDeadError):

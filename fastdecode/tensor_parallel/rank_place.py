@@ -13,6 +13,10 @@ from fastdecode.api.settings import split_address
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
 
+SRUN = "srun of Slurm"
+
+"""Starts the tasks of a step of a Slurm job."""
+
 STARTERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "mpirun of Open MPI": (
@@ -22,7 +26,7 @@ STARTERS = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpirun of MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "srun of Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    SRUN: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
 """Launchers of ranks, and the variables in which each tells a process its rank, their number, and both here."""
 
@@ -51,11 +55,14 @@ class RankPlace:
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
     """This process's place among ``size`` ranks that something started; None where they are yet to be started.
 
-    ConfigError where they are another number, or do not know where to meet.
+    A launcher that started one process has started no ranks: jobs of one task, and containers whose platform sets
+    WORLD_SIZE to 1, leave it to the engine. ConfigError where they are another number, or do not know where to meet.
     """
     for starter, names in STARTERS.items():
         index, count, local_index, local_size = (environment.get(name, "") for name in names)
-        if not index.isdigit() or not count.isdigit() or (count == "1" and starter != "torchrun"):
+        if starter == SRUN:
+            count = _tasks_of_step(environment)
+        if not index.isdigit() or not count.isdigit() or int(count) == 1:
             continue
         if int(count) != size:
             raise ConfigError(f"tensor_parallel_size is {size}, and {starter} started {count} processes: give as many")
@@ -72,6 +79,17 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
             own_store and index == "0",
         )  # fmt: skip
     return None
+
+
+def _tasks_of_step(environment: Mapping[str, str]) -> str:
+    """Return the tasks that srun started together with this process; "1" in a batch script, which sbatch starts alone.
+
+    SLURM_NTASKS is the job's in a batch script, and there is no step.
+    """
+    in_step = any(environment.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEPID"))
+    if environment.get("SLURM_JOB_ID") and not in_step:
+        return "1"
+    return environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "")
 
 
 def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> EngineConfig:

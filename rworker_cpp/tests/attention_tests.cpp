@@ -157,9 +157,9 @@ void run_attention_tests() {
             test_attend(kernels->isa, dtype, {3, 3, 7, 5, 0.4f, 9, 0.0f, {}}, 33, 40);
             test_attend(kernels->isa, dtype, {6, 2, 32, 16, 0.2f, 0, 0.0f, {}, {1, 0.5f, 0.1f, 0.02f, 0, -0.01f}}, 520, 13);
             test_attend(kernels->isa, dtype, {8, 1, 200, 136, 0.07f, 0, 0.0f, {}}, 60, 9);
-            test_attend(kernels->isa, dtype, {5, 1, 24, 40, 0.2f, 96, 0.0f, {}, {}, false, true}, 530, 24);
-            test_attend(kernels->isa, dtype, {9, 1, 72, 58, 0.1f, 0, 0.0f, {}, {}, true}, 540, 7);
-            test_attend(kernels->isa, dtype, {32, 1, 24, 16, 0.2f, 0, 0.0f, {}, {}, true}, 490, 34);  // cut
+            test_attend(kernels->isa, dtype, {{5, 1, 24, 40, 0.2f, 96, 0.0f, {}, {}, true}}, 530, 24);
+            test_attend(kernels->isa, dtype, {{9, 1, 72, 58, 0.1f, 0, 0.0f, {}}, Latent{}}, 540, 7);
+            test_attend(kernels->isa, dtype, {{32, 1, 24, 16, 0.2f, 0, 0.0f, {}}, Latent{}}, 490, 34);  // cut
             if (dtype == DType::float32 || dtype == DType::bfloat16) test_picks(kernels->isa, dtype);
         }
 }

@@ -222,7 +222,7 @@ def _files(model: str, revision: str | None) -> list[str]:
     index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **given)
     names = [SAFE_WEIGHTS_NAME]
     if index:
-        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
     files = [cached_file(model, name, **given) for name in names]
     if missing := [name for name, file in zip(names, files, strict=True) if file is None]:
         raise ModelLoadError(f"cannot load {model!r}: {missing[0]} is missing")

@@ -6,12 +6,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import GgufConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, GgufHeader
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.utils import logging as transformers_logging
 
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.files import gguf_config, gguf_rope
 
 NEEDED = ("gguf", "accelerate")
 """Packages with which transformers reads such a file."""
+
+COMPUTED = ("attn_rot_embd.weight", "rope_freqs.weight")
+"""Ends of tensors that old files repeat in each layer, and that are computed from the configuration."""
+
+TAKEN_ASIDE = {"gpt2": ("output.weight",)}
+"""Tensors that transformers takes without saying so."""
 
 
 def source(model: str) -> tuple[str, dict[str, str]]:
@@ -37,6 +48,38 @@ def weights_source(model: str) -> tuple[str, dict[str, Any]]:
     return name, named | ({"quantization_config": GgufConfig(dequantize=True)} if named else {})
 
 
+def completed(hf_config: Any, model: str) -> Any:
+    """Return ``hf_config`` with all that a GGUF file says of the model's arithmetic; as it is for any other model."""
+    if source(model)[1]:
+        gguf_config.complete(hf_config, Path(model))
+    return hf_config
+
+
+def check_all_taken(model: Any, name: str) -> None:
+    """ModelLoadError, which names it, for a tensor of a GGUF file that the loaded model has no parameter for.
+
+    transformers leaves out such tensors without a word.
+    """
+    if not source(name)[1]:
+        return
+    header = GgufHeader.from_file(name)
+    if header.architecture in GGUF_CONFIG_ARCHS:  # whose loading reports them
+        return
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
+    taken = {
+        *get_gguf_hf_weights_map(model, processor),
+        *gguf_rope.TENSORS,
+        *TAKEN_ASIDE.get(header.architecture, ()),
+    }
+    taken |= {f"{each}.weight" for each in taken}  # parameters of experts, which transformers names without their end
+    left = [each for each in header.ggml_types if each not in taken and not each.endswith(COMPUTED)]
+    if left:
+        raise ModelLoadError(
+            f"cannot load {name!r}: transformers' {model.config.model_type} has no parameter for {len(left)} of the "
+            f"file's tensors, {left[0]} first, so the text would be another: give the folder that the file was made of"
+        )
+
+
 def unpacked(model: Any) -> Any:
     """``model`` as a plain one that moves between devices and can be saved: it forgets how its file was packed."""
     if getattr(model, "hf_quantizer", None) is not None:
@@ -45,3 +88,20 @@ def unpacked(model: Any) -> Any:
         model.quantization_method = None
         del model.config.quantization_config
     return model
+
+
+def save_as_safetensors(file: Path, folder: Path) -> None:
+    """Save in ``folder`` what a GGUF file holds, as transformers keeps models, in bfloat16."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        name, named = source(str(file))
+        AutoTokenizer.from_pretrained(name, **named).save_pretrained(folder)
+        name, named = weights_source(str(file))
+        hf_config = completed(AutoConfig.from_pretrained(name, gguf_file=file.name), str(file))
+        loaded = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=torch.float32, **named)
+        unpacked(loaded).to(torch.bfloat16).save_pretrained(folder)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()

@@ -24,6 +24,8 @@ from fastdecode.sworker.adapters.index import use_index
 from fastdecode.sworker.adapters.latents import use_latent_rows
 from fastdecode.sworker.adapters.own_recurrences import use_own_recurrences
 from fastdecode.sworker.adapters.states import use_states
+from fastdecode.sworker.files import rope
+from fastdecode.sworker.files.weight_files import check_files, check_tensors
 from fastdecode.sworker.model import checkpoints, gguf, lora, sharding
 from fastdecode.sworker.model.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
 from fastdecode.sworker.model.sharding import Rank
@@ -38,6 +40,9 @@ ONE_BY_ONE = ("HF_DEACTIVATE_ASYNC_LOAD", "1")
 read ahead as far as they get, so the experts of all layers lie in memory before the first are put together: 1.8 times
 the weights, measured with FP8."""
 
+ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
+"""Keys of rotary embeddings, which transformers has in one attribute."""
+
 DIGEST_NUMBERS = 64
 """Numbers of each parameter that the digest of a model is made of."""
 
@@ -50,6 +55,7 @@ def load_hf_config(config: EngineConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(
             name, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
         )
+        gguf.completed(hf_config, config.model)
     _apply_overrides(hf_config, config.hf_overrides)
     check_config(hf_config)
     return hf_config
@@ -77,6 +83,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                     trust_remote_code=config.trust_remote_code,
                 )
         else:
+            check_files(Path(config.model))
             loads, name, named = _weights_source(config, hf_config, dtype)
             os.environ.setdefault(*ONE_BY_ONE)
             model, info = loads.from_pretrained(
@@ -89,7 +96,8 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 output_loading_info=True,
                 **named,
             )
-            _check_complete(config.model, info)
+            check_tensors(config.model, info, "num_hidden_layers" in config.hf_overrides)
+            gguf.check_all_taken(model, config.model)
     has_states = use_states(model) or use_own_recurrences(model)
     if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
@@ -178,6 +186,11 @@ def max_position_embeddings(hf_config: Any) -> int:
     return 2048
 
 
+def most_positions(hf_config: Any) -> int:
+    """Return the longest sequence that a user may ask for, in tokens: a scaling of rotary frequencies may add to it."""
+    return rope.reach(hf_config.get_text_config(), max_position_embeddings(hf_config))
+
+
 def num_layers(config: EngineConfig) -> int:
     """Layers of the whole model, before ``hf_overrides``."""
     return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
@@ -197,6 +210,9 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys; per-layer lists are cut, or repeated, to a smaller or larger
     ``num_hidden_layers``."""
     for name, value in overrides.items():
+        if name in ROPE_NAMES:
+            rope.override(hf_config.get_text_config(), name, value)
+            continue
         if not hasattr(hf_config, name):
             raise ModelLoadError(f"hf_overrides: {hf_config.model_type} has no configuration key {name!r}")
         try:
@@ -208,17 +224,6 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
-
-
-def _check_complete(model: str, info: dict[str, Any]) -> None:
-    """transformers fills tensors that a checkpoint lacks with random numbers; an engine must not."""
-    for name, found, wanted in info["mismatched_keys"]:
-        raise ModelLoadError(
-            f"cannot load {model!r}: {name} has the shape {tuple(found)}, and config.json asks for {tuple(wanted)}"
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelLoadError(f"cannot load {model!r}: {len(missing)} tensors are missing, {missing[0]} first")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,17 @@ from typing import Any
 import torch
 
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.files.weight_files import check_file
 
 FILE = "adapter_config.json"
 """What tells an adapter's folder, in peft's form."""
+
+NOT_MERGED = {
+    "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
+    "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "
+    "model with its layers repeated, and give that",
+}
+"""What an adapter may ask for that no merged weights can do."""
 
 
 def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.Module:
@@ -38,8 +47,41 @@ def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.
     if strangers:
         what = "lacks" if found.missing_keys else "has a place for"
         raise ModelLoadError(_other_model(folder, f"one of the two {what} {strangers[0]}, among {len(strangers)}"))
+    for name, module in wrapped.named_modules():
+        if hasattr(getattr(module, "base_layer", None), "token_adapter"):
+            raise ModelLoadError(
+                f"lora_modules: the adapter in {str(folder)!r} trains single tokens of {name} beside a LoRA of it, "
+                "which peft does not merge: train one of the two"
+            )
+    _part_shared(wrapped)
+    _give_biases(wrapped)
     whole: torch.nn.Module = wrapped.merge_and_unload(safe_merge=True)
+    for module in whole.modules():
+        if isinstance(module, torch.nn.Linear):  # peft makes a saved head of an embedding, with its sizes the other way
+            module.out_features, module.in_features = module.weight.shape
     return whole
+
+
+def _give_biases(wrapped: torch.nn.Module) -> None:
+    """Give a bias of zeros to each layer without one that an adapter with ``lora_bias`` adds a bias to."""
+    for module in wrapped.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, torch.nn.Linear) and base.bias is None and any(getattr(module, "lora_bias", {}).values()):
+            base.bias = torch.nn.Parameter(base.weight.new_zeros(len(base.weight)), requires_grad=False)
+
+
+def _part_shared(wrapped: Any) -> None:
+    """Give each layer that the adapter changes a weight of its own, where the base has one for two: tied embeddings.
+
+    Unmerged, an adapter of the head leaves the embedding as it is; merged into a shared weight it would change both.
+    """
+    owners = Counter(id(weight) for _, weight in wrapped.named_parameters(remove_duplicate=False))
+    for module in wrapped.modules():
+        base: Any = getattr(module, "base_layer", None)
+        weight = getattr(base, "weight", None)
+        if isinstance(weight, torch.nn.Parameter) and owners[id(weight)] > 1:
+            base.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+            wrapped.config.get_text_config().tie_word_embeddings = False
 
 
 def check_folder(folder: Path) -> None:
@@ -61,9 +103,14 @@ def _check(folder: Path) -> None:
         raise ModelLoadError(
             f"lora_modules: {str(folder)!r} has no adapter_model.safetensors; other forms can hold code"
         )
-    kind = _config(folder).get("peft_type")
+    check_file(folder / "adapter_model.safetensors")
+    config = _config(folder)
+    kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelLoadError(f"lora_modules: {str(folder)!r} holds an adapter of type {kind!r}, not LORA")
+    for name, why in NOT_MERGED.items():
+        if config.get(name):
+            raise ModelLoadError(f"lora_modules: {str(folder)!r} has {name} in its {FILE}: {why}")
     if find_spec("peft") is None:
         raise ModelLoadError("lora_modules: merging an adapter needs peft: pip install 'fastdecode[lora]'")
 

@@ -87,7 +87,7 @@ class FileMaps:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
         maps = Path("/proc/self/maps")
-        for line in maps.read_text().splitlines() if maps.exists() else ():
+        for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
             if inode != "0":
                 start, end = (int(address, 16) for address in addresses.split("-"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from fastdecode.core.errors import UnsupportedModelError
+from fastdecode.sworker.files.rope import check_named
+from fastdecode.sworker.files.rope import settings as rope_settings
 
 OWN_ATTENTION = (
     "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
@@ -62,6 +63,7 @@ def check_config(hf_config: Any) -> None:
         _check_mpt(hf_config)
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
+    check_named(text_config)
     unknown = set(getattr(text_config, "layer_types", None) or ()) - KNOWN - STATE_TYPES
     if unknown:
         needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
@@ -80,21 +82,15 @@ def _check_mpt(hf_config: Any) -> None:
 def check_rope(hf_config: Any, max_model_len: int) -> None:
     """Refuse rotary embeddings whose frequencies depend on the longest position of the whole batch."""
     text_config = hf_config.get_text_config()
-    for rope in _rope_settings(text_config):
+    for rope in rope_settings(text_config):
         kind = rope.get("rope_type", "default")
         own = getattr(text_config, "max_position_embeddings", 0)
         short = rope.get("original_max_position_embeddings") or own
         limit = {"longrope": short, "dynamic": own}.get(kind)
-        if limit is not None and max_model_len > limit:
+        same = kind == "longrope" and rope.get("short_factor") == rope.get("long_factor")
+        if limit is not None and max_model_len > limit and not same:
             refuse(
                 hf_config,
                 f"changes its {kind} rotary frequencies beyond {limit} tokens for a whole batch at once; "
                 f"it runs with --max-model-len {limit} or less",
             )
-
-
-def _rope_settings(text_config: Any) -> Iterator[dict[str, Any]]:
-    """The model's rope settings, one per layer type where they differ."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    yield from nested or [rope]

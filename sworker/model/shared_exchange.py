@@ -75,7 +75,7 @@ class SharedMemory:
 
 def whereabouts() -> str:
     """Return this process's machine, its process numbers' space, and its own number."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getpid()}"
 
 

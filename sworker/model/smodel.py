@@ -18,6 +18,7 @@ from fastdecode.core.machine import available_memory_bytes
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
+from fastdecode.sworker.files.generation import generation_defaults
 from fastdecode.sworker.model.first_layers import first_layers
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.loader import (
@@ -25,6 +26,7 @@ from fastdecode.sworker.model.loader import (
     load_model,
     max_position_embeddings,
     model_shape,
+    most_positions,
     place_model,
     weights_digest,
 )
@@ -32,7 +34,7 @@ from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import probe_layers, probe_layout, repeats_rows
-from fastdecode.sworker.model.tokenizer import HFTokenizer, generation_defaults
+from fastdecode.sworker.model.tokenizer import HFTokenizer
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class SModel:
         """``rank``: whose part of the model this is, of tensor parallelism; ``layout`` has that part's heads."""
         hf_config = load_hf_config(config)
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
-        self.max_model_len = _max_model_len(config, max_position_embeddings(hf_config))
+        self.max_model_len = _max_model_len(config, hf_config)
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
@@ -166,7 +168,8 @@ def _replace_and_probe(model: torch.nn.Module, hf_config: Any, config: EngineCon
     return layout.with_state_dtype(config.state_dtype)
 
 
-def _max_model_len(config: EngineConfig, longest: int) -> int:
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len {config.max_model_len} is more than the model's own {longest} tokens")
-    return config.max_model_len or longest
+def _max_model_len(config: EngineConfig, hf_config: Any) -> int:
+    most = most_positions(hf_config)
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ConfigError(f"max_model_len {config.max_model_len} is more than the model's own {most} tokens")
+    return config.max_model_len or max_position_embeddings(hf_config)

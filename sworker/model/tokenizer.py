@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.conversations import check_nothing_is_left_out, with_known_roles, without_empty_fields
+from fastdecode.api.conversations import (
+    check_nothing_is_left_out,
+    with_known_roles,
+    with_known_thoughts,
+    without_empty_fields,
+)
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
+from fastdecode.sworker.files import gguf_tokenizer
+from fastdecode.sworker.files.content_format import Format, formats_of, in_format, in_formats
 from fastdecode.sworker.model import gguf
 from fastdecode.sworker.model.token_bytes import Spellings, text_bound
+
+MOST_TEMPLATES = 32
+"""Chat templates whose format of contents is remembered."""
 
 
 class HFTokenizer:
@@ -25,9 +37,13 @@ class HFTokenizer:
         name = config.tokenizer or config.model
         try:
             folder, named = gguf.source(name)
+            file = Path(name) if named else None
+            told = gguf_tokenizer.arguments(file) if file else {}
             self.hf = AutoTokenizer.from_pretrained(
-                folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
+                folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **named, **told
             )
+            if file:
+                gguf_tokenizer.complete(self.hf, file)
             self.backend: BackendTokenizer = self.hf.backend_tokenizer
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -36,11 +52,39 @@ class HFTokenizer:
                 "token ids as prompts"
             ) from error
         self.eos_token_id: int | None = self.hf.eos_token_id
+        self._formats: dict[str, dict[str, Format]] = {}  # of each chat template
 
     @functools.cached_property
     def text_bound(self) -> TextBound | None:
         """The most text per token; None where there is no bound. Read from the vocabulary once."""
         return text_bound(self.backend)
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens' ids, by text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """What says how answers are parsed, where the model brings it (transformers 5.19 and later)."""
+        return getattr(self.hf, "response_template", None)
+
+    def chat_template_text(self, chat_template: str | None = None) -> str:
+        """Return ``chat_template``, or the text of the model's own: of all of them, where it has several."""
+        own = getattr(self.hf, "chat_template", None)
+        found = "\n".join(own.values()) if isinstance(own, dict) else own
+        return chat_template or found or ""
+
+    def answer_header(self, chat_template: str | None = None) -> str:
+        """Return what the chat template writes where an answer begins; "" where that cannot be told."""
+        said = [{"role": "user", "content": "hi"}]
+        render = functools.partial(self.hf.apply_chat_template, said, chat_template=chat_template, tokenize=False)
+        try:
+            before, after = render(add_generation_prompt=False), render(add_generation_prompt=True)
+        except Exception:  # whatever the template raises, or there is none
+            return ""
+        return str(after[len(before) :]) if after.startswith(before) else ""
 
     @functools.cached_property
     def _spellings(self) -> Spellings:
@@ -66,6 +110,7 @@ class HFTokenizer:
         /,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
+        content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
@@ -75,6 +120,7 @@ class HFTokenizer:
 
         ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
         go to it. Templates write special tokens themselves; ``add_special_tokens`` has the tokenizer add its own too.
+        ``content_format``: how contents go to the template, see ``content_formats``.
         With ``continue_final_message`` the answer goes on where the last message ends.
 
         RequestError without a chat template, for messages that it does not take, and, before they are rendered or at
@@ -84,8 +130,11 @@ class HFTokenizer:
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
         if tools is not None and not _all_mappings(tools):
             raise RequestError('tools must be a list of {"type": "function", "function": {…}}')
-        prepared = with_known_roles(chat_messages(messages), str(chat_template or self.hf.chat_template))
-        render = functools.partial(
+        formats = self.content_formats(content_format, chat_template, tools)
+        written = str(chat_template or self.hf.chat_template)
+        prepared = with_known_thoughts(with_known_roles(chat_messages(messages), written), written)
+        parts = [_parts_of(without_empty_fields(message).get("content")) for message in messages]
+        apply = functools.partial(
             self.hf.apply_chat_template,
             tools=tools,
             chat_template=chat_template,
@@ -94,6 +143,16 @@ class HFTokenizer:
             tokenize=False,
             **template_kwargs,
         )
+
+        def render(conversation: list[dict[str, Any]]) -> str:
+            return str(apply(in_formats(conversation, parts, formats)))
+
+        return self.encode(self._written(prepared, render, max_model_len), add_special_tokens)
+
+    def _written(
+        self, prepared: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str], max_model_len: int | None
+    ) -> str:
+        """Return the text of a conversation; RequestError where a word is left out, or ``max_model_len`` too short."""
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
@@ -103,7 +162,25 @@ class HFTokenizer:
         check_nothing_is_left_out(prepared, text, render)
         if max_model_len is not None:
             check_can_fit(text, self.text_bound, max_model_len)
-        return self.encode(text, add_special_tokens)
+        return text
+
+    def content_formats(
+        self, wanted: str = "auto", chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
+    ) -> dict[str, Format]:
+        """Return the format of contents for each role: ``string`` or ``openai`` (lists of parts), or what the template
+        takes (``auto``)."""
+        if wanted not in ("auto", *get_args(Format)):
+            raise ConfigError(f"content_format must be one of auto, string, openai, not {wanted!r}")
+        if wanted != "auto":
+            return {"user": cast(Format, wanted)}
+        try:
+            template = self.hf.get_chat_template(chat_template, tools)
+        except ValueError as error:  # several templates, and none of them for all
+            raise RequestError(f"messages: {error}") from None
+        if template not in self._formats:
+            self._formats = dict(list(self._formats.items())[-MOST_TEMPLATES:])
+            self._formats[template] = formats_of(template, self.hf.special_tokens_map)
+        return self._formats[template]
 
 
 def check_chat_template(template: str) -> None:
@@ -129,23 +206,23 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _prepared(message: dict[str, Any]) -> dict[str, Any]:
-    message["content"] = _text_of(message.get("content"))
+    message["content"] = in_format(_parts_of(message.get("content")), "string")
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         message["tool_calls"] = [_with_arguments_read(call) for call in (calls if isinstance(calls, list) else [calls])]
     return message
 
 
-def _text_of(content: Any) -> str:
+def _parts_of(content: Any) -> list[dict[str, str]]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return [] if content is None else [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise RequestError(f"content of a message must be text or a list of parts, not {type(content).__name__}")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else _said(part) for part in content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError('parts of a message must be {"type": "text", "text": …}: the model takes text only')
-    return "\n".join(part["text"] for part in parts)
+    return [{"type": "text", "text": part["text"]} for part in parts]
 
 
 def _said(part: Any) -> Any:
@@ -166,31 +243,3 @@ def _with_arguments_read(call: Any) -> Any:
 
 def _all_mappings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
-
-
-def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
-    """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
-
-    As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count.
-    """
-    loaded = _generation_config(config)
-    asked = {} if config.generation_config == "vllm" else loaded
-    asked = asked | config.override_generation_config
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults = {name: asked[name] for name in names if asked.get(name) is not None}
-    if "max_new_tokens" in asked:
-        defaults["max_tokens"] = asked["max_new_tokens"]
-    eos = loaded.get("eos_token_id", getattr(hf_config.get_text_config(), "eos_token_id", None))
-    return defaults, [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def _generation_config(config: EngineConfig) -> dict[str, Any]:
-    """Return what the generation_config.json of the model, or of the folder that is given, says."""
-    own = config.generation_config in ("auto", "vllm")
-    folder = gguf.source(config.model)[0] if own else config.generation_config
-    try:
-        return dict(GenerationConfig.from_pretrained(folder, revision=config.revision if own else None).to_diff_dict())
-    except OSError:
-        if own:
-            return {}
-        raise ConfigError(f"generation_config: {folder!r} has no generation_config.json") from None

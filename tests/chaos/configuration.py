@@ -116,7 +116,9 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"][: 4 if is_small else 5]))
     num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
-    hybrid = _draw_hybrid(seed) if kind in ("plain", "prefill") and architecture != DEMO and not has_ranges else ""
+    hybrid = (
+        _draw_hybrid(seed) if kind in ("plain", "prefill", "ranks") and architecture != DEMO and not has_ranges else ""
+    )
     if is_small and "model" in settings.get("speculative_config", {}):  # loads another model
         del settings["speculative_config"]
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
@@ -128,7 +130,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     events = _draw_events(rng, pool, kind, num_workers, prefill_workers, is_small)
     forces_drafts = rng.random() < 0.7
     if hybrid:  # whose states need more memory than so many tokens
-        architecture, memory, settings = hybrid, 0, _with_states(seed, settings)
+        architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
 
 
@@ -173,13 +175,16 @@ def _draw_hybrid(seed: int) -> str:
     return rng.choice(HYBRIDS) if rng.random() < 1 / 6 else ""
 
 
-def _with_states(seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _with_states(seed: int, settings: dict[str, Any], architecture: str) -> dict[str, Any]:
     """``settings`` without those that do not go with states, with a dtype of these, and a place."""
     refused = {"prefill_scratch", "latent_absorption"}
-    if settings.get("speculative_config", {}).get("method") == "early_exit":
+    has_both = architecture == "falcon_h1"  # attention and a state in each layer: the first ones cannot be told apart
+    if settings.get("speculative_config", {}).get("method") == "early_exit" and has_both:
         refused.add("speculative_config")
     dtype = random.Random(f"states {seed}").choice(("auto", "auto", "float16", "bfloat16"))
     kept = {name: value for name, value in settings.items() if name not in refused}
+    if "tensor_parallel_size" in settings:
+        return kept
     if "prefill_workers" not in settings and random.Random(f"state on {seed}").random() < 0.5:
         kept |= {"state_on": "s", "state_memory": "1GiB"}
     return kept | {"mamba_ssm_cache_dtype": dtype}

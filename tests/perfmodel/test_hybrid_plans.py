@@ -14,12 +14,14 @@ from helpers.tiny_configs import tiny_config
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import PlanError, UnsupportedModelError
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu, kernel_bytes_per_second
+from fastdecode.perfmodel.hardware import kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.gpu_only import GpuServer
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_config import read_shape
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part
@@ -181,7 +183,7 @@ def test_measured_states_with_the_s_worker() -> None:
 def test_states_with_the_s_worker_bound_the_batch() -> None:
     kv_bytes, states = NEXT.kv_bytes_per_token("bfloat16"), StatesHere(1e-7, num_places=300)
     with_room = planner(states=states, capacity_tokens=40e9 / kv_bytes)
-    assert with_room.state_tokens == 0 and with_room.knee_mini_batch() == 150
+    assert with_room.state_tokens == 0 and BatchSearch(with_room).knee() == 150
     plan = with_room.plan(150)
     assert with_room.memory_r_workers(300) == -(-plan.kv_load_limit * kv_bytes // 40e9)
     with pytest.raises(PlanError, match=r"room for 300 states of 79\.04 MB, and 302 sequences in flight"):

@@ -81,7 +81,6 @@ CALL_ARGUMENTS = refused([
     ("priority", "requests come first in, first out", 0),
     ("tokenization_kwargs", "give token ids"),
     ("mm_processor_kwargs", "only text is run"),
-    ("chat_template_content_format", "the template's own is found out", "auto"),
     ("reset_running_requests", "running requests keep their prefixes"),
     ("reset_connector", "there is no connector"),
 ])  # fmt: skip

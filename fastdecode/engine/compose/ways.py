@@ -58,6 +58,12 @@ def _of_states_here(config: EngineConfig, layout: KVLayout) -> Iterator[tuple[st
         if layout.kept_apart and config.state_memory is not None:
             yield "state_memory", "it is for states that lie with the S-worker (state_on s); leave it out"
         return
+    if config.tensor_parallel_size > 1:
+        yield (
+            "tensor_parallel_size",
+            f"states that lie with the S-worker (state_on s) are those of one process, and "
+            f"{config.tensor_parallel_size} ranks are as many; give state_on r, or leave it out",
+        )
     if config.keep_session:
         yield (
             "keep_session",

@@ -139,7 +139,7 @@ def _write_files(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     from fastdecode.perfmodel.lab.measure.plots import plot_roofline
 
     if args.output_json:
-        Path(args.output_json).write_text(to_json(rows) + "\n")
+        Path(args.output_json).write_text(to_json(rows) + "\n", encoding="utf-8")
     if args.plot and rows:
         plot_roofline(rows, args.plot)
 

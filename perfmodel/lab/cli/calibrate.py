@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         profile = _with_ranks(profile, without_prefill_workers(config), plan, num_ranks)
     if args.prefill:
         profile = _with_prefill(profile, config, lengths, args.quick)
-    Path(args.output).write_text(write_profile(profile))
+    Path(args.output).write_text(write_profile(profile), encoding="utf-8")
     for line in summary_lines(profile):
         print(line)
     print(f"Profile of {profile.machine.host}: {args.output}")

@@ -1,0 +1,125 @@
+"""Limits of control groups, version 1, version 2 and both at once: of this process's own group and of all above it.
+
+A limit of any group on the path counts: a Slurm job's, a systemd slice's, a pod's. In a container the path may name
+groups that cannot be seen, and the mounted root is the container's own group: then these are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
+"""Where groups are mounted, unless ``mountinfo`` says otherwise, and where this process is told its own."""
+
+UNLIMITED = 1 << 60
+"""Bytes from which a limit is none; version 1 writes the largest multiple of a page."""
+
+RECLAIMABLE = ("inactive_file", "active_file")
+"""Lines of memory.stat with the page cache, which the kernel frees before it refuses memory."""
+
+
+def memory_limit() -> int | None:
+    """Return the lowest limit of memory, in bytes; None where there is none."""
+    limits = [limit for limit in map(_limit, _folders("memory")) if limit is not None]
+    return min(limits, default=None)
+
+
+def free_memory() -> int | None:
+    """Return the bytes that may still be allocated within every limit, page cache being reclaimable; None: no limit."""
+    rooms = []
+    for folder in _folders("memory"):
+        limit = _limit(folder)
+        used = _number(folder, "memory.current", "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            rooms.append(max(0, limit - max(0, used - _reclaimable(folder))))
+    return min(rooms, default=None)
+
+
+def cpu_limit() -> float | None:
+    """Return the fewest cores' worth of processor time that a quota leaves; None where there is none."""
+    return min((cores for folder in _folders("cpu") if (cores := _cores(folder))), default=None)
+
+
+def _limit(folder: Path) -> int | None:
+    """Return a group's limit: the hard one, the one above which it is throttled, or one of groups out of sight."""
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
+    return min((limit for limit in found if limit is not None and limit < UNLIMITED), default=None)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return the bytes of page cache of a group and those below it."""
+    stat = _stat(folder)
+    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in RECLAIMABLE)  # total_: of version 1
+
+
+def _stat(folder: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _cores(folder: Path) -> float | None:
+    """Return the quota of a group in cores; None where it has none."""
+    quota, _, period = _read(folder / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if not quota.isdigit() or not period.isdigit() or not int(period) or not int(quota):
+        return None  # "max", or -1
+    return int(quota) / int(period)
+
+
+def _folders(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's group and all groups above it, of either version, that may limit
+    ``controller``."""
+    for mount, path in _groups(controller):
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for length in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:length])
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, str]]:
+    """Yield the places of a hierarchy and this process's path in it."""
+    paths = {"": ""}  # by the controllers of version 1, "" for version 2
+    for line in _read(PROCESS / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        paths[controllers] = path
+    mounts = _mounts()
+    for controllers, path in paths.items():
+        if not controllers:
+            for mount in dict.fromkeys((ROOT, ROOT / "unified", *mounts.get("", ()))):
+                yield mount, path
+        elif controller in controllers.split(","):
+            for mount in dict.fromkeys((ROOT / controller, ROOT / controllers, *mounts.get(controller, ()))):
+                yield mount, path
+    if not any(controller in controllers.split(",") for controllers in paths):
+        yield ROOT / controller, ""
+
+
+def _mounts() -> dict[str, list[Path]]:
+    """Return where hierarchies are mounted, by controller; "" for version 2."""
+    found: dict[str, list[Path]] = {}
+    for line in _read(PROCESS / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, *_, options = after.split(" ") if after else ("", "")
+        place = Path(before.split(" ")[4].replace("\\040", " ")) if kind.startswith("cgroup") else None
+        if place is not None:
+            for name in ("",) if kind == "cgroup2" else options.split(","):
+                found.setdefault(name, []).append(place)
+    return found
+
+
+def _number(folder: Path, *names: str) -> int | None:
+    """Return what the first of the files that is there holds, if it is a number."""
+    for name in names:
+        if (text := _read(folder / name)).isdigit():
+            return int(text)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,243 @@
+"""Reads answers as they grow: texts to show, thoughts, and tool calls, in the order in which the model writes them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastdecode.server.call_parts import CallPart, arguments_text, call_id
+from fastdecode.server.call_texts import calls_in
+from fastdecode.server.response_templates import AnswerSyntax
+from fastdecode.server.schema_refs import argument_types
+from fastdecode.server.tool_calls import CallReader, ForcedCalls
+from fastdecode.sworker.sampling.answer_parser import CONTENT, THOUGHTS, WRAPPER, AnswerCutter
+from fastdecode.sworker.sampling.answer_parser import Piece as Region
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A part of the model's reasoning. ``first``: of the thoughts that stand together."""
+
+    text: str
+    first: bool
+
+
+Piece = str | Thought | CallPart
+
+
+class AnswerReader(Protocol):
+    """Reads one answer."""
+
+    def read(self, text: str, finished: bool) -> Sequence[Piece]:
+        """Return what is new in ``text``, which begins as it did the last time; ``finished``: nothing follows."""
+
+    @property
+    def thought_spans(self) -> Sequence[tuple[int, int]]:
+        """Where the thoughts stand in the text."""
+
+
+@dataclass(frozen=True)
+class AnswerReading:
+    """How the answers of one request are read.
+
+    ``forced``: the calls that the text is, where it is no free text. ``tools``: those that a free text may call, by
+    chats' schemas; None: it may call none. ``prompt``: the end of the prompt, which may open a thought. ``syntax``:
+    None: the text is all content.
+    """
+
+    forced: ForcedCalls | None = None
+    syntax: AnswerSyntax | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    prompt: str = ""
+    is_json: bool = False
+    parallel: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is nothing but its text."""
+        return self.forced is None and self.syntax is None
+
+    def reader(self, answer: str) -> AnswerReader:
+        """Return a reader of one answer, whose calls get ids after it."""
+        if self.forced:
+            return CallReader(self.forced, answer)
+        return ParsedReader(self, self.syntax, answer) if self.syntax else PlainReader()
+
+
+def num_thought_tokens(reader: AnswerReader, text_ends: Sequence[int]) -> int:
+    """Return how many of an answer's tokens are thoughts; ``text_ends``: where the text of each ends."""
+    return sum(bisect_right(text_ends, end) - bisect_right(text_ends, start) for start, end in reader.thought_spans)
+
+
+class PlainReader:
+    """Reads a text that is nothing else."""
+
+    thought_spans: Sequence[tuple[int, int]] = ()
+
+    def __init__(self) -> None:
+        self._num_read = 0
+
+    def read(self, text: str, finished: bool) -> list[Piece]:
+        """As ``AnswerReader``."""
+        new, self._num_read = text[self._num_read :], len(text)
+        return [new] if new else []
+
+
+class ParsedReader:
+    """Reads a free text by the model's syntax. What is written otherwise, and calls of other functions, stay text."""
+
+    def __init__(self, reading: AnswerReading, syntax: AnswerSyntax, answer: str) -> None:
+        self._parallel, self._answer, self._syntax = reading.parallel, answer, syntax
+        self._template = syntax.without if reading.tools is None else syntax.with_calls
+        functions = [tool.get("function") for tool in reading.tools or ()]
+        self._names = {each.get("name") for each in functions if isinstance(each, Mapping)}
+        self._types = argument_types(reading.tools or ())
+        prompt = "" if reading.is_json else reading.prompt
+        self._cutter = AnswerCutter(self._template, prompt)
+        omits = syntax.starts_with and not (self._cutter.is_open or reading.is_json or syntax.is_told(prompt))
+        self._opening = syntax.starts_with if omits else ""
+        self._num_read, self._num_added = 0, 0
+        self._content, self._thought = _Text(self._cutter.follows_thought), _Text(after_mark=True)
+        self._is_new_thought, self._thought_start = True, -1
+        self._wrapper, self._num_calls, self._after_call = "", 0, False
+        self._ids: set[str] = set()
+        self.thought_spans: list[tuple[int, int]] = []
+
+    def read(self, text: str, finished: bool) -> list[Piece]:
+        """As ``AnswerReader``."""
+        if self._opening and not self._begin(text, finished):
+            return []
+        new = self._opening[: self._num_added if not self._num_read else 0] + text[self._num_read :]
+        self._num_read = len(text)
+        regions = self._cutter.feed(new)
+        if not finished:
+            return [piece for region in regions for piece in self._pieces(region)]
+        found = [piece for region in (*regions, *self._cutter.finish()) for piece in self._pieces(region)]
+        return [*found, *self._shown(self._take_wrapper()), *filter(None, [self._content.end()])]
+
+    def _begin(self, text: str, finished: bool) -> bool:
+        """Return whether it is known that the model has left out, or has written, the mark that opens a thought."""
+        if self._num_read:
+            return True
+        begun = text.lstrip()[: len(self._opening)]
+        if begun != self._opening and self._opening.startswith(begun) and not finished:
+            return False
+        self._num_added = 0 if begun == self._opening else len(self._opening)
+        return True
+
+    def _pieces(self, region: Region) -> list[Piece]:
+        if region.field == CONTENT:
+            return self._shown(region.text)
+        if region.field in THOUGHTS:
+            return self._thoughts(region)
+        if region.field.startswith(WRAPPER):
+            before = self._shown(self._take_wrapper())
+            self._wrapper = "" if self._after_call else region.text
+            return before
+        if self._template.is_field_of_calls(region.field):
+            return self._calls(region)
+        return []
+
+    def _shown(self, text: str) -> list[Piece]:
+        """Return what is shown of a content, after a wrapper in which no call stands."""
+        if self._wrapper and not text.strip():
+            self._wrapper += text
+            return []
+        shown = self._content.add(self._take_wrapper() + text)
+        self._after_call &= not shown
+        return [shown] if shown else []
+
+    def _take_wrapper(self) -> str:
+        taken, self._wrapper = self._wrapper, ""
+        return taken
+
+    def _thoughts(self, region: Region) -> list[Piece]:
+        found: list[Piece] = []
+        at = region.end - self._num_added
+        if self._thought_start < 0:
+            found += [*self._shown(self._take_wrapper()), *filter(None, [self._content.mark()])]
+            self._thought_start, self._is_new_thought = max(0, at - len(region.text)), True
+        text = self._thought.add(region.text)
+        if region.closes:
+            text += self._thought.mark()
+            self.thought_spans.append((self._thought_start, at))
+            self._thought_start = -1
+        if text:
+            found.append(Thought(text, self._is_new_thought))
+            self._is_new_thought = False
+        return found
+
+    def _calls(self, region: Region) -> list[Piece]:
+        """Return the calls of a region, or its text where it is none of calls of the functions that were offered."""
+        try:
+            read = [self._call(each) for each in self._read(region)]
+            if not read:
+                raise ValueError("no calls")
+        except (ValueError, RecursionError):
+            return self._shown(region.text)
+        before = self._content.mark()
+        self._wrapper, self._after_call = "", True
+        if not self._parallel:
+            read = read[: 0 if self._num_calls else 1]
+        parts = [
+            CallPart(number, self._id(number, given), name, arguments, first=True, complete=True)
+            for number, (name, arguments, given) in enumerate(read, self._num_calls)
+        ]
+        self._num_calls += len(parts)
+        return [*([before] if before else []), *parts]
+
+    def _read(self, region: Region) -> list[Any]:
+        found: list[Any] = []
+        for each in self._template.read_calls(region, self._types):
+            if isinstance(each, str):
+                found += [{"function": call} for call in calls_in(each)]
+            else:
+                found += each if isinstance(each, list) else [each]
+        return found
+
+    def _call(self, call: Any) -> tuple[str, str, Any]:
+        """Return name, arguments and id, if the model gave one; ValueError for what is no call."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ValueError("a call must be an object")
+        name = function.get("name")
+        given = function.get("arguments", function.get("parameters"))
+        if not isinstance(name, str) or name.strip() not in self._names:
+            raise ValueError("no such function was offered")
+        return name.strip(), arguments_text(given), call.get("id")
+
+    def _id(self, number: int, given: Any) -> str:
+        """Return the id that the model has written, where it is one of its own, else a new one."""
+        if isinstance(given, str) and given and given not in self._ids:
+            self._ids.add(given)
+            return given
+        return call_id(self._answer, number, self._syntax.id_length)
+
+
+class _Text:
+    """A growing text, in which line breaks beside marks are dropped; so is all space that stands between marks."""
+
+    def __init__(self, after_mark: bool = False) -> None:
+        self._blanks, self._after_mark, self._has_text = "", after_mark, False
+
+    def add(self, text: str) -> str:
+        """Return what can be shown: space at the end waits for what follows."""
+        text = self._blanks + text
+        if self._after_mark and not self._has_text:
+            text = text.lstrip("\n")
+        shown = text.rstrip()
+        self._blanks = text[len(shown) :]
+        self._has_text |= bool(shown)
+        return shown
+
+    def mark(self) -> str:
+        """Return the space before a mark that is shown."""
+        left = self._blanks.rstrip("\n") if self._has_text else ""
+        self._blanks, self._after_mark, self._has_text = "", True, False
+        return left
+
+    def end(self) -> str:
+        """Return the space at the end of the answer."""
+        return self._blanks if self._has_text or not self._after_mark else ""

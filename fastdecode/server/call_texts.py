@@ -1,0 +1,72 @@
+"""Calls in the text of a region that a response template only cuts: JSON values, or Python's calls (LFM2, Llama 4)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_DECODER = json.JSONDecoder()
+_BETWEEN = re.compile(r"[\s,;]*")
+_PYTHON = re.compile(r"\[?\s*[A-Za-z_]")
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+def calls_in(text: str) -> list[dict[str, Any]]:
+    """Return the calls, each ``{"name", "arguments"}`` as it was written; ValueError where there is anything else.
+
+    JSON: objects one after another, or lists of them, with "parameters" for "arguments" too. Python: calls of names
+    with keywords, in a list or line by line.
+    """
+    text = text.strip()
+    try:
+        found = list(_python_calls(text)) if _PYTHON.match(text) else list(_json_calls(text))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
+    if not found:
+        raise ValueError("no calls")
+    return found
+
+
+def _json_calls(text: str) -> Iterator[dict[str, Any]]:
+    at = 0
+    while at < len(text):
+        value, at = _DECODER.raw_decode(text, at)
+        for call in value if isinstance(value, list) else [value]:
+            if not isinstance(call, dict):
+                raise ValueError("a call must be an object")
+            yield call
+        between = _BETWEEN.match(text, at)
+        at = between.end() if between else at
+
+
+def _python_calls(text: str) -> Iterator[dict[str, Any]]:
+    body = ast.parse(text).body
+    for each in body:
+        value = each.value if isinstance(each, ast.Expr) else None
+        for call in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError("not a call with keywords")
+            named = {each.arg: _value(each.value) for each in call.keywords if each.arg is not None}
+            if len(named) != len(call.keywords):
+                raise ValueError("a keyword stands twice, or has no name")
+            yield {"name": ast.unparse(call.func), "arguments": named}
+
+
+def _value(node: ast.expr) -> Any:
+    """Return what a literal says, JSON's names among them; ValueError for anything else."""
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [_value(each) if each is not None else None for each in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("keys must be text")
+        return dict(zip(keys, map(_value, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if isinstance(value, bytes | complex | set) or value is ...:
+        raise ValueError("not a value of JSON")
+    return value

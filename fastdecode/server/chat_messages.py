@@ -1,0 +1,66 @@
+"""Messages of chats as OpenAI's clients read them, whole and in parts, from the pieces of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastdecode.server.answer_reader import AnswerReading, Piece, Thought
+from fastdecode.server.call_parts import CallPart
+
+
+class ChatWriter:
+    """Writes the message of one answer. Thoughts go by two names: ``reasoning`` is vLLM's newer one."""
+
+    def __init__(self, reading: AnswerReading, answer: str, tells_thoughts: bool = True) -> None:
+        """``answer``: after which calls are named."""
+        self._reading, self._reader, self._tells_thoughts = reading, reading.reader(answer), tells_thoughts
+        self._has_thought = False
+        self.has_called = False
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Return the message of an answer that has ended."""
+        content, thoughts, parts = self._sorted(self._reader.read(text, True))
+        calls = {"tool_calls": [call_of(part) for part in parts]} if parts else {}
+        is_none = bool(self._reading.forced or (calls and not content.strip()) or (self._has_thought and not content))
+        return {"role": "assistant", "content": None if is_none else content, **_thoughts(thoughts), **calls}
+
+    def delta(self, text: str, finished: bool) -> dict[str, Any] | None:
+        """Return what is new of the message; None where that is nothing yet."""
+        pieces = self._reader.read(text, finished)
+        if not pieces and not finished and not self._reading.is_plain:
+            return None
+        content, thoughts, parts = self._sorted(pieces)
+        calls = {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}
+        is_told = content or not (parts or thoughts or self._reading.forced)
+        if not (is_told or thoughts or calls or finished):
+            return None  # thoughts that are not told
+        return {**({"content": content} if is_told else {}), **_thoughts(thoughts), **calls}
+
+    def _sorted(self, pieces: Sequence[Piece]) -> tuple[str, str, list[CallPart]]:
+        """Return text, thoughts and calls, each in order; thoughts that stand apart on lines of their own."""
+        thoughts = ""
+        for each in pieces:
+            if isinstance(each, Thought):
+                thoughts += ("\n" if each.first and self._has_thought else "") + each.text
+                self._has_thought = True
+        parts = [each for each in pieces if isinstance(each, CallPart)]
+        self.has_called |= bool(parts)
+        content = "".join(each for each in pieces if isinstance(each, str))
+        return content, thoughts if self._tells_thoughts else "", parts
+
+
+def call_of(part: CallPart) -> dict[str, Any]:
+    """Return a call as messages have it."""
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"id": part.call_id, "type": "function", "function": function}
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    """Of a call that has begun only its arguments are told."""
+    told = call_of(part) if part.first else {"function": {"arguments": part.arguments}}
+    return {"index": part.index, **told}
+
+
+def _thoughts(text: str) -> dict[str, str]:
+    return {"reasoning_content": text, "reasoning": text} if text else {}

@@ -1,0 +1,158 @@
+"""Anthropic's Messages API, what is answered: whole messages, and the events of streams, as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fastdecode.api.outputs import CompletionOutput, RequestOutput
+from fastdecode.server.answer_reader import AnswerReading, Thought
+from fastdecode.server.call_parts import CallPart, call_id
+
+Event = dict[str, Any]
+"""Of a stream; its "type" says which."""
+
+NO_INPUT = msgspec.Raw(b"{}")
+
+_DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """How the answer of one request looks. ``reading``: of its text."""
+
+    model: str
+    answer_id: str
+    reading: AnswerReading = field(default_factory=AnswerReading)
+    created: int = 0
+
+    @property
+    def id(self) -> str:
+        """As Anthropic's begin."""
+        return f"msg_{self.answer_id}"
+
+    def message(self, **told: Any) -> dict[str, Any]:
+        """Return the message object, which ``told`` completes."""
+        begun = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": []}
+        return {**begun, "stop_reason": None, "stop_sequence": None, **told}
+
+
+def usage(num_prompt: int, num_new: int) -> dict[str, int]:
+    """Return the token counts of a request."""
+    caches = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": num_prompt, **caches, "output_tokens": num_new}
+
+
+def whole_message(form: MessageForm, output: RequestOutput) -> dict[str, Any]:
+    """Return the answer of a finished request: what the events of its stream add up to."""
+    growing, (completion,) = GrowingMessage(form), output.outputs
+    blocks: list[dict[str, Any]] = []
+    end: Event = {}
+    for event in (*growing.grow(completion), *growing.end(output)):
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "input": ""} if _is_call(event) else event["content_block"])
+        elif event["type"] == "content_block_delta":
+            name, text = list(event["delta"].items())[1]
+            blocks[-1]["input" if name == "partial_json" else name] += text
+        elif event["type"] == "message_delta":
+            end = event
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = _input(block["input"])
+    return form.message(content=blocks or [{"type": "text", "text": ""}], **end["delta"], usage=end["usage"])
+
+
+def _is_call(event: Event) -> bool:
+    return bool(event["content_block"]["type"] == "tool_use")
+
+
+def _input(text: str) -> msgspec.Raw:
+    """Return the arguments of a call as the model wrote them; an object without any where they were cut."""
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return msgspec.Raw(text.encode()) if is_object else NO_INPUT
+
+
+class GrowingMessage:
+    """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last one.
+
+    Blocks of thoughts, text and calls come one after another.
+    """
+
+    def __init__(self, form: MessageForm) -> None:
+        self._form = form
+        self._reader = form.reading.reader(form.answer_id)
+        self._kind = ""
+        self._num_blocks = 0
+        self._has_called = False
+
+    def begin(self, num_prompt: int) -> Iterator[Event]:
+        """Yield what comes before any block."""
+        yield {"type": "message_start", "message": self._form.message(usage=usage(num_prompt, 0))}
+        yield {"type": "ping"}
+
+    def grow(self, completion: CompletionOutput) -> Iterator[Event]:
+        """Yield what is new of the blocks."""
+        for piece in self._reader.read(completion.text, completion.finish_reason is not None):
+            if isinstance(piece, CallPart):
+                yield from self._call(piece)
+            elif isinstance(piece, Thought):
+                if piece.first or self._kind != "thinking":
+                    yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
+                yield self._delta(piece.text)
+            else:
+                if self._kind != "text":
+                    yield from self._start({"type": "text", "text": ""})
+                yield self._delta(piece)
+
+    def end(self, output: RequestOutput) -> Iterator[Event]:
+        """Yield what comes after the last output."""
+        (completion,) = output.outputs
+        yield from self._stop()
+        counts = usage(len(output.prompt_token_ids), len(completion.tokens))
+        yield {"type": "message_delta", "delta": self._reasons(completion), "usage": counts}
+        yield {"type": "message_stop"}
+
+    def _reasons(self, completion: CompletionOutput) -> dict[str, Any]:
+        stopped_by = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+        if completion.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self._has_called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        return {"stop_reason": "stop_sequence" if stopped_by else "end_turn", "stop_sequence": stopped_by}
+
+    def _call(self, part: CallPart) -> Iterator[Event]:
+        self._has_called = True
+        if part.first:
+            yield from self._start({"type": "tool_use", "id": part.call_id, "name": part.name, "input": NO_INPUT})
+        if part.arguments:
+            yield self._delta(part.arguments)
+        if part.complete:
+            yield from self._stop()
+
+    def _start(self, block: dict[str, Any]) -> Iterator[Event]:
+        yield from self._stop()
+        self._kind = block["type"]
+        yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+
+    def _delta(self, text: str) -> Event:
+        delta = {"type": _DELTAS[self._kind], _KEYS[self._kind]: text}
+        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+
+    def _stop(self) -> Iterator[Event]:
+        """Yield the end of the block that grows, if any; of thoughts with a signature, which clients send back."""
+        if not self._kind:
+            return
+        if self._kind == "thinking":
+            signature = call_id(f"{self._form.answer_id}/thinking", self._num_blocks).removeprefix("call_")
+            delta = {"type": "signature_delta", "signature": signature}
+            yield {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+        yield {"type": "content_block_stop", "index": self._num_blocks}
+        self._num_blocks, self._kind = self._num_blocks + 1, ""

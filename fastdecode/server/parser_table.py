@@ -1,0 +1,50 @@
+"""The table of response templates, and vLLM's names of the parsers that they stand for.
+
+``response_templates.json`` has one list for tool calls and one for thoughts. Each entry has vLLM's names, texts by
+which a chat template is recognized, the first entry wins, and fields of a response template.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+
+TABLE = Path(__file__).with_name("response_templates.json")
+
+OF_TOKENIZER = "hf"
+"""vLLM's name of the parser that follows the tokenizer's response template."""
+
+
+@lru_cache(1)
+def _table() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+def parser_names(kind: str) -> list[str]:
+    """Return the names that a parser of ``kind``, "tools" or "reasoning", may have."""
+    return sorted([OF_TOKENIZER, *(name for entry in _table()[kind] for name in entry["names"])])
+
+
+def check_parser_names(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raise ConfigError for a name that is in no table."""
+    for kind, name in (("tools", tool_call_parser), ("reasoning", reasoning_parser)):
+        if name and name not in parser_names(kind):
+            flag = "tool_call_parser" if kind == "tools" else "reasoning_parser"
+            raise ConfigError(
+                f"{flag} must be one of {', '.join(parser_names(kind))}, got {name!r:.80}; without it the chat "
+                "template chooses"
+            )
+
+
+def entry_of(kind: str, name: str | None, chat_template: str) -> dict[str, Any]:
+    """Return the entry of ``name``, else the first one whose texts stand in ``chat_template``, else nothing."""
+    for entry in _table()[kind]:
+        suits = any(all(text in chat_template for text in texts) for texts in entry["recognized_by"])
+        if (name in entry["names"]) if name else suits:
+            return entry
+    return {}

@@ -1,0 +1,83 @@
+"""The response template that reads a model's answers: the tokenizer's, or what the table has for its chat template."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.server.parser_table import OF_TOKENIZER, check_parser_names, entry_of
+from fastdecode.sworker.sampling.answer_parser import AnswerTemplate, has_parser
+
+NO_ANCHOR = "\0"
+"""Stands for the beginning of an answer where a chat template writes none."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AnswerSyntax:
+    """How a model writes its answers. ``with_calls``: where tools are offered; ``without``: what may be calls is text.
+
+    ``starts_with``: the delimiter that the model leaves out at the beginning of an answer. ``id_length``: of the ids of
+    calls, where the chat template wants a length; 0: any.
+    """
+
+    with_calls: AnswerTemplate
+    without: AnswerTemplate
+    starts_with: str = ""
+    id_length: int = 0
+
+    def for_request(self, offers_tools: bool) -> AnswerSyntax | None:
+        """Return itself; None where a text of such a request can be nothing but content."""
+        return None if self.without.is_plain and not offers_tools else self
+
+    def is_told(self, prompt: str) -> bool:
+        """Return whether the end of ``prompt`` says itself if the answer begins with a thought."""
+        begun = self.with_calls.begun_by(prompt)
+        return any(mark in begun for mark in (self.starts_with, self.starts_with.replace("<", "</")))
+
+
+def answer_syntax(
+    chat_template: str,
+    header: str,
+    own: Mapping[str, Any] | None,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> AnswerSyntax | None:
+    """Return how the model of ``chat_template`` writes; None, with one line in the log, without the parser.
+
+    ``header``: what the template writes at the beginning of an answer. ``own``: the tokenizer's response template,
+    which goes before the table unless a name was given. ConfigError for a name, or a template, that is none.
+    """
+    if not has_parser():
+        logger.warning(
+            "tool calls and thoughts stay text: this transformers has no response parser; pip install -U transformers"
+        )
+        return None
+    check_parser_names(tool_call_parser, reasoning_parser)
+    given = {tool_call_parser, reasoning_parser} - {None, OF_TOKENIZER}
+    if own is not None and not given:
+        template = AnswerTemplate(own)
+        return AnswerSyntax(template, template.without_calls())
+    if own is None and OF_TOKENIZER in (tool_call_parser, reasoning_parser):
+        raise ConfigError("the parser hf needs a tokenizer with a response_template, and this one has none")
+    tools = entry_of("tools", tool_call_parser, chat_template)
+    thoughts = entry_of("reasoning", reasoning_parser, chat_template)
+    anchor = {"start_anchor": _before_thoughts(header, thoughts) or NO_ANCHOR}
+    fields = {**thoughts.get("fields", {}), "content": {}}
+    with_calls = AnswerTemplate({**anchor, "fields": {**tools.get("fields", {}), **fields}})
+    starts_with = thoughts.get("starts_with", "")
+    return AnswerSyntax(
+        with_calls, AnswerTemplate({**anchor, "fields": fields}), starts_with, tools.get("id_length", 0)
+    )
+
+
+def _before_thoughts(header: str, thoughts: Mapping[str, Any]) -> str:
+    """Return ``header`` up to a thought that it opens or closes."""
+    field = thoughts.get("fields", {}).get("reasoning_content", {})
+    given = [field.get(name, []) for name in ("open", "close")]
+    marks = [mark for each in given for mark in ([each] if isinstance(each, str) else each)]
+    return header[: min((header.find(mark) for mark in marks if mark in header), default=len(header))]

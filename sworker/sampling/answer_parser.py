@@ -1,0 +1,217 @@
+"""Cuts the text of an answer into content, thoughts and tool calls with transformers' streaming response parser."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+
+try:
+    from transformers.utils.chat_parsing import ResponseParser, parse_response
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+except ImportError:  # transformers before 5.21
+    ResponseParser = None
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a response template that hold thoughts."""
+
+CALLS = "tool_calls"
+"""The beginning of the names of fields that hold tool calls: a template may know several forms."""
+
+CONTENT = "content"
+WRAPPER = "wrapper"
+"""The field of what stands around calls, and is shown where no call follows."""
+
+
+_OF_TEXTS = ("xml-inline", "kv-lines")
+"""Parsers of contents in which all values are texts."""
+
+_CLOSING = ("close_re", "close_literals", "close_literal_can_extend")
+
+
+def has_parser() -> bool:
+    """Return whether the installed transformers has the response parser."""
+    return ResponseParser is not None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer: a chunk of a text, or a whole region of calls or marks, with its ``body``.
+
+    ``closes``: the region ends here; ``closed``: and its delimiter was seen. ``end``: where the piece ends in the
+    answer.
+    """
+
+    field: str
+    text: str
+    body: str = ""
+    closes: bool = False
+    closed: bool = False
+    end: int = 0
+
+
+class AnswerTemplate:
+    """A response template as transformers has them (docs: "Response parsing"), split in two.
+
+    One half cuts a growing text into regions and never fails; the other reads a region of calls, and may.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        """``spec``: a response template. Raises ConfigError, which says what is wrong with it."""
+        self.spec = dict(spec)
+        try:
+            self._reading = load_response_template(self.spec)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"response_template: {error}") from None
+        self.regions = _regions(self._reading)
+
+    @property
+    def markers(self) -> str:
+        """All delimiters of its fields in one text, for the search of special tokens that it needs."""
+        return str(self.spec["fields"]).replace("\\", "")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a text is nothing but content, whatever it says."""
+        return set(self.regions.fields) == {CONTENT}
+
+    def begun_by(self, prompt: str) -> str:
+        """Return the part of ``prompt`` that belongs to the answer."""
+        return str(self.regions.truncate_past_last_anchor(prompt)) if self.has_begun(prompt) else ""
+
+    def has_begun(self, prompt: str) -> bool:
+        """Return whether ``prompt`` has the place where an answer begins."""
+        return self.regions.start_anchor_re.search(prompt) is not None
+
+    def without_calls(self) -> AnswerTemplate:
+        """Return the same, but what may be calls is content."""
+        fields = {
+            name: field
+            for name, field in self.spec["fields"].items()
+            if not name.startswith(CALLS) and not name.startswith(WRAPPER)
+        }
+        return AnswerTemplate({**self.spec, "fields": fields}) if fields else self
+
+    def is_field_of_calls(self, name: str) -> bool:
+        """Return whether ``name`` holds calls."""
+        return name.startswith(CALLS)
+
+    def read_calls(self, region: Piece, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the calls of a region, each ``{"function": {"name", "arguments"}}``, or its text where the template
+        only cuts it.
+
+        ``tools``: their schemas say which types arguments have where the model writes all of them as text. ValueError
+        where the region is not written as the template says.
+        """
+        field = self._reading.fields[region.field]
+        types = list(tools) if field.content in _OF_TEXTS else None
+        if field.content == "xml-inline":
+            rest = re.sub(field.content_args["tag_pattern"], "", region.body, flags=re.DOTALL)
+            if rest.strip() or not region.closed:
+                raise ValueError("the call is not complete")
+        try:
+            message = parse_response(region.text, self._reading, prefix="", tools=types)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        found = message.get(region.field, [])
+        return found if isinstance(found, list) else [found]
+
+
+def _blank(name: str) -> Any:
+    """Return a field that takes what no other does."""
+    return load_response_template({"start_anchor": "-", "fields": {name: {}}}).fields[name]
+
+
+def _regions(template: Any) -> Any:
+    """Return ``template`` with fields whose content is the text as it stands, so that parsing cannot fail."""
+    fields = {}
+    for name, field in template.fields.items():
+        as_text = {"content": "text", "content_args": {"strip": False}, "transform": None, "transform_each": False}
+        plain = dataclasses.replace(field, **as_text, repeats=False, join=None, optional=True)
+        if name == template.implicit:
+            if field.close_re is not None:
+                fields["content_end"] = _mark(plain)
+            plain = dataclasses.replace(plain, close_re=None, close_literals=None, close_literal_can_extend=False)
+        fields[name] = plain
+    implicit = template.implicit
+    if implicit is None:  # the parser drops what no field takes
+        implicit = "marks_between"
+        fields[implicit] = dataclasses.replace(_blank(implicit), content_args={"strip": False})
+    return dataclasses.replace(template, defaults={}, fields=fields, implicit=implicit)
+
+
+def _mark(field: Any) -> Any:
+    """Return a field that takes what ends ``field``, and nothing else."""
+    empty = load_response_template({"start_anchor": "-", "fields": {"end": {"open": "-", "close_pattern": ""}}})
+    opening = {name.replace("close", "open"): getattr(field, name) for name in _CLOSING}
+    return dataclasses.replace(empty.fields["end"], name="content_end", **opening)
+
+
+class AnswerCutter:
+    """Cuts one answer as it grows; whatever the pieces it comes in, the same text is cut at the same places."""
+
+    def __init__(self, template: AnswerTemplate, prompt: str) -> None:
+        """``prompt``: the text before the answer, whose end may have opened a region already, or closed one."""
+        self._fields = template.regions.fields
+        begun = template.begun_by(prompt)
+        opened = ResponseParser(template.regions, prefix=prompt) if begun else None
+        events = opened.initial_events if opened else []
+        told = [event for event in events if event["field"] != CONTENT or event.get("text", "").strip()]
+        self.follows_thought = bool(told) and told[-1]["type"] == "region_close" and told[-1]["field"] in THOUGHTS
+        if not events or events[-1]["type"] == "region_close" or events[-1]["field"] == template.regions.implicit:
+            begun, opened = "", None  # the answer is a text of its own
+        self._parser = opened or ResponseParser(template.regions, prefix="")
+        self._text, self._start = begun, len(begun)
+        self._at, self._body, self._region = 0, 0, 0
+        if opened:
+            self._follow(opened.initial_events)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the prompt has opened a region that the answer goes on with."""
+        return self._start > 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return the pieces that ``text`` completes."""
+        self._text += text
+        return self._follow(self._parser.feed(text))
+
+    def finish(self) -> list[Piece]:
+        """Return what is left; nothing may be fed any more."""
+        return self._follow(self._parser.finalize()[1])
+
+    def _follow(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
+        """Return the pieces of ``events``, with the text of the delimiters that the parser has taken out."""
+        found = []
+        for event in events:
+            name = event["field"]
+            if event["type"] == "region_open":
+                self._region = self._at
+                self._skip(self._fields[name].open_re)
+                self._body = self._at
+            elif event["type"] == "region_chunk":
+                self._at += len(event["text"])
+                if _is_shown(name):
+                    found.append(Piece(name, event["text"], end=self._at - self._start))
+            else:
+                body = self._text[self._body : self._at]
+                closed = self._skip(self._fields[name].close_re)
+                text = "" if _is_shown(name) else self._text[self._region : self._at]
+                found.append(Piece(name, text, body, True, closed, self._at - self._start))
+        return found
+
+    def _skip(self, delimiter: Any) -> bool:
+        """Step over ``delimiter`` where it stands at the place reached."""
+        match = delimiter and delimiter.match(self._text, self._at)
+        if match:
+            self._at = match.end()
+        return bool(match)
+
+
+def _is_shown(name: str) -> bool:
+    """Return whether the text of the field is handed out as it grows."""
+    return name == CONTENT or name in THOUGHTS
