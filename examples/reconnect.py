@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import sys
 import time
 import urllib.error
@@ -39,6 +40,7 @@ def stream(url: str, body: bytes) -> Iterator[dict[str, Any]]:
 
 # %% Kill the server meanwhile, and start it again: the text goes on.
 if __name__ == "__main__":
+    signal.alarm(600)
     asked = {"prompt": "def read_lines(self, path):\n", "max_tokens": 200, "temperature": 0, "stream": True}
     for event in stream(sys.argv[1], json.dumps(asked).encode()):
         print(event["choices"][0]["text"] if event["choices"] else "", end="", flush=True)

@@ -7,12 +7,9 @@ import contextlib
 import json
 import re
 import runpy
-<<<<<<< HEAD
+import signal
 import socket
 import socketserver
-=======
-import signal
->>>>>>> main
 import subprocess
 import threading
 import urllib.error
@@ -73,7 +70,6 @@ def test_shared_documents_are_computed_once(capfd: pytest.CaptureFixture[str]) -
     assert "6 of 6 answers are the same" in printed
 
 
-<<<<<<< HEAD
 def forward(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
@@ -122,10 +118,10 @@ def _said(events: list[Any]) -> tuple[str, list[str]]:
     choices = [event["choices"][0] for event in events]
     told = [choice["logprobs"]["tokens"] for choice in choices if choice["logprobs"]]
     return "".join(choice["text"] for choice in choices), [token for tokens in told for token in tokens]
-=======
+
+
 @pytest.mark.parametrize("path", [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/*.sh")], ids=lambda path: path.name)
 def test_every_example_has_a_time_limit(path: Path) -> None:
     assert re.search(
         r"^ *signal\.alarm\(\d+\)$|^(exec )?timeout \w+ |^#SBATCH .*--time=", path.read_text(), re.MULTILINE
     )
->>>>>>> main

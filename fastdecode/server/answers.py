@@ -11,16 +11,10 @@ from typing import Any
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import NO_TOKEN
 from fastdecode.api.structured_outputs import UNFOLLOWED
-<<<<<<< HEAD
-from fastdecode.server.logprobs import Chosen, LogprobForm, TextOffsets, chosen, prompt_chosen
-from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of
-from fastdecode.server.tool_calls import CallPart, CallReader, ForcedCalls, FreeReader, offered_names
-=======
 from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.chat_messages import ChatWriter
-from fastdecode.server.logprobs import LogprobForm, TextOffsets, chosen
+from fastdecode.server.logprobs import Chosen, LogprobForm, TextOffsets, chosen, prompt_chosen
 from fastdecode.server.protocol import ChatRequest, CompletionRequest
->>>>>>> main
 
 INVALID = "invalid_request_error"
 
@@ -29,14 +23,8 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """How the answers of one request look: a chat's, or a completion's.
 
-<<<<<<< HEAD
     ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with; ``only_echoes``:
-    nothing follows. ``forced``: the calls that a chat's text is, where it is no free text. ``offered``: functions that
-    a free text may call.
-=======
-    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with. ``reading``: of a
-    chat's text. ``tells_thoughts``: a chat's message has them.
->>>>>>> main
+    nothing follows. ``reading``: of a chat's text. ``tells_thoughts``: a chat's message has them.
     """
 
     chat: bool
@@ -82,15 +70,9 @@ def answer_form(
     told = logprobs or LogprobForm(
         (request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs) or 0
     )
-<<<<<<< HEAD
-    only_echoes = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
-    return AnswerForm(
-        chat, model, answer_id, token_ids, echoes, forced_calls_of(request), offered, told, created, only_echoes
-    )
-=======
     reading = reading or AnswerReading()
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created)
->>>>>>> main
+    only = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
+    return AnswerForm(chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created, only)
 
 
 def new_id() -> str:

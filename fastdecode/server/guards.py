@@ -4,15 +4,16 @@ origins, which browsers let ask only where this server allows it."""
 from __future__ import annotations
 
 import hmac
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastdecode.api.settings import is_loopback
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.archive import REQUEST_ID
 from fastdecode.server.errors import ApiError
 from fastdecode.server.live import PAGE
 from fastdecode.server.messages_errors import is_messages, message_error_response
@@ -107,7 +108,12 @@ def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     if not origins:
         return app
     return CORSMiddleware(
-        app, origins, methods, headers, allow_credentials=settings.allow_credentials, expose_headers=[REQUEST_ID]
+        app,
+        origins,
+        methods,
+        headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=[REQUEST_ID.decode()],
     )
 
 

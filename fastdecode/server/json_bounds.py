@@ -70,8 +70,10 @@ ANY_INTS = frozenset({"prompt"})
 
 
 def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return ``body`` with ints for numbers such as 4.0 where ``kind`` wants ints; all else stays as it is. JSON has one
-    kind of number, and some clients write 4 so."""
+    """Return ``body`` with ints for numbers such as 4.0 where ``kind`` wants ints; all else stays as it is.
+
+    JSON has one kind of number, and some clients write 4 so.
+    """
     return {name: _whole(value) if name in _int_fields(kind) else value for name, value in body.items()}
 
 

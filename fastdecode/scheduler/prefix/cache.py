@@ -95,15 +95,10 @@ class PrefixCache:
             extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
         self.kept.arrive(sequence)
 
-<<<<<<< HEAD
-    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return for each R-worker with a beginning worth taking the longest, by its index; none of a scored prompt."""
         if sequence.scored:
             return {}
-=======
-    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return for each R-worker with a beginning worth taking the longest, by its index."""
->>>>>>> main
         return next((found for source in self.sources if (found := source.hits(sequence))), {})
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
