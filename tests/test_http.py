@@ -166,5 +166,5 @@ def test_the_scheme_of_a_key_may_be_written_in_any_case(given: bytes, status: in
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", given)]}
-    asyncio.run(KeyGuard(answer, "KEY")(scope, nothing, send))  # type: ignore[arg-type]
+    asyncio.run(KeyGuard(answer, ["OTHER", "KEY"])(scope, nothing, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == status
