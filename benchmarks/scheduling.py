@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
+from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, TokenSequence
 
 PROMPT_LEN, OUTPUT_LEN = 64, 512
 
@@ -57,9 +57,9 @@ class Driver:
             prefix_caching=prefix_caching,
         )
         self.scheduler = Scheduler(SCHEDULES[schedule], limits)
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, TokenSequence] = {}
         for number in range(3 * running):
-            self.sequences[number] = Sequence(number, [number % 1000] * PROMPT_LEN, OUTPUT_LEN)
+            self.sequences[number] = TokenSequence(number, [number % 1000] * PROMPT_LEN, OUTPUT_LEN)
             self.scheduler.add(self.sequences[number])
 
     def step(self) -> tuple[list[float], int]:

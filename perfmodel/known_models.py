@@ -92,8 +92,18 @@ _KIMI_LINEAR = ModelShape(
 )  # fmt: skip
 """transformers' KimiLinearConfig."""
 
+MAX_CONTEXTS = {
+    "llama-3-8b": 131072, "llama-3-70b": 131072, "llama-3.3-70b": 131072, "mistral-7b": 32768, "mixtral-8x7b": 32768,
+    "mistral-small": 131072, "qwen3-32b": 131072, "qwen3-235b-a22b": 262144, "gpt-oss-120b": 131072,
+    "deepseek-v3": 163840, "deepseek-v3.2": 163840, "kimi-k2": 262144, "glm-5": 202752, "minimax-m3": 1048576,
+    "llama-4-scout": 10485760, "llama-4-maverick": 1048576, "qwen3-next-80b-a3b": 262144, "qwen3.5-397b-a17b": 262144,
+    "granite-4-h-small": 131072, "kimi-linear-48b": 1048576,
+}  # fmt: skip
+"""Longest contexts that models are published for, stretched ones included; llama-3 as 3.1. The papers' own models have
+none: they are sizes alone."""
+
 BUILT_IN = {
-    shape.name: shape
+    shape.name: replace(shape, max_context=MAX_CONTEXTS.get(shape.name, 0))
     for shape in (
         _LLAMA_7B,
         ModelShape("llama-13b", 40, 5120, 13824, 40, 40, 128, 32000, dtype="float16"),

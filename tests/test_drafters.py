@@ -28,7 +28,7 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.drafting.draft_model import DraftCache, DraftModelDrafter
 from fastdecode.drafting.early_exit import EarlyExitDrafter
 from fastdecode.engine.engine import LLMEngine
-from fastdecode.scheduler.policy.drafts import DraftCounts
+from fastdecode.scheduler.drafts import DraftCounts
 
 NAME = "llama-gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)

@@ -19,7 +19,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import ScheduledStep
 from fastdecode.scheduler import Scheduler, Transfer
 from fastdecode.scheduler.policy.move_prices import MOST_STEPS, SHARE, SharedPeak, attended_in
-from fastdecode.scheduler.policy.transfers import COOL_DOWN, Transfers
+from fastdecode.scheduler.policy.moves import COOL_DOWN
+from fastdecode.scheduler.transfers import Transfers
 
 pytestmark = pytest.mark.slow
 

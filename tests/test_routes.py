@@ -12,10 +12,9 @@ from doubles.labelling_worker import Kept, LabellingWorker
 from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.worker import LostWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
-from fastdecode.core.route_records import MiniBatchRoutes, Rows
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
-from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, WorkerPlan
+from fastdecode.core.types import CONTROL, SPAN, MiniBatchRoutes, Rows, SpanMode, StepPlan, WorkerPlan
 from fastdecode.kinds import Dense
 from fastdecode.kinds.layout import KVLayout
 

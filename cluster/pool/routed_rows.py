@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.core.dtypes import WIRE_DTYPE
-from fastdecode.core.route_records import Merge, MiniBatchRoutes, Rows
+from fastdecode.core.types import Merge, MiniBatchRoutes, Rows
 from fastdecode.kinds import Layer
 from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout

@@ -9,7 +9,7 @@ from fastdecode.api.outputs import CompletionOutput, Grown, Logprob, RequestMetr
 from fastdecode.api.sampling_params import NO_TOKEN, SamplingParams
 from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import TextStream, Tokenizer
-from fastdecode.scheduler import Sequence
+from fastdecode.scheduler import TokenSequence
 from fastdecode.sworker import SModel
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
 from fastdecode.sworker.sampling.grammar import Matcher
@@ -20,7 +20,7 @@ class Completion:
     """One of a request's ``n`` outputs: a sequence, its text, and how it ended."""
 
     index: int
-    sequence: Sequence
+    sequence: TokenSequence
     text: TextStream | None
     generator_seed: int
     finish_reason: str | None = None
@@ -166,7 +166,7 @@ def make_request(
     max_tokens = min(params.max_tokens or room, room)
     form = params.structured_outputs
     grammars = [None if form is None else model.grammars.matcher(form) for _ in range(params.n)]
-    sequences = [Sequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
+    sequences = [TokenSequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
     for sequence in sequences:
         sequence.may_stop = not params.ignore_eos or bool(params.stop or params.stop_token_ids or form)

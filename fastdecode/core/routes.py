@@ -9,8 +9,19 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdecode.core.errors import BackendError
-from fastdecode.core.route_records import MERGED, NO_MERGE, PART, Merge, MiniBatchRoutes, Route, Rows
-from fastdecode.core.types import SPAN, SPLIT_TOKENS, SpanMode, WorkerPlan
+from fastdecode.core.types import (
+    MERGED,
+    NO_MERGE,
+    PART,
+    SPAN,
+    SPLIT_TOKENS,
+    Merge,
+    MiniBatchRoutes,
+    Route,
+    Rows,
+    SpanMode,
+    WorkerPlan,
+)
 
 
 def plan_mini_batch(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from fastdecode.core.metrics import Pool, StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
-from fastdecode.scheduler import Scheduler, Sequence, Transfer
+from fastdecode.scheduler import Scheduler, TokenSequence, Transfer
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -50,7 +49,7 @@ class World(Protocol[T_co]):
     def transfer(self, transfer: Transfer) -> float:
         """Copy cached tokens from one R-worker to another; returns the seconds. WorkerLostError if one is gone."""
 
-    def admit(self, vacant: PySequence[int]) -> dict[int, JoinedWorker]:
+    def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
         """R-workers that have joined since, by index: the ``vacant`` places first, then new ones. Never waits."""
 
     def dismiss(self, worker: int) -> None:
@@ -69,7 +68,7 @@ class RunningCycle(Protocol):
     @property
     def scheduler(self) -> Scheduler: ...
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: TokenSequence, reason: str) -> None:
         """End ``sequence``, wherever it is, for ``reason``: see ``Scheduler.finish``."""
 
 
@@ -88,6 +87,6 @@ class Requests(Protocol[T_contra]):
         """Append the tokens of all sequences but ``spoilt``, fork with the scheduler and finish with ``cycle``; returns
         how many tokens were appended."""
 
-    def give_up(self, cycle: RunningCycle, sequence: Sequence) -> None:
+    def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
         """No R-worker that is left has room for ``sequence``: finish all of its request with ``cycle``. The scheduler
         has forgotten it."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as PySequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -13,7 +12,7 @@ from fastdecode.core.metrics import StepRecord
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 from fastdecode.cycle.contracts import Requests, World
-from fastdecode.scheduler import Scheduler, Sequence
+from fastdecode.scheduler import Scheduler, TokenSequence
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class Cycle(Generic[T]):
         scheduler: Scheduler,
         world: World[T],
         requests: Requests[T],
-        companions: PySequence[Companion] = (),
+        companions: Sequence[Companion] = (),
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.scheduler, self.world, self.requests = scheduler, world, requests
@@ -113,7 +112,7 @@ class Cycle(Generic[T]):
         if self.scheduler.store.workers.has_controls and not self.scheduler.has_unfinished:
             self.tell()
 
-    def lose(self, workers: PySequence[int]) -> list[int]:
+    def lose(self, workers: Sequence[int]) -> list[int]:
         """R-workers are gone: what they alone held is computed again elsewhere; returns the sequences it was of."""
         spoilt = self.scheduler.members.spoilt(workers) if workers else []
         for sequence_id in spoilt:
@@ -123,7 +122,7 @@ class Cycle(Generic[T]):
                 self.requests.give_up(self, sequence)
         return spoilt
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: TokenSequence, reason: str) -> None:
         """End ``sequence``, wherever it is, for ``reason``: see ``Scheduler.finish``."""
         self.scheduler.finish(sequence, reason)
         self.forget(sequence.sequence_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence as PySequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -12,7 +12,7 @@ from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.parked import Chain, Parks, Progress
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle.cycle import Companion, Cycle
-from fastdecode.scheduler import Scheduler, Sequence
+from fastdecode.scheduler import Scheduler, TokenSequence
 from fastdecode.scheduler.places.workers import Prefix, WorkerState
 from fastdecode.scheduler.prefix.parked import Parked, Waking
 
@@ -36,7 +36,7 @@ class _Disk:
     index: int
     state: WorkerState
     after_seconds: float
-    wishes: deque[Sequence] = field(default_factory=deque)
+    wishes: deque[TokenSequence] = field(default_factory=deque)
     waking: Waking | None = None
     parking: tuple[Prefix, Chain] | None = None
     next_look: float = 0.0
@@ -49,7 +49,7 @@ class Parking(Companion):
     ``parked_bytes``: on each R-worker's disk, by index, as it said last.
     """
 
-    def __init__(self, parks: Parks, model: str, r_workers: PySequence[RWorkerInfo]) -> None:
+    def __init__(self, parks: Parks, model: str, r_workers: Sequence[RWorkerInfo]) -> None:
         """``model`` identifies the weights; ``r_workers``: all, by index, those that join included."""
         self.parked_bytes: dict[int, int] = {}
         self._parks, self._model, self._r_workers = parks, model, r_workers

@@ -21,8 +21,7 @@ from fastdecode.cycle import JoinedWorker, RunningCycle
 from fastdecode.drafting.speculation import num_accepted
 from fastdecode.journal.journal import Journal
 from fastdecode.prefills.remote_prefills import RemotePrefills
-from fastdecode.scheduler import Sequence as ScheduledSequence
-from fastdecode.scheduler import Transfer
+from fastdecode.scheduler import TokenSequence, Transfer
 from fastdecode.sworker import SWorker
 from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
@@ -98,7 +97,7 @@ class LiveRequests:
         self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
         return num_tokens
 
-    def give_up(self, cycle: RunningCycle, sequence: ScheduledSequence) -> None:
+    def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
         request, completions = self.in_flight.family(sequence.sequence_id)
         for completion in completions:
             completion.stop_reason = "no R-worker that is left has room for it"

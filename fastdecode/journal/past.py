@@ -12,7 +12,7 @@ from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.held import KnownTokens, Named, Reached
 from fastdecode.journal.records import Asked, Dropped, Placed, Record, Stepped, TokenLogprobs
-from fastdecode.scheduler import Sequence
+from fastdecode.scheduler import TokenSequence
 from fastdecode.sworker.sampling import SampledToken
 
 Ended = tuple[str, int | str | None]
@@ -79,7 +79,7 @@ class Past:
         except (ConfigError, TypeError):  # of another version
             return False
 
-    def replay(self, request: Request) -> list[Sequence]:
+    def replay(self, request: Request) -> list[TokenSequence]:
         """Bring ``request``, just made of the same prompt and parameters, to where it was; returns what is to run."""
         for completion, sample in zip(request.completions, self.samples, strict=True):
             for index, token_id in enumerate(sample.token_ids):

@@ -65,7 +65,7 @@ class RemotePrefills(Companion):
     def cancel_unwanted(self, scheduler: Scheduler) -> None:
         """Have prefill workers give up prompts that ``scheduler`` does not wait for any more, within a layer."""
         for job_id in self.backend.jobs:
-            if job_id not in scheduler.remote_prompts:
+            if scheduler.remote_prompts.end_if_left(job_id):
                 self.backend.cancel(job_id)
 
     def ended(self, cycle: Cycle, report: StepReport) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fastdecode.core.held import Named, Reached
 from fastdecode.scheduler.places.place import Segment
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Notes(NamedTuple):
@@ -34,7 +34,7 @@ class Names:
         self._named: list[Named] = []
         self._reached: dict[int, int] = {}
 
-    def segments(self, sequence: Sequence, segments: Iterable[Segment]) -> None:
+    def segments(self, sequence: TokenSequence, segments: Iterable[Segment]) -> None:
         """``segments`` of ``sequence`` have their names."""
         for each in segments:
             if each.start or each.cache_id != sequence.sequence_id:
@@ -45,7 +45,7 @@ class Names:
         if self.is_wanted:
             self._named.append(Named(cache_id, sequence_id, start))
 
-    def progress(self, prompts: Iterable[Sequence]) -> None:
+    def progress(self, prompts: Iterable[TokenSequence]) -> None:
         """So much of ``prompts`` is cached, and right."""
         if self.is_wanted and self._counts_prompts:
             self._reached |= {each.sequence_id: each.num_cached for each in prompts}

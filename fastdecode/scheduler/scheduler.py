@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,17 +10,17 @@ import numpy as np
 
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
+from fastdecode.scheduler.drafts import DraftCounts, Drafts
+from fastdecode.scheduler.members import Members
 from fastdecode.scheduler.places.speeds import Observed, Observer
 from fastdecode.scheduler.policy.admission import Admission, ChunkCutter
 from fastdecode.scheduler.policy.decodes import Decodes
-from fastdecode.scheduler.policy.drafts import DraftCounts, Drafts
-from fastdecode.scheduler.policy.members import Members
-from fastdecode.scheduler.policy.prefills import RemotePrompts
-from fastdecode.scheduler.policy.transfers import Transfers
+from fastdecode.scheduler.remote_prompts import RemotePrompts
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.snapshot import Snapshot, take_snapshot
 from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.transfers import Transfers
 from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
@@ -80,7 +79,7 @@ class Scheduler:
         self.drafts = Drafts(self.store, limits, draft_policy)
         self.transfers = Transfers(self.store, self.admission, limits, self.lifecycle)
         self.members = Members(self.store, self.queue, self.admission, self.transfers, self.lifecycle)
-        self._decodes = Decodes(self.store, self.admission, limits, self.transfers, self.lifecycle)
+        self._decodes = Decodes(self.store, self.admission, limits, self.transfers.copies)
         self._prefills = self.remote_prompts if prefill_policy else None
         self._drafts = self.drafts if limits.num_speculative_tokens else None
         self._observers: list[Observer] = [self.store.workers, self.load_limit, *self.transfers.observers]
@@ -115,7 +114,7 @@ class Scheduler:
             woken.num_failed,
         )
 
-    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: PySequence[float]) -> None:
+    def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: Sequence[float]) -> None:
         """Learn from how long ``step`` took: each R-worker's part of the load, moves and, where none is given, the
         limit.
 
@@ -125,7 +124,7 @@ class Scheduler:
         for observer in self._observers:
             observer.observe(observed)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence (and the siblings it brings) by its age; RequestError when it could never run."""
         self.admission.room.check(sequence)
         self.queue.push(sequence)
@@ -135,14 +134,15 @@ class Scheduler:
 
         ``now_seconds``: of any clock, for the policy of prefill workers.
         """
+        carry_out = self.lifecycle.carry_out
         if self._prefills is not None:
             self._prefills.begin_step(now_seconds, len(self.queue))
         if self._schedule.prefill is Prefill.FIRST:
             self._table.refresh()
             chunks, num_starts = self._prompt_chunks(0)
-            self._rows = np.zeros(0, np.int64) if chunks else self._decodes.rows()
+            self._rows = np.zeros(0, np.int64) if chunks else carry_out(self._decodes.choose())
         else:
-            self._rows = self._decodes.rows()
+            self._rows = carry_out(self._decodes.choose())
             chunks, num_starts = self._prompt_chunks(len(self._rows))
         drafts = self._drafts.place(self._rows, chunks, self.load_limit.strict) if self._drafts else {}
         mini_batches = deal(self._table.mini_batch(self._rows), chunks, self.limits.num_mini_batches)
@@ -176,22 +176,21 @@ class Scheduler:
         ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
         """
         self.store.note_rows(step.mini_batches, step.arrived)
-        self._table.advance(self._rows)
+        self.store.tails.advance(self._rows)
         self._rows = self._rows[:0]
         if self._drafts:
             self._drafts.settle(step.drafts, accepted)
         for mini_batch in step.mini_batches:
             for chunk in mini_batch.prompts:
                 sequence = self._residents.prompts[int(chunk["sequence_id"])]
-                self._table.num_cached[sequence.row] += chunk["num_rows"]
-                self.store.go_on(sequence)
+                self.store.tails.advance_prompt(sequence, int(chunk["num_rows"]))
                 if sequence.in_prompt:
                     self.store.prefixes.kept.keep(sequence)
                 else:
                     self.lifecycle.finish_prompt(sequence)
         for sequence_id in step.arrived:
             sequence = self._residents.prompts[sequence_id]
-            self.store.fill_prompt(sequence)
+            self.store.tails.fill_prompt(sequence)
             self.lifecycle.finish_prompt(sequence)
 
     def prefilled(self, job_id: int, now_seconds: float = 0.0, missed: Collection[int] = ()) -> bool:
@@ -212,7 +211,7 @@ class Scheduler:
             self.store.leave(sequence, keep=False)
             self.lifecycle.begin_again(sequence)
 
-    def finish(self, sequence: Sequence, reason: str = "abort") -> None:
+    def finish(self, sequence: TokenSequence, reason: str = "abort") -> None:
         """Forget a sequence, waiting or running; its blocks are retained or released with the next step.
 
         ``reason``: "stop", "length", "abort" or "error". Siblings that are not forked yet go with the sequence that
@@ -250,7 +249,7 @@ class Scheduler:
             here = cutter.rows_for(num_tokens) > 0
             return here or (prefills is not None and prefills.takes(num_tokens, context_len))
 
-        while started := self.admission.start_next(would_begin):
+        while started := self.lifecycle.carry_out(self.admission.start_next(would_begin)):
             if prefills is None or not prefills.start(started):
                 cutter.cut(started)
         return cutter.chunks, self.admission.num_starts

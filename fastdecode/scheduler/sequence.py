@@ -8,7 +8,7 @@ from fastdecode.scheduler.places.place import Columns, Segment
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """``max_tokens`` bounds the output; ``num_cached`` tokens of prompt + output are in R-workers' caches.
 
     ``sequence_id`` grows with arrival: a lower one is older. ``siblings`` share the prompt (``SamplingParams.n`` > 1):
@@ -28,7 +28,7 @@ class Sequence:
     sequence_id: int
     prompt_token_ids: list[int]
     max_tokens: int
-    siblings: tuple[Sequence, ...] = ()
+    siblings: tuple[TokenSequence, ...] = ()
     output_token_ids: list[int] = field(default_factory=list)
     num_prefill: int = 0
     uses_scratch: bool = False

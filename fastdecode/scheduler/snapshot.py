@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.core.metrics import Pool
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 
@@ -189,7 +189,7 @@ def _r_workers(store: Store) -> tuple[RWorkerSnapshot, ...]:
     )
 
 
-def _sequence(sequence: Sequence, decodes: bool) -> SequenceSnapshot:
+def _sequence(sequence: TokenSequence, decodes: bool) -> SequenceSnapshot:
     segments = tuple(
         SegmentSnapshot(each.cache_id, each.start, each.num_tokens, each.num_blocks, tuple(each.workers))
         for each in sequence.segments

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from fastdecode.scheduler.prefix.cache import PrefixCache
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.store.operations import Begin, Decision, Operation, Preempt, SetFollowersAside
 from fastdecode.scheduler.store.store import Store
+
+T = TypeVar("T")
 
 
 class WaitingQueue:
@@ -16,44 +20,46 @@ class WaitingQueue:
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
-        self._waiting: list[Sequence] = []
-        self._following: dict[int, list[Sequence]] = {}
-        self._aside: dict[int, Sequence] = {}
+        self._waiting: list[TokenSequence] = []
+        self._following: dict[int, list[TokenSequence]] = {}
+        self._aside: dict[int, TokenSequence] = {}
 
     def __len__(self) -> int:
         """Return how many wait, followers and those aside included."""
         return len(self._waiting) + sum(map(len, self._following.values())) + len(self._aside)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[TokenSequence]:
         """Oldest first, without followers and those aside."""
         return iter(self._waiting)
 
     @property
-    def all(self) -> list[Sequence]:
+    def all(self) -> list[TokenSequence]:
         """All that wait, followers and those aside included, in no order."""
         followers = (follower for group in self._following.values() for follower in group)
         return [*self._waiting, *followers, *self._aside.values()]
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: TokenSequence) -> None:
         """Queue ``sequence`` to compute all tokens it has."""
         sequence.num_prefill, sequence.woken_on = sequence.num_tokens, -1
         self._prefix_cache.arrive(sequence)
         self._insert(sequence)
 
-    def head(self) -> Sequence | None:
-        """The oldest that need not wait for another's prefix."""
-        while self._waiting:
-            leader = self._prefix_cache.leaders.leader_of(self._waiting[0])
-            if leader is None:
-                return self._waiting[0]
-            self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
-        return None
+    @property
+    def head(self) -> TokenSequence | None:
+        """The oldest that waits for no other's prefix, once followers are aside."""
+        return self._waiting[0] if self._waiting else None
 
-    def pop(self) -> Sequence:
+    def set_followers_aside(self) -> None:
+        """Have the oldest follow whoever computes their prefix, up to one that need not wait."""
+        leader_of = self._prefix_cache.leaders.leader_of
+        while self._waiting and (leader := leader_of(self._waiting[0])):
+            self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
+
+    def pop(self) -> TokenSequence:
         """Take the head out."""
         return self._waiting.pop(0)
 
-    def release_followers(self, leader: Sequence) -> None:
+    def release_followers(self, leader: TokenSequence) -> None:
         """``leader`` has computed its prompt, or will not."""
         for sequence in self._following.pop(leader.sequence_id, []):
             self._insert(sequence)
@@ -63,33 +69,34 @@ class WaitingQueue:
         """Sequences that wait for their own prefix, and for no step."""
         return len(self._aside)
 
-    def set_aside(self, sequence: Sequence) -> None:
+    def set_aside(self, sequence: TokenSequence) -> None:
         """``sequence`` steps aside until its prefix is read back."""
         self._waiting.remove(sequence)
         self._aside[sequence.sequence_id] = sequence
 
-    def come_back(self, sequence: Sequence) -> None:
+    def come_back(self, sequence: TokenSequence) -> None:
         """``sequence`` need not wait for its prefix any more; no effect where it has left."""
         if self._aside.pop(sequence.sequence_id, None):
             self._insert(sequence)
 
-    def is_aside(self, sequence: Sequence) -> bool:
+    def is_aside(self, sequence: TokenSequence) -> bool:
         """Whether it still waits for its prefix."""
         return sequence.sequence_id in self._aside
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: TokenSequence) -> None:
         """Take ``sequence`` out, wherever it waits, if it does."""
         self._aside.pop(sequence.sequence_id, None)
         for group in (self._waiting, *self._following.values()):
             if sequence in group:
                 group.remove(sequence)
 
-    def _insert(self, sequence: Sequence) -> None:
+    def _insert(self, sequence: TokenSequence) -> None:
         bisect.insort(self._waiting, sequence, key=lambda other: other.sequence_id)
 
 
 class Lifecycle:
-    """Moves sequences between the queue and the store, so that those which follow another's prefix hear of it.
+    """Carries out what policies decide, and moves sequences between the queue and the store, so that those which follow
+    another's prefix hear of it.
 
     ``num_preemptions`` counts sequences that gave up their cache for others, or for want of a place.
     """
@@ -98,17 +105,40 @@ class Lifecycle:
         self.num_preemptions = 0
         self._store, self._queue = store, queue
 
-    def finish_prompt(self, sequence: Sequence) -> None:
+    def carry_out(self, decision: Decision[T]) -> T:
+        """Carry out the operations of ``decision``, each before the next is decided; return what it returns."""
+        answer: Any = None
+        while True:
+            try:
+                operation = decision.send(answer)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            answer = self._do(operation)
+
+    def _do(self, operation: Operation) -> Any:
+        match operation:
+            case SetFollowersAside():
+                return self._queue.set_followers_aside()
+            case Begin():
+                self._queue.pop()
+                return self._store.begin(operation.sequence, operation.segments, operation.hit, operation.second)
+            case Preempt():
+                return self.preempt(operation.sequence)
+            case _:
+                return self._store.carry_out(operation)
+
+    def finish_prompt(self, sequence: TokenSequence) -> None:
         """``sequence``, whose prompt is cached, decodes from here on, and its followers may start."""
         self._store.finish_prompt(sequence)
         self._queue.release_followers(sequence)
 
-    def begin_again(self, sequence: Sequence) -> None:
+    def begin_again(self, sequence: TokenSequence) -> None:
         """Queue ``sequence``, which holds nothing any more, by its age."""
         self._queue.release_followers(sequence)
         self._queue.push(sequence)
 
-    def preempt(self, sequence: Sequence, keep: bool = True) -> None:
+    def preempt(self, sequence: TokenSequence, keep: bool = True) -> None:
         """Take the cache of ``sequence``; it will be computed again from its tokens, or what was not retained of them
         by then: nothing is unless ``keep``."""
         self._store.leave(sequence, keep)
@@ -116,22 +146,13 @@ class Lifecycle:
         self.begin_again(sequence)
         self.num_preemptions += 1
 
-    def victim(self, worker: int) -> Sequence:
-        """The youngest on ``worker``, but none that has got no token since it was preempted, and not the oldest."""
-        here = self._store.residents.on(worker)
-        for sequence in reversed(here[1:]):
-            stuck = sequence.was_preempted and len(sequence.output_token_ids) == sequence.outputs_at_start
-            if not stuck:
-                return sequence
-        return here[-1]
-
-    def end(self, sequence: Sequence, keep: bool) -> None:
+    def end(self, sequence: TokenSequence, keep: bool) -> None:
         """``sequence``, which holds a cache, has ended; its full blocks are retained if ``keep``."""
         self._store.residents.forget_unused(sequence)
         self._store.leave(sequence, keep)
         self._queue.release_followers(sequence)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: TokenSequence) -> None:
         """``sequence``, which waits, never runs."""
         self._queue.discard(sequence)
         self._queue.release_followers(sequence)

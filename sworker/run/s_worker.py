@@ -19,7 +19,16 @@ from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
 from fastdecode.sworker.run.prompt_scratch import PromptScratch
 from fastdecode.sworker.run.prompts import PromptAttention
-from fastdecode.sworker.run.staging import TORCH_DTYPE, HostStaging, PackedRows, Staging, from_numpy, pack, to_device
+from fastdecode.sworker.run.staging import (
+    TORCH_DTYPE,
+    HostStaging,
+    PackedRows,
+    Staging,
+    from_numpy,
+    least_rows_of,
+    pack,
+    to_device,
+)
 from fastdecode.sworker.run.threads import SharedCores
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 
@@ -141,8 +150,10 @@ class SWorker:
 
     def forwards(self, step: ScheduledStep) -> list[Forward]:
         """Return what computes ``step``, one for each mini-batch that has rows."""
-        mini_batches = enumerate(step.mini_batches)
-        return [self._forward(mini_batch, pack(chunks, self.device)) for mini_batch, chunks in mini_batches if chunks]
+        mini_batches, rows = enumerate(step.mini_batches), least_rows_of(self.model)
+        return [
+            self._forward(mini_batch, pack(chunks, self.device, rows)) for mini_batch, chunks in mini_batches if chunks
+        ]
 
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
         """From CUDA graphs where they fit, else by the model's own code."""

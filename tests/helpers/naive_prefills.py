@@ -66,7 +66,8 @@ class NaivePrefills(Companion):
 
     def before(self, cycle: Cycle) -> None:
         """Store what is due, in any order, unless it is not wanted any more."""
-        self._jobs = [(turns - 1, each) for turns, each in self._jobs if each.job_id in cycle.scheduler.remote_prompts]
+        has_left = cycle.scheduler.remote_prompts.end_if_left
+        self._jobs = [(turns - 1, each) for turns, each in self._jobs if not has_left(each.job_id)]
         due = [each for turns, each in self._jobs if turns <= 0]
         self._jobs = [(turns, each) for turns, each in self._jobs if turns > 0]
         self._rng.shuffle(due)

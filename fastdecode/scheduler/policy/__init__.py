@@ -1,1 +1,1 @@
-"""Decisions: each policy reads the store and returns what should be done; it writes nothing itself."""
+"""Policies read the store and decide operations, which the store carries out; they write nothing to it themselves."""

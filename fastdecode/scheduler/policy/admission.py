@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +20,22 @@ from fastdecode.scheduler.policy.placement import HomePlacement, SecondPlacement
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits, Prefill, Schedule
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.store.operations import Begin, Close, Decision, SetFollowersAside
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 
 WouldBegin = Callable[[int, int], int | bool]
 """Whether this step would compute some of so many prompt tokens after a cached prefix of so many, or prefill workers
 would."""
+
+
+class _Start(NamedTuple):
+    """How a sequence starts: the load that it brings, its segments, and the prefix that it begins from."""
+
+    newcomer: Newcomer
+    segments: list[Segment]
+    hit: Hit | None
 
 
 class Admission:
@@ -43,7 +53,7 @@ class Admission:
         self.needs = Needs(schedule, limits)
         self.room = Room(self.needs, limits, store, self.load_limit)
         self.homes = HomePlacement(limits, store, self.room, self.future, self.load_limit)
-        self.seconds = SecondPlacement(limits, store, self.needs, self.room, self.future)
+        self.second_places = SecondPlacement(limits, store, self.needs, self.room, self.future)
         self.segments = SegmentPlacement(limits, store, self.needs, self.room, self.future, self.load_limit)
         self.num_starts = 0
         self._schedule, self._limits, self._store, self._queue = schedule, limits, store, queue
@@ -61,64 +71,69 @@ class Admission:
         self.future.learn_lengths()
         self._begin_load_control()
 
-    def start_next(self, would_begin: WouldBegin) -> Sequence | None:
+    def start_next(self, would_begin: WouldBegin) -> Decision[TokenSequence | None]:
         """Start the head of the queue and return it; None when it has to wait."""
-        sequence = self._queue.head()
+        yield SetFollowersAside()
+        sequence = self._queue.head
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
         alone = self.future.newcomer(sequence)
         if not self.load_control.affords(alone):
             return None
         if self._store.adopted.is_broken(sequence):
-            self._store.prefixes.close(sequence)
+            yield Close(sequence)
         hits = self._store.prefixes.hits(sequence)
         if not hits and not would_begin(alone.num_left, 0):
             return None
         if sequence.num_tokens > self.needs.segment_tokens:
-            return self._start_in_segments(sequence, hits, would_begin)
-        return self._start_whole(sequence, alone, hits, would_begin)
+            start = self._in_segments(sequence, hits, would_begin)
+        else:
+            start = self._whole(sequence, alone, hits, would_begin)
+        if start is None:
+            return None
+        self.num_starts += sequence.outputs_at_start is None
+        yield Begin(sequence, start.segments, start.hit, start.newcomer.copy)
+        self._note(start)
+        return sequence
 
-    def _start_whole(
-        self, sequence: Sequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
-    ) -> Sequence | None:
-        """Start ``sequence``, that is ``alone``, in one segment."""
+    def _whole(
+        self, sequence: TokenSequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
+    ) -> _Start | None:
+        """Return how ``sequence``, that is ``alone``, starts in one segment."""
         costs = self.homes.costs(sequence, alone, hits)
         for index in self.homes.best_first(sequence, alone, hits, costs):
             for hit in self._store.prefixes.ways(hits.get(index)):
-                if self._start_on(index, hit, sequence, costs, would_begin):
-                    return sequence
+                if start := self._on(index, hit, sequence, costs, would_begin):
+                    return start
         return None
 
-    def _start_on(
-        self, index: int, hit: Hit | None, sequence: Sequence, costs: np.ndarray, would_begin: WouldBegin
-    ) -> bool:
-        """Start ``sequence``, of one segment, on R-worker ``index`` from ``hit``; False where budgets forbid it."""
+    def _on(
+        self, index: int, hit: Hit | None, sequence: TokenSequence, costs: np.ndarray, would_begin: WouldBegin
+    ) -> _Start | None:
+        """Return how ``sequence``, of one segment, starts on R-worker ``index`` from ``hit``; None where budgets forbid
+        it."""
         if not self.room.to_begin(sequence, index, hit):
-            return False
-        if (second := self.seconds.beside(sequence, index, hit, costs)) is None:
-            return False
+            return None
+        if (second := self.second_places.beside(sequence, index, hit, costs)) is None:
+            return None
         there = replace(self.future.newcomer(sequence, index, hit.num_tokens if hit else -1), copy=second)
         begins = would_begin(there.num_left, there.num_prefill - there.num_left)
         if not begins or not self.load_limit.fits(there, self.future.forecast):
-            return False
-        only = Segment(UNNAMED, 0, self.needs.at_start(sequence), [index])
-        self._begin(sequence, there, [only], hit)
-        return True
+            return None
+        return _Start(there, [Segment(UNNAMED, 0, self.needs.at_start(sequence), [index])], hit)
 
-    def _start_in_segments(self, sequence: Sequence, hits: dict[int, Hit], would_begin: WouldBegin) -> Sequence | None:
-        """Start ``sequence`` in several segments, after the longest prefix, or else after none."""
+    def _in_segments(self, sequence: TokenSequence, hits: dict[int, Hit], would_begin: WouldBegin) -> _Start | None:
+        """Return how ``sequence`` starts in several segments, after the longest prefix, or else after none."""
         longest = max(hits.values(), key=lambda hit: hit.num_blocks, default=None)
         for hit in dict.fromkeys((longest, None)):
             if found := self.segments.to_begin(sequence, hit, would_begin):
-                self._begin(sequence, *found, hit)
-                return sequence
+                return _Start(*found, hit)
         return None
 
-    def _begin(self, sequence: Sequence, newcomer: Newcomer, segments: list[Segment], hit: Hit | None) -> None:
-        self._queue.pop()
-        self.num_starts += sequence.outputs_at_start is None
-        self._store.begin(sequence, segments, hit, newcomer.copy)
-        for worker in (*(worker for each in segments for worker in each.workers), *newcomer.holders):
+    def _note(self, start: _Start) -> None:
+        """Count what has just started, for what may start beside it."""
+        newcomer = start.newcomer
+        for worker in (*(worker for each in start.segments for worker in each.workers), *newcomer.holders):
             self.homes.available[worker] = self._store.workers[worker].available
         self.future.forecast().add(newcomer)
         self.load_control.started(newcomer)
@@ -137,7 +152,7 @@ class Admission:
             (lambda: self.future.outlook(self.load_limit.tokens or 0)) if knows_lengths else None,
         )
 
-    def _has_seats(self, sequence: Sequence) -> bool:
+    def _has_seats(self, sequence: TokenSequence) -> bool:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
 
 
@@ -156,7 +171,7 @@ class ChunkCutter:
             return 0
         return max(0, min(num_left, self._budget))
 
-    def cut(self, sequence: Sequence) -> None:
+    def cut(self, sequence: TokenSequence) -> None:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
         if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
             chunk = self._store.residents.next_rows(sequence, self._store.prefixes.kept.rows_to_stop(sequence, count))

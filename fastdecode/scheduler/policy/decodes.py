@@ -6,63 +6,74 @@ import numpy as np
 
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.policy.admission import Admission
-from fastdecode.scheduler.policy.transfers import Transfers
+from fastdecode.scheduler.policy.second_copies import SecondCopies
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.store.operations import Attend, Decision, Extend, Grow, MakeRoom, Preempt, Refresh
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.waiting import Lifecycle
 
 
 class Decodes:
     """All sequences decode in every step, but where a strict load limit would be exceeded or blocks run out."""
 
-    def __init__(
-        self, store: Store, admission: Admission, limits: Limits, transfers: Transfers, lifecycle: Lifecycle
-    ) -> None:
+    def __init__(self, store: Store, admission: Admission, limits: Limits, copies: SecondCopies | None) -> None:
         """With two copies of each sequence, who attends is chosen in each step."""
         self._store, self._table, self._workers = store, store.table, store.workers
         self._admission, self._load_limit = admission, admission.load_limit
         self._attendance = Attendance(store) if limits.placing.twice else None
-        self._transfers, self._lifecycle = transfers, lifecycle
+        self._copies = copies
 
-    def rows(self) -> np.ndarray:
-        """Rows of the table that decode in this step, with the blocks they need; int64 [n]."""
+    def choose(self) -> Decision[np.ndarray]:
+        """Return the rows of the table that decode in this step, int64 [n]; they get the blocks that they need."""
         table = self._table
         while True:
-            table.refresh()
-            if self._attendance:
-                self._attendance.choose()
+            yield Refresh()
+            if self._attendance and (change := self._attendance.choose()):
+                yield change
             rows = self._within_load_limit()
             tail_lens, room = table.tail_lens(rows), table.tail_room(rows)
             if (room <= 0).any():
-                self._extend(rows[room <= 0])
+                yield from self._extend(rows[room <= 0])
                 continue
             held = self._workers.sizes.blocks_of_tokens(table.num_blocks[rows])
             growing = rows[tail_lens // self._workers.block_size >= held]
             if not len(growing):
                 return rows
             needed = table.count_held(growing, 1, len(self._workers)).tolist()
-            short = [worker for worker, count in enumerate(needed) if not self._store.make_room(worker, count)]
+            short = []
+            for worker, count in enumerate(needed):
+                if self._workers[worker].free < count and not (yield MakeRoom(worker, count)):
+                    short.append(worker)
             if not short:
-                self._store.grow(growing)
+                yield Grow(growing)
                 return rows
-            self._make_way(short[0])
+            yield from self._make_way(short[0])
 
-    def _extend(self, rows: np.ndarray) -> None:
-        """The first of these rows of the table, whose tails are whole, gets a new tail, or a victim makes room."""
+    def _extend(self, rows: np.ndarray) -> Decision[None]:
+        """Give the first of these rows of the table, whose tails are whole, a new tail, or have a victim make room."""
         sequence = self._table.sequence(int(rows[0]))
         worker, has_room = self._admission.segments.next_tail(sequence)
         if has_room:
-            self._store.extend(sequence, worker)
+            yield Extend(sequence, worker)
         elif worker >= 0:
-            self._make_way(worker)
+            yield from self._make_way(worker)
         else:
-            self._lifecycle.preempt(sequence)
+            yield Preempt(sequence)
 
-    def _make_way(self, worker: int) -> None:
-        """R-worker ``worker`` needs blocks: copies that are not needed go first, then a sequence."""
-        if not self._transfers.give_up(worker):
-            self._lifecycle.preempt(self._lifecycle.victim(worker))
+    def _make_way(self, worker: int) -> Decision[None]:
+        """Free blocks of R-worker ``worker``: copies that are not needed go first, then a sequence."""
+        if self._copies is None or not (yield from self._copies.give_up(worker)):
+            yield Preempt(self._victim(worker))
+
+    def _victim(self, worker: int) -> TokenSequence:
+        """Return the youngest on ``worker``, but none that has got no token since it was preempted, and not the
+        oldest."""
+        here = self._store.residents.on(worker)
+        for sequence in reversed(here[1:]):
+            stuck = sequence.was_preempted and len(sequence.output_token_ids) == sequence.outputs_at_start
+            if not stuck:
+                return sequence
+        return here[-1]
 
     def _within_load_limit(self) -> np.ndarray:
         """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
@@ -93,13 +104,13 @@ class Attendance:
     def __init__(self, store: Store) -> None:
         self._store, self._table, self._workers = store, store.table, store.workers
 
-    def choose(self) -> None:
-        """Have each tail and each closed segment of what decodes attend on that one of its holders that makes all
-        R-workers take as long. A closed segment attends on its home, which is then the other one."""
+    def choose(self) -> Attend | None:
+        """Return on which of its holders each tail and closed segment of what decodes attends, so that all R-workers
+        take as long; None where nothing has two."""
         table = self._table
-        rows, closed = table.rows[table.seconds[table.rows] >= 0], self._closed()
+        rows, closed = table.rows[table.second_workers[table.rows] >= 0], self._closed()
         if not len(rows) and not closed:
-            return
+            return None
         speeds = self._workers.speeds.latest(self._workers.present)
         seconds = table.kv_loads(len(self._workers)) / speeds
         present = np.array(self._workers.present)
@@ -107,17 +118,15 @@ class Attendance:
         holders = np.array([segment.workers for _, segment in closed], np.int64).reshape(-1, 2)
         choice = _Choice(
             np.append(table.homes[rows], holders[:, 0]),
-            np.append(table.seconds[rows], holders[:, 1]),
+            np.append(table.second_workers[rows], holders[:, 1]),
             np.append(table.tail_lens(rows) + 1.0, np.full(len(closed), float(table.segment_tokens))),
             np.append(table.on_second[rows], np.zeros(len(closed), bool)),
         )
         choice.even_out(seconds, speeds, mean)
-        table.on_second[rows] = choice.on_second[: len(rows)]
-        for place in np.flatnonzero(choice.on_second[len(rows) :]).tolist():
-            self._store.change_home(*closed[place])
-        table.sort()
+        swapped = [closed[place] for place in np.flatnonzero(choice.on_second[len(rows) :]).tolist()]
+        return Attend(rows, choice.on_second[: len(rows)], swapped)
 
-    def _closed(self) -> list[tuple[Sequence, Segment]]:
+    def _closed(self) -> list[tuple[TokenSequence, Segment]]:
         """Closed segments with two copies of sequences that decode."""
         decoding = self._store.residents.decoding
         several = [each for each in self._table.several() if each.sequence_id in decoding]
@@ -127,12 +136,12 @@ class Attendance:
 class _Choice:
     """Chooses the R-worker that attends each of n things, tails or closed segments, which two R-workers hold.
 
-    ``homes`` and ``seconds``, int64 [n], hold them; ``tokens``, float64 [n], are what each attends; ``on_second``, bool
+    ``homes`` and ``others``, int64 [n], hold them; ``tokens``, float64 [n], are what each attends; ``on_second``, bool
     [n], says which of the two attends.
     """
 
-    def __init__(self, homes: np.ndarray, seconds: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
-        self._holders = np.column_stack([homes, seconds])
+    def __init__(self, homes: np.ndarray, others: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
+        self._holders = np.column_stack([homes, others])
         self._tokens = tokens
         self.on_second = on_second
 

@@ -12,7 +12,7 @@ from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.policy.output_lengths import SAMPLE, Outlook, OutputLengths
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 
@@ -47,15 +47,14 @@ class Future:
                 self._limits.max_num_batched_tokens,
                 table.segment_tokens,
                 self._closed(left),
-                table.seconds[rows] if self._limits.placing.twice else None,
+                table.second_workers[rows] if self._limits.placing.twice else None,
             )
             for sequence in self._residents.prompts.values():
                 self._forecast.add(self._in_prompt(sequence))
         return self._forecast
 
     def forecast_anew(self) -> LoadForecast:
-        """Return the load of the coming steps as it is now, between two steps."""
-        self._table.refresh()
+        """Return the load of the coming steps as it is now, between two steps, by the refreshed rows of the table."""
         self._forecast = None
         return self.forecast()
 
@@ -64,13 +63,13 @@ class Future:
         num_outputs = self._table.num_outputs(rows)
         return self.output_lengths.expected(num_outputs, self._table.max_tokens[rows]) - num_outputs
 
-    def going_on(self, sequence: Sequence) -> Newcomer:
+    def going_on(self, sequence: TokenSequence) -> Newcomer:
         """Return ``sequence`` as a newcomer for the steps that it has to go, from now on."""
         outputs = len(sequence.output_token_ids)  # of one that lost segments fewer are cached
         expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
         return Newcomer(0, sequence.num_tokens - 1, 0, expected - outputs)
 
-    def newcomer(self, sequence: Sequence, worker: int = 0, taken_over: int = -1) -> Newcomer:
+    def newcomer(self, sequence: TokenSequence, worker: int = 0, taken_over: int = -1) -> Newcomer:
         """Return ``sequence`` as it would start on ``worker``, after a cached prefix of ``taken_over`` tokens; -1:
         without."""
         attends = taken_over >= 0 or sequence.num_prefill > self._residents.scratch_free
@@ -102,7 +101,7 @@ class Future:
             idle_share=self._limits.idle_s_share,
         )
 
-    def _drawn_steps(self, sequences: Iterable[Sequence]) -> np.ndarray:
+    def _drawn_steps(self, sequences: Iterable[TokenSequence]) -> np.ndarray:
         """Decode steps that these, none of which decodes yet, may take; int64 [n]."""
         listed = list(sequences)
         outputs = np.array([len(each.output_token_ids) for each in listed], np.int64)
@@ -114,13 +113,13 @@ class Future:
         reads = self._table.reads(self._table.rows)
         return (reads["worker"], steps_left[reads["chunk"]]) if len(reads) else None
 
-    def _in_prompt(self, sequence: Sequence) -> Newcomer:
+    def _in_prompt(self, sequence: TokenSequence) -> Newcomer:
         newcomer = self._newcomer(sequence, sequence.worker, sequence.attends_in_prompt)
         if sequence.has_several:
             return self.in_segments(newcomer, sequence.segments)
-        return replace(newcomer, copy=int(self._table.seconds[sequence.row]))
+        return replace(newcomer, copy=int(self._table.second_workers[sequence.row]))
 
-    def _newcomer(self, sequence: Sequence, worker: int, attends: bool, taken_over: int = 0) -> Newcomer:
+    def _newcomer(self, sequence: TokenSequence, worker: int, attends: bool, taken_over: int = 0) -> Newcomer:
         outputs, expected = len(sequence.output_token_ids), sequence.max_tokens
         if self.output_lengths.is_known:
             expected = int(self.output_lengths.expected(np.array([outputs]), np.array([expected]))[0])

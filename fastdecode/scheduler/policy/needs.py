@@ -9,7 +9,7 @@ import numpy as np
 from fastdecode.core.placing import UNLIMITED, Size, sizes_of, slots_beside
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.schedules import Limits, Schedule
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 def place_segments(
@@ -64,7 +64,7 @@ class Needs:
         """True where a sequence never grows, since it begins with all blocks of the longest one."""
         return self._reserved > 0
 
-    def at_start(self, sequence: Sequence) -> int:
+    def at_start(self, sequence: TokenSequence) -> int:
         """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block and of a
         state included."""
         siblings = len(sequence.siblings)
@@ -73,7 +73,7 @@ class Needs:
         num_tokens = sequence.num_tokens
         return self._blocks_for(num_tokens) + siblings * self._sizes.blocks_of_copy(num_tokens)
 
-    def at_most(self, sequence: Sequence) -> int:
+    def at_most(self, sequence: TokenSequence) -> int:
         """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more; of one
         that may have several segments only those of the first."""
         if sequence.num_tokens > self.segment_tokens:
@@ -81,23 +81,23 @@ class Needs:
         most = min(sequence.max_cached, self.segment_tokens)
         return max(self.at_start(sequence), self._blocks_for(most))
 
-    def attended(self, sequence: Sequence) -> int:
+    def attended(self, sequence: TokenSequence) -> int:
         """The most tokens that ``sequence`` and its siblings can attend in one step on one R-worker that they need."""
         return min(sequence.max_cached, self.segment_tokens) * (1 + len(sequence.siblings))
 
-    def elsewhere(self, sequence: Sequence, moved: Segment) -> int:
+    def elsewhere(self, sequence: TokenSequence, moved: Segment) -> int:
         """Blocks that ``moved``, of ``sequence``, takes elsewhere, the one for the next token included."""
         if sequence.num_tokens <= self.segment_tokens:
             return self.at_start(sequence)
         return self._blocks_for(min(moved.num_tokens + 1, self.segment_tokens))
 
-    def sizes_at_start(self, sequence: Sequence) -> list[Size]:
+    def sizes_at_start(self, sequence: TokenSequence) -> list[Size]:
         """Blocks and tokens of each segment that ``sequence`` begins with, its siblings' copies of a partial block
         included."""
         *others, (blocks, tokens) = sizes_of(sequence.num_tokens, self.segment_tokens, self._block_size)
         return [*others, (blocks + len(sequence.siblings) * (tokens % self._block_size > 0), tokens)]
 
-    def sizes_at_end(self, sequence: Sequence) -> list[Size]:
+    def sizes_at_end(self, sequence: TokenSequence) -> list[Size]:
         """Blocks and tokens of each segment of ``sequence`` at its end."""
         return sizes_of(sequence.max_cached, self.segment_tokens, self._block_size)
 

@@ -15,7 +15,7 @@ from fastdecode.scheduler.policy.needs import Needs, Size, place_segments
 from fastdecode.scheduler.policy.room import Room
 from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 
 ALIKE = 0.05
@@ -37,7 +37,7 @@ class HomePlacement:
         self.capacities = self._room.capacities()
         self._speeds, self._num_present = self._workers.speeds.lasting, max(1, len(self._workers.present))
 
-    def costs(self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
+    def costs(self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """Return what ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on
         those that drain if it could run elsewhere, and, where it goes on after another engine's end, on those that have
         nothing of it. One that woke its prefix for it costs least: what that took is spent."""
@@ -54,7 +54,7 @@ class HomePlacement:
         return costs
 
     def best_first(
-        self, sequence: Sequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
+        self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
     ) -> Iterator[int]:
         """Yield where ``sequence`` may start, best first: by ``costs``, and only where these are finite.
 
@@ -68,7 +68,7 @@ class HomePlacement:
         order = np.lexsort((-self.available, costs))
         yield from order[(able & np.isfinite(costs))[order]].tolist()
 
-    def cheapest(self, workers: list[int], sequence: Sequence) -> int:
+    def cheapest(self, workers: list[int], sequence: TokenSequence) -> int:
         """Return that one of ``workers`` where ``sequence``, which runs, will meet least, as if it started there."""
         forecast, newcomer = self._future.forecast_anew(), self._future.going_on(sequence)
         costs = placement_costs(forecast, newcomer, self._workers.speeds.lasting, self._room.capacities(), {}, 1.0)
@@ -96,7 +96,7 @@ class SecondPlacement:
         self._store, self._workers, self._table = store, store.workers, store.table
         self._needs, self._room, self._future = needs, room, future
 
-    def beside(self, sequence: Sequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
+    def beside(self, sequence: TokenSequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
         """Return where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for
         room.
 
@@ -112,7 +112,7 @@ class SecondPlacement:
             return twin.prefix.worker if self._room.to_begin(sequence, twin.prefix.worker, twin) else -1
         return self._choose(home, self._room.could_hold(sequence), self._needs.at_start(sequence), costs)
 
-    def later(self, sequence: Sequence, segment: Segment) -> int:
+    def later(self, sequence: TokenSequence, segment: Segment) -> int:
         """Return where the second copy of ``segment``, of ``sequence``, which decodes, can go now; -1: nowhere."""
         met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
         costs = met.means / np.maximum(self._workers.speeds.lasting, 1e-300)
@@ -144,8 +144,8 @@ class SecondPlacement:
     def _shared_with(self, home: int) -> np.ndarray:
         """Sequences that each R-worker holds together with ``home``: int64 [num_workers]."""
         rows = self._table.rows
-        homes, seconds = self._table.homes[rows], self._table.seconds[rows]
-        partners = np.concatenate([seconds[(homes == home) & (seconds >= 0)], homes[seconds == home]])
+        homes, others = self._table.homes[rows], self._table.second_workers[rows]
+        partners = np.concatenate([others[(homes == home) & (others >= 0)], homes[others == home]])
         return np.bincount(partners, minlength=len(self._workers))
 
 
@@ -160,7 +160,7 @@ class SegmentPlacement:
         self._room, self._future, self._load_limit = room, future, load_limit
 
     def to_begin(
-        self, sequence: Sequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
+        self, sequence: TokenSequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
     ) -> tuple[Newcomer, list[Segment]] | None:
         """All segments that ``sequence`` begins with, ``hit``'s where they are; None where there is no room, or where
         nothing of it would be computed."""
@@ -170,7 +170,7 @@ class SegmentPlacement:
         segments = self._segments(sequence, alone, hit)
         return None if segments is None else (self._future.in_segments(alone, segments), segments)
 
-    def _segments(self, sequence: Sequence, newcomer: Newcomer, hit: Hit | None) -> list[Segment] | None:
+    def _segments(self, sequence: TokenSequence, newcomer: Newcomer, hit: Hit | None) -> list[Segment] | None:
         most, needed = (
             self._needs.sizes_at_end(sequence),
             [blocks for blocks, _ in self._needs.sizes_at_start(sequence)],
@@ -215,7 +215,7 @@ class SegmentPlacement:
             room[worker] -= segment.num_blocks
             segment.copies.append(Copy(worker))
 
-    def next_tail(self, sequence: Sequence) -> tuple[int, bool]:
+    def next_tail(self, sequence: TokenSequence) -> tuple[int, bool]:
         """Return where ``sequence``, which decodes and whose tail is whole, goes on, and whether there is a block for
         it."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
@@ -229,7 +229,7 @@ class SegmentPlacement:
         found = place_segments([(0, most, 0)], capacities[:, 0].copy(), capacities, loads, endless, speeds)
         return (found or [-1])[0], False
 
-    def again(self, sequence: Sequence) -> list[tuple[Segment, int]] | None:
+    def again(self, sequence: TokenSequence) -> list[tuple[Segment, int]] | None:
         """Places for the segments of ``sequence`` that were lost; None where there is no room."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         lost = [each for each in sequence.segments if each.home < 0]
@@ -239,7 +239,7 @@ class SegmentPlacement:
         places = place_segments(sizes, room, self._room.left_for(sequence), loads, limits, self._speeds(sequence))
         return None if places is None else list(zip(lost, places, strict=True))
 
-    def _speeds(self, sequence: Sequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
+    def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
         """0 for R-workers that are not to take segments: those that drain, unless no others could."""
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
@@ -251,7 +251,7 @@ class SegmentPlacement:
         speeds[~allowed] = 0.0
         return speeds
 
-    def _tokens(self, sequence: Sequence) -> list[int]:
+    def _tokens(self, sequence: TokenSequence) -> list[int]:
         """KV tokens that each segment, with which ``sequence`` begins, and its siblings will have attended."""
         length, members, num_tokens = self._needs.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
         return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

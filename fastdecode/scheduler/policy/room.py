@@ -11,7 +11,7 @@ from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.needs import Needs
 from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 
 
@@ -24,7 +24,7 @@ class Room:
         self._workers, self._transfers = store.workers, store.transfers
         self._load_limit = load_limit
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: TokenSequence) -> None:
         """RequestError when ``sequence``, with its siblings, could never run."""
         members = 1 + len(sequence.siblings)
         if members > self._max_num_seqs:
@@ -40,26 +40,26 @@ class Room:
             )
         self._load_limit.check(self._needs.attended(sequence))
 
-    def may_split(self, sequence: Sequence) -> bool:
+    def may_split(self, sequence: TokenSequence) -> bool:
         """Whether ``sequence`` may come to lie in several segments."""
         return sequence.max_cached > self._needs.segment_tokens
 
-    def fits_somewhere(self, sequence: Sequence) -> bool:
+    def fits_somewhere(self, sequence: TokenSequence) -> bool:
         """Whether one of the R-workers that are there, or all together, could still run ``sequence`` by itself."""
         return self._fits_among(sequence, self._workers.present)
 
-    def fits_elsewhere(self, sequence: Sequence) -> bool:
+    def fits_elsewhere(self, sequence: TokenSequence) -> bool:
         """Whether one of the R-workers that do not drain, or all of these, could run ``sequence`` by itself."""
         return self._fits_among(sequence, self._workers.accepting)
 
-    def could_hold(self, sequence: Sequence, worker: int | slice = slice(None)) -> np.ndarray | bool:
+    def could_hold(self, sequence: TokenSequence, worker: int | slice = slice(None)) -> np.ndarray | bool:
         """Whether ``worker`` could run ``sequence`` to its end, were it alone there; of several R-workers an array,
         bool [num_workers]."""
         num_blocks = self._workers.num_blocks if isinstance(worker, slice) else self._workers[worker].num_blocks
         could = self._needs.at_most(sequence) <= num_blocks
         return could & self._load_limit.holds(self._needs.attended(sequence), worker)
 
-    def to_begin(self, sequence: Sequence, worker: int, hit: Hit | None) -> bool:
+    def to_begin(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> bool:
         """Whether ``sequence``, of one segment, can begin on ``worker`` now, from ``hit`` if it has one: its blocks are
         free there, and one more for each sequence that is there already, so that none is preempted at once."""
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
@@ -70,19 +70,19 @@ class Room:
         enough = self._leaves_a_block(needed, there.num_sequences, there.available)
         return bool(enough and self.could_hold(sequence, worker))
 
-    def to_begin_where(self, sequence: Sequence, available: np.ndarray) -> np.ndarray:
+    def to_begin_where(self, sequence: TokenSequence, available: np.ndarray) -> np.ndarray:
         """Return the same of every R-worker without a hit, but for the load limit: bool [num_workers]. ``available``:
         blocks, int64 [num_workers]."""
         able = self._leaves_a_block(self._needs.at_start(sequence), self._workers.num_sequences, available)
         return able & (self._needs.at_most(sequence) <= self._workers.num_blocks)
 
-    def to_go_on(self, sequence: Sequence, num_blocks: int, worker: int) -> bool:
+    def to_go_on(self, sequence: TokenSequence, num_blocks: int, worker: int) -> bool:
         """Whether ``num_blocks`` blocks of ``sequence``, of one segment, could go on on ``worker`` without a preemption
         there."""
         there = self._workers[worker]
         return num_blocks + there.num_sequences <= there.available and bool(self.could_hold(sequence, worker))
 
-    def to_move(self, sequence: Sequence, moved: Segment, worker: int) -> bool:
+    def to_move(self, sequence: TokenSequence, moved: Segment, worker: int) -> bool:
         """Whether ``moved``, of ``sequence``, could go on on ``worker`` without a preemption there."""
         if moved.on(worker) or any(each.segment is moved and each.target == worker for each in self._transfers):
             return False
@@ -101,7 +101,7 @@ class Room:
         """KV tokens that each R-worker may come to attend, by its memory and a strict limit: float64 [num_workers]."""
         return np.minimum(self.capacities(), self._load_limit.ceilings)
 
-    def left_for(self, sequence: Sequence) -> np.ndarray:
+    def left_for(self, sequence: TokenSequence) -> np.ndarray:
         """Return what the segments of ``sequence`` leave to it of :meth:`alone`: int64 [num_workers, 2]."""
         capacities = self.alone(sequence)
         for segment, size in zip(sequence.segments, self._needs.sizes_at_end(sequence), strict=False):
@@ -109,7 +109,7 @@ class Room:
                 capacities[segment.home] -= size
         return capacities
 
-    def alone(self, sequence: Sequence) -> np.ndarray:
+    def alone(self, sequence: TokenSequence) -> np.ndarray:
         """Blocks and tokens that ``sequence``, alone, could have on each R-worker: int64 [num_workers, 2]."""
         tokens = np.minimum(self._load_limit.ceilings, UNLIMITED) // (1 + len(sequence.siblings))
         return np.column_stack([self._workers.num_blocks, tokens.astype(np.int64)])
@@ -119,13 +119,13 @@ class Room:
         R-worker or of all."""
         return needed + (0 if self._needs.holds_all_from_start else others) <= available
 
-    def _pool_holds(self, sequence: Sequence, among: list[int]) -> bool:
+    def _pool_holds(self, sequence: TokenSequence, among: list[int]) -> bool:
         """Whether the R-workers ``among`` could run ``sequence`` to its end by themselves, and begin its siblings."""
         capacities = self.alone(sequence)[among]
         sizes = (self._needs.sizes_at_start(sequence), self._needs.sizes_at_end(sequence))
         return all(pool_holds(each, capacities) for each in sizes)
 
-    def _too_many_segments(self, sequence: Sequence) -> str:
+    def _too_many_segments(self, sequence: TokenSequence) -> str:
         length = self._needs.segment_tokens
         num_segments, whole = len(self._needs.sizes_at_end(sequence)), (self._workers.blocks_for(length), length)
         slots = (self.alone(sequence)[self._workers.present] // np.array(whole)).min(axis=1).sum()
@@ -135,7 +135,7 @@ class Room:
             f"kv_cache_memory or a higher kv_load_limit"
         )
 
-    def _fits_among(self, sequence: Sequence, workers: list[int]) -> bool:
+    def _fits_among(self, sequence: TokenSequence, workers: list[int]) -> bool:
         if self.may_split(sequence):
             return self._pool_holds(sequence, workers)
         return any(self.could_hold(sequence, worker) for worker in workers)

@@ -8,9 +8,18 @@ from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.speeds import Observed
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.move_prices import TransferPrice
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.store.holdings import Transfer
+from fastdecode.scheduler.store.operations import (
+    CopyNext,
+    CopySegment,
+    Decision,
+    DropTransfer,
+    GiveUpCopy,
+    GrowTransfer,
+    Refresh,
+)
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.store.transfers import Transfer
 
 SHARE = 0.1
 """The part of the steps' time that making second copies may take: decodes wait meanwhile."""
@@ -65,55 +74,62 @@ class SecondCopies:
         """R-worker ``worker`` holds nothing yet."""
         self._joined.append(worker)
 
-    def leave_draining(self) -> None:
-        """R-workers that drain give up what others hold too, and what is being copied to them or from them alone."""
+    def leave_draining(self) -> Decision[None]:
+        """Have R-workers that drain give up what others hold too, and what is copied to them or from them alone."""
         for worker in self._workers.draining:
-            self.give_up(worker)
+            yield from self._give_up_making(worker)
             for sequence in self._residents.on(worker):
                 for segment in sequence.segments if not sequence.job_id else ():
                     if segment.on(worker) and segment.twice:
-                        self._store.give_up(sequence, segment, worker)
+                        yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                self._store.transfers.drop(transfer)  # all of it is to move at once
+                yield DropTransfer(transfer)  # all of it is to move at once
 
-    def give_up(self, worker: int) -> bool:
+    def give_up(self, worker: int) -> Decision[bool]:
+        """Give up a copy that is being made on ``worker``, whose room is needed, or one of two of a segment of a long
+        sequence; False where there is neither."""
+        return (yield from self._give_up_making(worker)) or (yield from self._give_up_spare(worker))
+
+    def _give_up_making(self, worker: int) -> Decision[bool]:
         """Give up the copy that is being made on ``worker``; False where none is."""
         made = next((each for each in self._store.transfers if each.target == worker), None)
         if made:
-            self._store.transfers.drop(made)
+            yield DropTransfer(made)
         return made is not None
 
-    def give_up_spare(self, worker: int) -> bool:
+    def _give_up_spare(self, worker: int) -> Decision[bool]:
         """Give up one of two copies of a segment of the youngest long sequence that has one on ``worker``; False where
         none has. Those in one segment keep theirs: any of them can go on with what one R-worker has."""
         for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
             for segment in reversed(sequence.segments):
                 if segment.on(worker) and segment.twice:
-                    self._store.give_up(sequence, segment, worker)
+                    yield GiveUpCopy(sequence, segment, worker)
                     return True
         return False
 
-    def next(self) -> Transfer | None:
-        """The next piece of a second copy, if there is one to make and the time for it."""
+    def next(self) -> Decision[Transfer | None]:
+        """Return the next piece of a second copy, if there is one to make and the time for it."""
         if self._credit <= 0:
             return None
-        if not self._store.transfers and (found := self._lacking() or self._evening()):
-            self._store.transfers.begin_copy(*found)
+        if not len(self._store.transfers):
+            yield Refresh()
+            if found := self._lacking() or self._evening():
+                yield CopySegment(*found)
         transfer = next(iter(self._store.transfers), None)
         if transfer is None:
             return None
-        if not self._grow(transfer):
-            self._store.transfers.drop(transfer)
+        if not (yield from self._grow(transfer)):
+            yield DropTransfer(transfer)
             return None
-        transfer.num_tokens = min(transfer.segment.num_tokens - transfer.num_copied, self._piece_tokens())
+        yield CopyNext(transfer, min(transfer.segment.num_tokens - transfer.num_copied, self._piece_tokens()))
         return transfer
 
-    def _grow(self, transfer: Transfer) -> bool:
+    def _grow(self, transfer: Transfer) -> Decision[bool]:
         """Take the blocks that the segment has got since the copy began; False where there is no room for them."""
         worker, more = self._workers[transfer.target], transfer.segment.num_blocks - transfer.num_blocks
         if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
             return False
-        self._store.transfers.grow(transfer, more)
+        yield GrowTransfer(transfer, more)
         return True
 
     def _piece_tokens(self) -> int:
@@ -122,24 +138,23 @@ class SecondCopies:
         num_blocks = seconds / max(self._price.per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
-    def _lacking(self) -> tuple[Sequence, Segment, int] | None:
+    def _lacking(self) -> tuple[TokenSequence, Segment, int] | None:
         """A segment with a single copy of the oldest sequence that decodes, of those for which there is room, and where
         the second goes."""
-        self._table.refresh()
         rows = self._table.rows
-        ids = self._table.chunks["sequence_id"][rows[self._table.seconds[rows] < 0]].tolist()
+        ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
         for sequence_id in sorted(set(ids))[:MOST_TRIED]:
             sequence = self._residents.decoding[sequence_id]
             for segment in sequence.segments:
                 target = -1
                 if segment.num_tokens and not segment.twice:
-                    target = self._admission.seconds.later(sequence, segment)
+                    target = self._admission.second_places.later(sequence, segment)
                 if target >= 0:
                     return sequence, segment, target
         return None
 
-    def _evening(self) -> tuple[Sequence, Segment, int, int] | None:
+    def _evening(self) -> tuple[TokenSequence, Segment, int, int] | None:
         """As :meth:`_lacking`, and who gives its copy up, for an R-worker that joined, until it holds as much as the
         others."""
         while self._joined:
@@ -148,7 +163,7 @@ class SecondCopies:
             self._joined.pop(0)
         return None
 
-    def _for_newcomer(self, target: int) -> tuple[Sequence, Segment, int, int] | None:
+    def _for_newcomer(self, target: int) -> tuple[TokenSequence, Segment, int, int] | None:
         """A sequence with two copies, one of them on the R-worker that holds most: that one ``target`` is to have."""
         table, accepting = self._table, self._workers.accepting
         if target not in accepting:

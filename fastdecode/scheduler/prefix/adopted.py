@@ -9,8 +9,7 @@ begin from their full blocks.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastdecode.core.held import HeldSequence, KnownTokens
 from fastdecode.scheduler.names import CacheIds
@@ -18,9 +17,9 @@ from fastdecode.scheduler.places.place import Block, Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
 from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
 from fastdecode.scheduler.prefix.source import Hit, Source
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
-Held = Mapping[int, PySequence[HeldSequence]]
+Held = Mapping[int, Sequence[HeldSequence]]
 """What each R-worker holds, by its index."""
 
 
@@ -60,7 +59,7 @@ class Adopted(Source):
         self._hashes.clear()
         return counts
 
-    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return what R-workers have of ``sequence`` itself, each the same; of several segments, who has the last."""
         pieces = self._pieces(sequence.sequence_id)
         if not pieces:
@@ -73,7 +72,7 @@ class Adopted(Source):
             and self._hit(prefix).num_tokens == pieces[-1].num_tokens
         }
 
-    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
         own = self._pieces(sequence.sequence_id)
         return [*own[:-1], own[-1]._replace(prefix=hit.prefix)]
 
@@ -89,11 +88,11 @@ class Adopted(Source):
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
         self._index.take(segment, copy, hit)
 
-    def is_broken(self, sequence: Sequence) -> bool:
+    def is_broken(self, sequence: TokenSequence) -> bool:
         """Return whether R-workers have lost the beginning of ``sequence``, so that it goes on nowhere."""
         return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: TokenSequence) -> None:
         """Forget what is kept under the name of ``sequence`` and was not taken; the rest is there like other
         prefixes."""
         if self._names.pop(sequence.sequence_id, None) is not None:
@@ -111,7 +110,7 @@ class Adopted(Source):
             pieces.append(max(found, key=lambda hit: (hit.num_tokens, hit.prefix.prefix_id == sequence_id)))
         return pieces
 
-    def _prefixes(self, names: PySequence[int]) -> Iterator[Prefix]:
+    def _prefixes(self, names: Sequence[int]) -> Iterator[Prefix]:
         found = (worker.prefixes.get(name) for name in names for worker in self._workers)
         return (prefix for prefix in found if prefix)
 
@@ -122,7 +121,7 @@ class Adopted(Source):
     def _adopt_on(
         self,
         index: int,
-        several: PySequence[HeldSequence],
+        several: Sequence[HeldSequence],
         kept: Mapping[int, KnownTokens],
         wanted: Mapping[int, int],
     ) -> int:

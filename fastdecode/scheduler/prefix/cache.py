@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Mapping, Sequence
 
 from fastdecode.core.held import KnownTokens
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.adopted import Adopted, Held
-from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
-from fastdecode.scheduler.prefix.leaders import Leaders
+from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable_hashes
 from fastdecode.scheduler.prefix.parked import Parked
 from fastdecode.scheduler.prefix.retained import Retained
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
 from fastdecode.scheduler.prefix.states import StateIndex, States
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
+
+
+class Leaders:
+    """Sequences that compute prefixes right now, found by block hashes: others wait for them instead of computing these
+    as well."""
+
+    def __init__(self, workers: Workers, index: PrefixIndex, kept: Keeper) -> None:
+        self._workers, self._index, self._kept = workers, index, kept
+        self._computing: dict[bytes, TokenSequence] = {}
+
+    def __len__(self) -> int:
+        """Return how many blocks are being computed that others may wait for."""
+        return len(self._computing)
+
+    def begin(self, sequence: TokenSequence, num_blocks: int) -> None:
+        """``sequence`` computes its prompt after the first ``num_blocks`` blocks, unless others compute it already."""
+        for block_hash in sequence.block_hashes[num_blocks:]:
+            self._computing.setdefault(block_hash, sequence)
+
+    def stop(self, sequence: TokenSequence) -> None:
+        """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
+        for block_hash in sequence.block_hashes:
+            if self._computing.get(block_hash) is sequence:
+                del self._computing[block_hash]
+
+    def leader_of(self, sequence: TokenSequence) -> TokenSequence | None:
+        """Return a sequence that computes a longer beginning of ``sequence`` than any that is cached."""
+        usable = usable_hashes(sequence, self._workers.block_size)
+        for depth in range(len(usable), 0, -1):
+            leader = self._computing.get(usable[depth - 1])
+            if leader and self._kept.is_worth(sequence, depth) and self._kept.will_keep(leader, depth):
+                return leader if depth > self._index.num_cached(sequence, usable, self._kept) else None
+        return None
 
 
 class PrefixCache:
@@ -37,7 +68,7 @@ class PrefixCache:
         self.adopted = Adopted(workers, self._index, self.ids, self._segment_tokens, self.enabled)
         self.parked = Parked(workers, self._index, self.ids, self.kept)
         self.leaders = Leaders(workers, self._index, self.kept)
-        self.sources: PySequence[Source] = (self.adopted, self.kept, self.parked)
+        self.sources: Sequence[Source] = (self.adopted, self.kept, self.parked)
 
     def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
         """Return who keeps what is computed: blocks alone, or states where the layers have some."""
@@ -57,14 +88,14 @@ class PrefixCache:
         """True while a sequence computes blocks that others may wait for."""
         return len(self.leaders) > 0
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: TokenSequence) -> None:
         """Hash what ``sequence`` is about to compute."""
         if self.enabled:
             tokens = sequence.tokens(0, sequence.num_prefill)
             extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
         self.kept.arrive(sequence)
 
-    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return for each R-worker with a beginning worth taking the longest, by its index."""
         return next((found for source in self.sources if (found := source.hits(sequence))), {})
 
@@ -79,7 +110,7 @@ class PrefixCache:
         """
         return (hit, None) if hit and self.kept.copies_all else (hit,)
 
-    def begin(self, sequence: Sequence, hit: Hit | None) -> None:
+    def begin(self, sequence: TokenSequence, hit: Hit | None) -> None:
         """Count that ``sequence`` begins, from ``hit`` if it has one, and computes the rest."""
         if hit is None:
             self.close(sequence)
@@ -89,7 +120,7 @@ class PrefixCache:
             self.num_hit_tokens += sequence.num_hit_tokens
         self.leaders.begin(sequence, hit.num_blocks if hit else 0)
 
-    def name(self, sequence: Sequence, segments: PySequence[Segment], hit: Hit | None) -> None:
+    def name(self, sequence: TokenSequence, segments: Sequence[Segment], hit: Hit | None) -> None:
         """Name ``segments``, with which ``sequence`` begins from ``hit``; those that go on in place keep their name."""
         ids = [self.kept.name(sequence, hit)] if len(segments) == 1 else []
         if not ids and hit and hit.is_own:
@@ -99,12 +130,12 @@ class PrefixCache:
         for segment, cache_id in zip(segments, ids, strict=True):
             segment.cache_id = cache_id
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: TokenSequence) -> None:
         """Give up what is kept for ``sequence`` alone, which has begun."""
         for source in self.sources:
             source.close(sequence)
 
-    def leave(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: TokenSequence) -> bool:
         """Keep what ``sequence``, which gives up its cache, leaves; True where that is its cache as it is."""
         return any(source.leave(sequence) for source in self.sources)
 

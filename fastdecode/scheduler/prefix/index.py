@@ -9,7 +9,7 @@ from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
 from fastdecode.scheduler.prefix.source import Hit, Source
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 class PrefixIndex:
@@ -24,7 +24,7 @@ class PrefixIndex:
         self._workers, self._segment_tokens = workers, segment_tokens
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
-    def longest(self, sequence: Sequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
+    def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
         """Return for each R-worker the longest beginning of ``sequence`` within blocks of these hashes, as hits of
         ``source``."""
         found: dict[int, Hit] = {}
@@ -37,7 +37,7 @@ class PrefixIndex:
                     found[prefix.worker] = Hit(depth, prefix, depth * self._workers.block_size, source)
         return found
 
-    def num_cached(self, sequence: Sequence, block_hashes: list[bytes], source: Source) -> int:
+    def num_cached(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> int:
         """Return how many of these blocks of ``sequence`` are cached, on the R-worker that has most of them."""
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
@@ -55,7 +55,7 @@ class PrefixIndex:
         others = (each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker)
         return next((hit._replace(prefix=each) for each in others), None)
 
-    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
         """Return what ``hit`` has of each segment of ``sequence``: whole ones, and of the last what it has."""
         whole = self._segment_tokens // self._workers.block_size
         ends = range(whole, hit.num_blocks, whole)
@@ -160,6 +160,6 @@ def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: i
         block_hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
 
 
-def usable_hashes(sequence: Sequence, block_size: int) -> list[bytes]:
+def usable_hashes(sequence: TokenSequence, block_size: int) -> list[bytes]:
     """Return the hashes of the blocks that ``sequence`` can begin with: one token at least is always computed."""
     return sequence.block_hashes[: (sequence.num_prefill - 1) // block_size]

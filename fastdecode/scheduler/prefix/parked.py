@@ -12,7 +12,7 @@ from fastdecode.scheduler.places.place import Block
 from fastdecode.scheduler.places.workers import Prefix, Workers
 from fastdecode.scheduler.prefix.index import PrefixIndex, usable_hashes
 from fastdecode.scheduler.prefix.source import Keeper, Source
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 LEAST_FREE = 10
 """Prefixes are parked before their time where less than one block in so many is free: they may be evicted soon."""
@@ -110,7 +110,7 @@ class Parked(Source):
         """Set the time at which prefixes are used from here on."""
         self._index.now_seconds = now_seconds
 
-    def wanted(self, sequence: Sequence) -> Beginning | None:
+    def wanted(self, sequence: TokenSequence) -> Beginning | None:
         """Return what ``sequence``, which waits, would begin from if it was there: longer than what is, and worth
         it."""
         if not len(self.chains):
@@ -123,7 +123,7 @@ class Parked(Source):
         found = found._replace(num_blocks=found.num_blocks + cached)
         return found if self._kept.is_worth(sequence, found.num_blocks) else None
 
-    def begin(self, sequence: Sequence, beginning: Beginning) -> Waking | None:
+    def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
         """Take blocks for ``beginning``, of ``sequence``; None where there are none, or not for the sequence too."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
         if needed > worker.available or not self._index.make_room(beginning.worker, beginning.num_blocks):
@@ -132,7 +132,7 @@ class Parked(Source):
         hashes = sequence.block_hashes[: beginning.num_blocks]
         return Waking(beginning, self._ids.new(), hashes)
 
-    def woken(self, waking: Waking, sequence: Sequence) -> None:
+    def woken(self, waking: Waking, sequence: TokenSequence) -> None:
         """Retain ``waking``, which is there now, as used just now; ``sequence``, which waited for it, starts there."""
         worker, count = waking.beginning.worker, waking.beginning.num_blocks
         sequence.woken_on = worker

@@ -7,7 +7,7 @@ from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
 from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable_hashes
 from fastdecode.scheduler.prefix.source import Hit, Keeper
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Retained(Keeper):
@@ -19,7 +19,7 @@ class Retained(Keeper):
         self.enabled = enabled
         self._workers, self._index, self._ids, self._names = workers, index, ids, names
 
-    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return beginnings at least as long as what remains, whose attention then runs on the R-worker.
 
         At least one token is always computed, since its logits are sampled.
@@ -27,7 +27,7 @@ class Retained(Keeper):
         found = self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
         return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}
 
-    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
         return self._index.pieces(sequence, hit)
 
     def twin(self, hit: Hit) -> Hit | None:
@@ -39,31 +39,31 @@ class Retained(Keeper):
     def forget(self, worker: int) -> None:
         self._index.clear(worker)
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: TokenSequence) -> None:
         pass
 
-    def name(self, sequence: Sequence, hit: Hit | None) -> int:
+    def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
         return sequence.sequence_id
 
-    def rows_to_stop(self, sequence: Sequence, most: int) -> int:
+    def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
         return most
 
-    def will_keep(self, leader: Sequence, num_blocks: int) -> bool:
+    def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
         return True
 
-    def is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+    def is_worth(self, sequence: TokenSequence, num_blocks: int) -> bool:
         return 2 * num_blocks * self._workers.block_size >= sequence.num_prefill
 
-    def leave(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: TokenSequence) -> bool:
         self._retain(sequence)
         return False
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: TokenSequence) -> None:
         """Keep the prompt of ``sequence`` once all of it is cached."""
         if not sequence.in_prompt:
             self._retain(sequence)
 
-    def _retain(self, sequence: Sequence) -> None:
+    def _retain(self, sequence: TokenSequence) -> None:
         """Keep the full blocks of a running sequence, in place of what was kept of it before."""
         num_full = sequence.num_cached // self._workers.block_size
         if not self.enabled or num_full == 0:
@@ -75,7 +75,7 @@ class Retained(Keeper):
             for copy in segment.copies:
                 self._retain_copy(sequence, segment, copy, origin)
 
-    def _retain_copy(self, sequence: Sequence, segment: Segment, copy: Copy, origin: int) -> None:
+    def _retain_copy(self, sequence: TokenSequence, segment: Segment, copy: Copy, origin: int) -> None:
         """Keep the full blocks of one copy of a segment."""
         first, count = segment.start // self._workers.block_size, segment.num_tokens // self._workers.block_size
         worker, hashes = self._workers[copy.worker], sequence.block_hashes[first : first + count]

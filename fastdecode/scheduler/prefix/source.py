@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Hit(NamedTuple):
@@ -32,11 +32,11 @@ class Source(Protocol):
 
     is_own: bool = False
 
-    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return for each R-worker the longest beginning of ``sequence`` that is worth taking, by its index."""
         return {}
 
-    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
         """Return what ``hit`` has of each segment of ``sequence``, in order."""
         return [hit]
 
@@ -48,11 +48,11 @@ class Source(Protocol):
         """Have ``copy`` of ``segment`` begin with what ``hit`` has on the same R-worker."""
         raise ValueError("this source has nothing to take")
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: TokenSequence) -> None:
         """Give up what is kept for ``sequence`` alone: it has begun, with that or without."""
         return
 
-    def leave(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: TokenSequence) -> bool:
         """Keep what ``sequence``, which gives up its cache, leaves to others.
 
         Returns:
@@ -73,20 +73,20 @@ class Keeper(Source, Protocol):
 
     copies_all: bool
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: TokenSequence) -> None:
         """Note what ``sequence`` is about to compute."""
 
-    def name(self, sequence: Sequence, hit: Hit | None) -> int:
+    def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
         """Return the cache id of the only segment of ``sequence``, which begins from ``hit``; it may be a new one."""
 
-    def rows_to_stop(self, sequence: Sequence, most: int) -> int:
+    def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
         """Return how many rows of its prompt, at most ``most``, ``sequence`` computes before something is kept."""
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: TokenSequence) -> None:
         """Keep what others can begin from: more of the prompt of ``sequence`` is cached, or all of it."""
 
-    def will_keep(self, leader: Sequence, num_blocks: int) -> bool:
+    def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
         """Return whether others can begin from the first ``num_blocks`` blocks that ``leader`` computes."""
 
-    def is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+    def is_worth(self, sequence: TokenSequence, num_blocks: int) -> bool:
         """Return whether ``sequence`` is better off with ``num_blocks`` cached blocks than with none."""

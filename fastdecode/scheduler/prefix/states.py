@@ -15,7 +15,7 @@ from fastdecode.scheduler.places.place import Block, Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
 from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable_hashes
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 STATES_SHARE = 4
 """Blocks of tokens between two checkpoints for each block of a state."""
@@ -27,7 +27,7 @@ MOST_SEEN = 1 << 16
 class StateIndex(PrefixIndex):
     """Prefixes that are found by their end alone."""
 
-    def longest(self, sequence: Sequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
+    def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
         """Return for each R-worker the longest beginning of ``sequence``, without its last token, that has a state."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
@@ -99,10 +99,10 @@ class States(Keeper):
             self._interval *= 2
         self._seen: dict[bytes, bool] = {}
 
-    def hits(self, sequence: Sequence) -> dict[int, Hit]:
+    def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         return self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
 
-    def pieces(self, sequence: Sequence, hit: Hit) -> list[Hit]:
+    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
         return self._index.pieces(sequence, hit)
 
     def twin(self, hit: Hit) -> Hit | None:
@@ -114,7 +114,7 @@ class States(Keeper):
     def forget(self, worker: int) -> None:
         self._index.clear(worker)
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: TokenSequence) -> None:
         """Note where ``sequence`` parts from what was seen: a checkpoint."""
         usable, before = usable_hashes(sequence, self._workers.block_size), self._seen
         shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
@@ -123,14 +123,14 @@ class States(Keeper):
         while len(before) > MOST_SEEN:
             del before[next(iter(before))]
 
-    def name(self, sequence: Sequence, hit: Hit | None) -> int:
+    def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
         """Return the name under which it is kept, where it goes on in place, and a new one for what was preempted: what
         it left may be there under the old one."""
         if hit and hit.is_own:
             return hit.prefix.prefix_id
         return self._ids.new() if sequence.was_preempted else sequence.sequence_id
 
-    def rows_to_stop(self, sequence: Sequence, most: int) -> int:
+    def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
         """Return the rows up to the next checkpoint of the prompt of ``sequence``."""
         cached, size = sequence.num_cached, self._workers.block_size
         for depth in range(cached // size + 1, (cached + most) // size + 1):
@@ -138,7 +138,7 @@ class States(Keeper):
                 return depth * size - cached
         return most
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: TokenSequence) -> None:
         """Keep a copy of the state of ``sequence`` if it stopped for that and no sequence needs the room."""
         num_blocks, rest = divmod(sequence.num_cached, self._workers.block_size)
         if rest or not self._is_checkpoint(sequence, num_blocks):
@@ -156,7 +156,7 @@ class States(Keeper):
                 worker.drop(prefix.own)
                 copy.prefix_id = prefix.prefix_id
 
-    def leave(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: TokenSequence) -> bool:
         """Keep all that is cached of ``sequence``, which gives it up, under the name it has on its R-workers."""
         num_blocks = sequence.num_cached // self._workers.block_size
         if not self._most_kept or not num_blocks or sequence.has_several:
@@ -198,16 +198,16 @@ class States(Keeper):
         self._index.touch(prefix)
         return prefix
 
-    def _is_checkpoint(self, sequence: Sequence, num_blocks: int) -> bool:
+    def _is_checkpoint(self, sequence: TokenSequence, num_blocks: int) -> bool:
         last = (sequence.num_prefill - 1) // self._workers.block_size
         if not self._most_kept or not 0 < num_blocks <= last:
             return False
         wanted = self._seen.get(sequence.block_hashes[num_blocks - 1], False)
         return wanted or num_blocks == last or num_blocks % self._interval == 0
 
-    def is_worth(self, sequence: Sequence, num_blocks: int) -> bool:
+    def is_worth(self, sequence: TokenSequence, num_blocks: int) -> bool:
         return True
 
-    def will_keep(self, leader: Sequence, num_blocks: int) -> bool:
+    def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
         ahead = leader.num_cached < num_blocks * self._workers.block_size
         return ahead and self._is_checkpoint(leader, num_blocks)

@@ -1,1 +1,1 @@
-"""Where keys and values lie: the only writer of blocks, counters and controls of the R-workers."""
+"""The store of places, and the only writer of blocks, counters and controls: other rooms call its methods."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as PySequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 
 
@@ -13,9 +13,9 @@ class Damage(NamedTuple):
     """What a loss leaves: sequences that hold nothing any more; those of several segments of which some are to be
     computed again; and those for which an R-worker has no block to go on with what is left."""
 
-    whole: list[Sequence]
-    broken: list[Sequence]
-    starved: list[Sequence]
+    whole: list[TokenSequence]
+    broken: list[TokenSequence]
+    starved: list[TokenSequence]
 
 
 class Losses:
@@ -25,7 +25,7 @@ class Losses:
         self._store = store
         self._residents = store.residents
 
-    def spoilt(self, workers: PySequence[int]) -> list[int]:
+    def spoilt(self, workers: Sequence[int]) -> list[int]:
         """The sequences that lost something with R-workers ``workers``: tokens that they alone had, or their last ones,
         which attended there."""
         attended = {each for worker in workers for each in self._attended_on(worker)}
@@ -37,20 +37,20 @@ class Losses:
         has another copy of all and attended nothing there. A prompt of which others store all goes on with these."""
         attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
-        starved: list[Sequence] = []
-        stuck: list[Sequence] = []
+        starved: list[TokenSequence] = []
+        stuck: list[TokenSequence] = []
         for transfer in [each for each in store.transfers if each.target == worker]:
             store.transfers.drop(transfer)
         for sequence in [each for each in here if len(each.holders) > 1]:
             store.give_up(sequence, sequence.tail, worker)
             if sequence.sequence_id not in attended:
                 continue
-            if not store.goes_back(sequence.tail, attended[sequence.sequence_id]):
+            if not store.make_room_to_rewind(sequence.tail, attended[sequence.sequence_id]):
                 stuck.append(sequence)
             elif not self._repeat(sequence, attended[sequence.sequence_id]):
                 starved.append(sequence)
         here = self._residents.on(worker)
-        broken: list[Sequence] = []
+        broken: list[TokenSequence] = []
         whole = [each for each in here if not each.has_several or (each.job_id and _loses_some(each, {worker}))]
         for sequence in [each for each in here if each not in whole]:
             loses_some = _loses_some(sequence, {worker})
@@ -77,7 +77,7 @@ class Losses:
             found |= dict(zip(chunks["sequence_id"].tolist(), chunks["context_len"].tolist(), strict=True))
         return found
 
-    def _repeat(self, sequence: Sequence, num_sound: int) -> bool:
+    def _repeat(self, sequence: TokenSequence, num_sound: int) -> bool:
         """What is cached of ``sequence``, of one segment, beyond ``num_sound`` tokens is computed again; False where
         there is no room for that."""
         tail, num_blocks = sequence.tail, sequence.tail.num_blocks
@@ -87,7 +87,7 @@ class Losses:
             num_blocks = min(num_blocks, self._store.workers.blocks_for(num_sound + 1))
         return self._store.cut(tail, num_sound, num_blocks)
 
-    def _break(self, sequence: Sequence, worker: int, num_sound: int) -> bool:
+    def _break(self, sequence: TokenSequence, worker: int, num_sound: int) -> bool:
         """``sequence``, of several segments, is a prompt now, whose first tokens to compute are those of the first
         segment that is not whole; what it has elsewhere stays. False where there is no room for it."""
         has_room = True
@@ -106,10 +106,10 @@ class Losses:
             elif segment.home < 0:
                 segment.num_blocks = most
         whole = [each.num_tokens == self._store.table.segment_tokens for each in sequence.segments]
-        self._store.set_tail(sequence, [*whole[:-1], False].index(False))
+        self._store.tails.set_tail(sequence, [*whole[:-1], False].index(False))
         return has_room
 
 
-def _loses_some(sequence: Sequence, workers: set[int]) -> bool:
+def _loses_some(sequence: TokenSequence, workers: set[int]) -> bool:
     """Whether R-workers ``workers`` alone hold some segment of ``sequence``."""
     return any(segment.home >= 0 and set(segment.workers) <= workers for segment in sequence.segments)

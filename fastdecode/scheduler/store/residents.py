@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fastdecode.core.step import Chunk
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.table import SequenceTable
 
 MOST_PARTIAL_RESULTS = 2048
@@ -21,8 +21,8 @@ class Residents:
     def __init__(self, table: SequenceTable, scratch_tokens: int) -> None:
         self.table = table
         self.scratch_free = scratch_tokens
-        self.prompts: dict[int, Sequence] = {}
-        self.decoding: dict[int, Sequence] = {}
+        self.prompts: dict[int, TokenSequence] = {}
+        self.decoding: dict[int, TokenSequence] = {}
         self.left_scratch: list[int] = []
         self._unborn = 0
 
@@ -30,22 +30,22 @@ class Residents:
         """Sequences that hold a cache, and siblings that will as soon as their prompt is computed."""
         return len(self.prompts) + len(self.decoding) + self._unborn
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: TokenSequence) -> bool:
         """True when ``sequence`` holds a cache."""
         return sequence.sequence_id in self.prompts or sequence.sequence_id in self.decoding
 
     @property
-    def all(self) -> list[Sequence]:
+    def all(self) -> list[TokenSequence]:
         """The sequences that hold a cache."""
         return [*self.prompts.values(), *self.decoding.values()]
 
     @property
     def num_twice(self) -> int:
         """Sequences that hold their cache twice; of several segments those all of which have two copies."""
-        tails = int(np.count_nonzero(self.table.seconds >= 0))
+        tails = int(np.count_nonzero(self.table.second_workers >= 0))
         return tails - sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
 
-    def on(self, worker: int) -> list[Sequence]:
+    def on(self, worker: int) -> list[TokenSequence]:
         """The sequences of which R-worker ``worker`` has something, oldest first."""
         return sorted(self.table.on(worker), key=lambda sequence: sequence.sequence_id)
 
@@ -57,7 +57,7 @@ class Residents:
                 loads[each.home] += min(self.table.segment_tokens, prompt.num_prefill - each.start)
         return loads
 
-    def next_rows(self, sequence: Sequence, most: int) -> Chunk:
+    def next_rows(self, sequence: TokenSequence, most: int) -> Chunk:
         """The next tokens of ``sequence``'s prompt, at most ``most`` and none beyond its tail, attended by the homes of
         its segments."""
         tail, start, closed = sequence.tail, sequence.num_cached, []
@@ -81,7 +81,7 @@ class Residents:
             copy=next(iter(tail.workers[1:]), -1),
         )
 
-    def enter(self, sequence: Sequence, may_use_scratch: bool) -> None:
+    def enter(self, sequence: TokenSequence, may_use_scratch: bool) -> None:
         """``sequence`` begins its prompt, over the scratch where it may and that has room."""
         self.prompts[sequence.sequence_id] = sequence
         self._unborn += len(sequence.siblings)
@@ -89,31 +89,31 @@ class Residents:
         if sequence.uses_scratch:
             self.scratch_free -= sequence.num_prefill
 
-    def decode(self, sequence: Sequence) -> None:
+    def decode(self, sequence: TokenSequence) -> None:
         """``sequence`` decodes from here on."""
         if self.prompts.pop(sequence.sequence_id, None):
             self.leave_scratch(sequence)
         self.decoding[sequence.sequence_id] = sequence
         self.table.decode(sequence)
 
-    def fork(self, parent: Sequence) -> None:
+    def fork(self, parent: TokenSequence) -> None:
         """The siblings of ``parent``, which have rows, decode from here on."""
         self._unborn -= len(parent.siblings)
         for sibling in parent.siblings:
             self.decode(sibling)
 
-    def compute_again(self, sequence: Sequence) -> None:
+    def compute_again(self, sequence: TokenSequence) -> None:
         """``sequence``, whatever it did, is a prompt from here on, and uses no scratch."""
         if self.decoding.pop(sequence.sequence_id, None):
             self.table.stop(sequence)
         self._give_up_scratch(sequence)
         self.prompts[sequence.sequence_id] = sequence
 
-    def forget_unused(self, sequence: Sequence) -> None:
+    def forget_unused(self, sequence: TokenSequence) -> None:
         """Tokens of ``sequence`` that are cached, but not its own: drafts accepted beyond its end."""
         self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
-    def leave(self, sequence: Sequence) -> bool:
+    def leave(self, sequence: TokenSequence) -> bool:
         """``sequence`` runs no more; True where its prompt was being computed."""
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
@@ -122,12 +122,12 @@ class Residents:
         del self.decoding[sequence.sequence_id]
         return False
 
-    def _give_up_scratch(self, sequence: Sequence) -> None:
+    def _give_up_scratch(self, sequence: TokenSequence) -> None:
         if sequence.uses_scratch:
             self.left_scratch.append(sequence.sequence_id)
         self.leave_scratch(sequence)
 
-    def leave_scratch(self, sequence: Sequence) -> None:
+    def leave_scratch(self, sequence: TokenSequence) -> None:
         """Free what ``sequence`` holds of the scratch."""
         if sequence.uses_scratch:
             sequence.uses_scratch = False

@@ -2,40 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.step import CHUNK, NO_READS, READ, MiniBatch
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
+
+KEPT = 0.9
+"""The part of earlier counts that counts after another verification: the last ten or so say how likely a sequence's
+drafts are accepted."""
+
+
+class DraftColumns:
+    """``tokens``: int64 [most_rows, most_drafts], of which the first ``counts`` of each row are proposed for the next
+    step. ``tried`` and ``kept``: float64 [most_rows], how many were tested and accepted, the last ones counting most.
+    """
+
+    def __init__(self, most_rows: int, most_drafts: int) -> None:
+        self.tokens, self.counts = np.zeros((most_rows, most_drafts), np.int64), np.zeros(most_rows, np.int64)
+        self.tried, self.kept = np.zeros((2, most_rows))
+
+    def open(self, row: int) -> None:
+        """Begin ``row`` for another sequence."""
+        self.counts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
+
+    def propose(self, row: int, token_ids: Sequence[int]) -> None:
+        """Have the next step verify ``token_ids`` of ``row``."""
+        self.tokens[row, : len(token_ids)] = token_ids
+        self.counts[row] = len(token_ids)
+
+    def forget(self, row: int) -> None:
+        """Have the next step verify nothing of ``row``."""
+        self.counts[row] = 0
+
+    def cut(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """Keep only the first ``counts`` draft tokens of each of ``rows``."""
+        self.counts[rows] = counts
+
+    def verify(self, row: int, num_tested: int, num_accepted: int) -> None:
+        """Count a verification of ``row``: drafts after the first that was rejected were not tested."""
+        self.tried[row] = KEPT * self.tried[row] + min(num_accepted + 1, num_tested)
+        self.kept[row] = KEPT * self.kept[row] + num_accepted
 
 
 class SequenceTable:
     """Progress and places of the tails of sequences that hold a cache, a row each.
 
-    ``chunks``: CHUNK [most rows], the next decode of each; ``homes``, ``seconds``, ``num_cached``, ``bases`` and
+    ``chunks``: CHUNK [most rows], the next decode of each; ``homes``, ``second_workers``, ``num_cached``, ``bases`` and
     ``cache_ids`` are columns of it: the R-workers of the tail's first and second copy, -1 where there is none.
     ``on_second``: bool [most rows], whether the second copy's R-worker attends in the next step. Segments end at
     multiples of ``segment_tokens``. ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most
     rows]; a sequence writes its last token there itself, since looking it up in thousands of lists takes longer than
     all the rest. ``sequences``: the sequence of each row. ``rows``: int64 [n], those that decode, as of the last
-    :meth:`refresh` ordered by R-worker and longest context first. ``drafts``: int64 [most_rows, most_drafts], draft
-    tokens of each, of which ``num_drafts`` count. ``tried`` and ``kept``: float64, how many were tested and accepted,
-    the last ones counting most.
+    :meth:`refresh` ordered by R-worker and longest context first. ``drafts``: draft tokens of each row.
     """
 
     def __init__(self, most_rows: int, most_drafts: int = 0, segment_tokens: int = UNLIMITED) -> None:
         self.segment_tokens = segment_tokens
         self.chunks = np.zeros(most_rows, CHUNK)
-        self.homes, self.seconds = self.chunks["worker"], self.chunks["copy"]
+        self.homes, self.second_workers = self.chunks["worker"], self.chunks["copy"]
         self.num_cached, self.bases = self.chunks["context_len"], self.chunks["base"]
         self.cache_ids = self.chunks["cache_id"]
-        self.homes[:], self.seconds[:], self.on_second = -1, -1, np.zeros(most_rows, bool)
+        self.homes[:], self.second_workers[:], self.on_second = -1, -1, np.zeros(most_rows, bool)
         for name in ("attends", "samples", "last_of_prompt", "is_decode", "num_rows"):
             self.chunks[name] = 1
         self.prompt_lens, self.max_tokens, self.num_blocks, self.last_tokens = np.zeros((4, most_rows), np.int64)
-        self.drafts, self.num_drafts = np.zeros((most_rows, most_drafts), np.int64), np.zeros(most_rows, np.int64)
-        self.tried, self.kept = np.zeros((2, most_rows))
-        self.sequences: list[Sequence | None] = [None] * most_rows
+        self.drafts = DraftColumns(most_rows, most_drafts)
+        self.sequences: list[TokenSequence | None] = [None] * most_rows
         self.rows = np.zeros(0, np.int64)
         self._free = list(range(most_rows))
         self._added: dict[int, None] = {}
@@ -43,17 +78,17 @@ class SequenceTable:
         self._several: dict[int, None] = {}
         self._reads: dict[int, np.ndarray] = {}
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: TokenSequence) -> None:
         """``sequence``, which has segments, has a row from now on."""
         row = self._free.pop()
         self.chunks["sequence_id"][row], self.on_second[row] = sequence.sequence_id, False
         self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
-        self.num_drafts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
+        self.drafts.open(row)
         self.last_tokens[row] = sequence.output_token_ids[-1] if len(sequence.output_token_ids) else 0
         self.sequences[row], sequence.table, sequence.row = sequence, self, row
         self.put(sequence)
 
-    def put(self, sequence: Sequence) -> None:
+    def put(self, sequence: TokenSequence) -> None:
         """The tail of ``sequence`` is another one, or segments have other copies, from now on."""
         row, tail = sequence.row, sequence.tail
         num_cached = tail.start + tail.num_tokens
@@ -61,7 +96,7 @@ class SequenceTable:
             segment.release()
         self.bases[row], self.cache_ids[row], self.num_cached[row] = tail.start, tail.cache_id, num_cached
         tail.bind(self, row)
-        self.homes[row], self.seconds[row], *_ = (*tail.workers, -1, -1)
+        self.homes[row], self.second_workers[row], *_ = (*tail.workers, -1, -1)
         self.on_second[row] &= tail.twice
         self._several.pop(row, None)
         self._reads.pop(row, None)
@@ -70,23 +105,23 @@ class SequenceTable:
         if closed := sequence.closed:
             self._reads[row] = np.array([(0, each.home, each.cache_id, each.start) for each in closed], READ)
 
-    def decode(self, sequence: Sequence) -> None:
+    def decode(self, sequence: TokenSequence) -> None:
         """``sequence`` decodes from the next refresh on."""
         self._added[sequence.row] = None
 
-    def stop(self, sequence: Sequence) -> None:
+    def stop(self, sequence: TokenSequence) -> None:
         """``sequence`` decodes no more from the next refresh on."""
         if self._added.pop(sequence.row, self) is self:
             self._stopped[sequence.row] = True
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: TokenSequence) -> None:
         """``sequence`` holds nothing any more."""
         row = sequence.row
         self.stop(sequence)
         self._several.pop(row, None)
         self._reads.pop(row, None)
         self._free.append(row)
-        self.homes[row], self.seconds[row], self.sequences[row] = -1, -1, None
+        self.homes[row], self.second_workers[row], self.sequences[row] = -1, -1, None
         sequence.segments, sequence.num_closed, sequence.table, sequence.row = [], 0, None, -1
 
     def refresh(self) -> None:
@@ -104,43 +139,43 @@ class SequenceTable:
         if (key[1:] < key[:-1]).any():
             self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted: linear
 
-    def sequence(self, row: int) -> Sequence:
+    def sequence(self, row: int) -> TokenSequence:
         """The sequence of one row in use."""
         found = self.sequences[row]
         if found is None:
             raise KeyError(f"row {row} is not in use")
         return found
 
-    def several(self) -> list[Sequence]:
+    def several(self) -> list[TokenSequence]:
         """Sequences of several segments."""
         return [self.sequence(row) for row in self._several]
 
-    def on(self, worker: int) -> list[Sequence]:
+    def on(self, worker: int) -> list[TokenSequence]:
         """Sequences of which R-worker ``worker`` has something, in no order."""
-        rows = np.flatnonzero((self.homes == worker) | (self.seconds == worker)).tolist()
+        rows = np.flatnonzero((self.homes == worker) | (self.second_workers == worker)).tolist()
         more = [row for row in self._several if self.sequence(row).is_on(worker)]
         return [self.sequence(row) for row in dict.fromkeys([*rows, *more])]
 
     def attending(self, rows: np.ndarray) -> np.ndarray:
         """The R-workers that attend the tails of ``rows``; int64 [n]."""
-        return np.where(self.on_second[rows], self.seconds[rows], self.homes[rows])
+        return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
         """``counts`` of each of ``rows`` summed over the R-workers of their tails; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
-        copied = rows[self.seconds[rows] >= 0]
+        copied = rows[self.second_workers[rows] >= 0]
         if len(copied):
-            held += np.bincount(self.seconds[copied], weights[self.seconds[rows] >= 0], num_workers)
+            held += np.bincount(self.second_workers[copied], weights[self.second_workers[rows] >= 0], num_workers)
         return held.astype(np.int64)
 
     def num_outputs(self, rows: np.ndarray) -> np.ndarray:
         """Output tokens that decoding sequences have: all but the last are cached; int64 [n]."""
         return self.num_cached[rows] - self.prompt_lens[rows] + 1
 
-    def advance(self, rows: np.ndarray) -> None:
-        """The next tokens of ``rows`` are cached."""
-        self.num_cached[rows] += 1
+    def advance(self, rows: np.ndarray | int, num_tokens: int = 1) -> None:
+        """Count the next ``num_tokens`` tokens of ``rows`` as cached."""
+        self.num_cached[rows] += num_tokens
 
     def tail_lens(self, rows: np.ndarray) -> np.ndarray:
         """Cached tokens of the tails of ``rows``; int64 [n]."""
@@ -181,12 +216,15 @@ class SequenceTable:
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
         """The next chunks of ``rows``, with their tokens: the last one, and drafts."""
-        chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.num_drafts[rows]
+        chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.drafts.counts[rows]
         reads, swapped = self.reads(rows), self.on_second[rows]
         if swapped.any():  # in a step `worker` is who attends, `copy` who stores as well
-            chunks["worker"][swapped], chunks["copy"][swapped] = self.seconds[rows[swapped]], self.homes[rows[swapped]]
+            chunks["worker"][swapped], chunks["copy"][swapped] = (
+                self.second_workers[rows[swapped]],
+                self.homes[rows[swapped]],
+            )
         if not num_drafts.any():
             return MiniBatch(chunks, last, reads)
         chunks["num_rows"], chunks["scored"] = 1 + num_drafts, num_drafts > 0
-        tokens = np.column_stack([last, self.drafts[rows]])
+        tokens = np.column_stack([last, self.drafts.tokens[rows]])
         return MiniBatch(chunks, tokens[np.arange(tokens.shape[1]) <= num_drafts[:, None]], reads)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from fastdecode.cycle import RunningCycle
 from fastdecode.perfmodel.lab.simulate.simulated_drafts import SimulatedDrafter
 from fastdecode.perfmodel.lab.simulate.tokens import Clock, SimulatedOutput, TokenTimes
 from fastdecode.perfmodel.lab.simulate.workload import SimulatedRequest
-from fastdecode.scheduler import Scheduler, Sequence
+from fastdecode.scheduler import Scheduler, TokenSequence
 
 
 class SimulatedRequests:
@@ -27,18 +26,18 @@ class SimulatedRequests:
         self.num_finished = self.num_given_up = 0
         self._clock, self._drafter = clock, drafter
         self._requests: list[SimulatedRequest] = []
-        self._sequences: list[Sequence] = []
+        self._sequences: list[TokenSequence] = []
         self._tokens = TokenTimes()
 
     def __len__(self) -> int:
         """How many have arrived."""
         return len(self._requests)
 
-    def __getitem__(self, sequence_id: int) -> Sequence:
+    def __getitem__(self, sequence_id: int) -> TokenSequence:
         """The sequence of a request."""
         return self._sequences[sequence_id]
 
-    def expect(self, requests: PySequence[SimulatedRequest]) -> None:
+    def expect(self, requests: Sequence[SimulatedRequest]) -> None:
         """These will arrive, in this order."""
         self._tokens.expect([request.output_len for request in requests])
 
@@ -47,7 +46,7 @@ class SimulatedRequests:
         sequence_id = len(self._requests)
         most = request.max_tokens or request.output_len
         output: Any = SimulatedOutput(self._tokens, sequence_id)  # what the scheduler reads of a list, and no more
-        sequence = Sequence(sequence_id, request.prompt_token_ids, most, output_token_ids=output)
+        sequence = TokenSequence(sequence_id, request.prompt_token_ids, most, output_token_ids=output)
         sequence.may_stop = most > request.output_len
         scheduler.add(sequence)
         self._requests.append(request)
@@ -95,6 +94,6 @@ class SimulatedRequests:
             self.num_finished += 1
         return self._tokens.total - before
 
-    def give_up(self, cycle: RunningCycle, sequence: Sequence) -> None:
+    def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
         """Count a request that ends without its tokens."""
         self.num_given_up += 1

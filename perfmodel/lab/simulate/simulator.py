@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as PySequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,7 +142,7 @@ class Slo:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0 seconds and finite, not {getattr(self, name)!r}")
 
-    def is_met(self, requests: PySequence[SimulatedRequest]) -> bool:
+    def is_met(self, requests: Sequence[SimulatedRequest]) -> bool:
         """Over all of ``requests``; one that has not ended, or never started, does not meet it."""
         if not all(request.finished for request in requests):
             return False
@@ -152,7 +151,7 @@ class Slo:
         slow = np.percentile(gaps, 99) > self.tbt_p99_seconds if len(gaps) else False
         return bool(delay <= self.delay_p50_seconds and not slow)
 
-    def is_lost(self, requests: PySequence[SimulatedRequest], now_seconds: float) -> bool:
+    def is_lost(self, requests: Sequence[SimulatedRequest], now_seconds: float) -> bool:
         """True as soon as so many have waited so long that the median delay cannot be met any more."""
         limit = self.delay_p50_seconds
         late = sum(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ class TokenTimes:
         self._next = np.zeros(0, np.int64)
         self.total = 0
 
-    def expect(self, output_lens: PySequence[int]) -> None:
+    def expect(self, output_lens: Sequence[int]) -> None:
         """More requests, numbered on, with so many tokens each."""
         ends = len(self._seconds) + np.cumsum(output_lens, dtype=np.int64)
         starts = ends - np.array(output_lens, np.int64)
@@ -81,7 +80,7 @@ class TokenTimes:
         return self._seconds[self._starts[request_id] : self._next[request_id]]
 
 
-class SimulatedOutput(PySequence[int]):
+class SimulatedOutput(Sequence[int]):
     """The output of a simulated sequence, as the scheduler reads it: as many zeros as tokens were counted.
 
     A run of thousands of sequences would otherwise append to as many lists in every step.

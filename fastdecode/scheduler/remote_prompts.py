@@ -9,7 +9,7 @@ from dataclasses import replace
 from fastdecode.core.protocols import PrefillPolicy
 from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill, StoredAt
 from fastdecode.core.step import ScheduledStep
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 
 
@@ -23,22 +23,27 @@ class RemotePrompts:
         self.policy = policy
         self._store, self._residents = store, store.residents
         self._job_ids = itertools.count(1)
-        self._under_way: dict[int, Sequence] = {}
+        self._under_way: dict[int, TokenSequence] = {}
         self._places: dict[int, tuple[StoredAt, ...]] = {}
         self._started: list[RemotePrefill] = []
-        self._arrived: list[tuple[int, Sequence]] = []
+        self._arrived: list[tuple[int, TokenSequence]] = []
         self._now_seconds = 0.0
 
     def __len__(self) -> int:
-        """Prompts that are being computed."""
+        """Return how many prompts are being computed, as far as their jobs were not ended."""
         return len(self._under_way)
 
     def __contains__(self, job_id: int) -> bool:
-        """True while the job's sequence waits for it; jobs of sequences that have left are given up here."""
+        """Return whether the job's sequence waits for it: it was not aborted, preempted, or lost with its R-worker."""
         sequence = self._under_way.get(job_id)
-        if sequence is not None and sequence.job_id != job_id:  # aborted, preempted, or its R-worker was lost
+        return sequence is not None and sequence.job_id == job_id
+
+    def end_if_left(self, job_id: int) -> bool:
+        """End the job ``job_id`` where its sequence waits for it no more; True where that is so."""
+        has_left = job_id not in self
+        if has_left and job_id in self._under_way:
             self._end(job_id, self._now_seconds)
-        return job_id in self._under_way
+        return has_left
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0) -> None:
         """The time of what is decided next, and how many sequences have not begun."""
@@ -54,7 +59,7 @@ class RemotePrompts:
         """None after a prefix that has a state: that is on its R-worker alone."""
         return () if context_len and not self._store.workers.sizes.rewinds else policy.assign(num_tokens, context_len)
 
-    def start(self, sequence: Sequence) -> bool:
+    def start(self, sequence: TokenSequence) -> bool:
         """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
 
         Of one that goes on from a kept prefix, which they read from its R-workers, they compute the rest. What they
@@ -77,7 +82,7 @@ class RemotePrompts:
         self._started.append(RemotePrefill(job_id, sequence.sequence_id, stores, tokens, parts, prefix))
         return True
 
-    def _places_of(self, sequence: Sequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
+    def _places_of(self, sequence: TokenSequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
         """Who stores the prompt of ``sequence``, or has its first ``context_len`` tokens; the home of a segment before
         its other copy. The first one's ticket is the job's number."""
         tickets = itertools.chain([job_id], self._job_ids)
@@ -114,13 +119,13 @@ class RemotePrompts:
         self._arrived.append((job_id, sequence))
         return True
 
-    def failed(self, job_id: int, now_seconds: float) -> Sequence | None:
+    def failed(self, job_id: int, now_seconds: float) -> TokenSequence | None:
         """The sequence of a job that failed; None where it does not wait for it any more."""
         return self._end(job_id, now_seconds)
 
     def take(self) -> tuple[tuple[RemotePrefill, ...], tuple[int, ...]]:
         """The prompts to hand out and those that have arrived since the last step, less what has left meanwhile."""
-        started = tuple(each for each in self._started if each.job_id in self)
+        started = tuple(each for each in self._started if not self.end_if_left(each.job_id))
         arrived = tuple(each.sequence_id for job_id, each in self._arrived if each.job_id == job_id)
         self._started.clear()
         self._arrived.clear()
@@ -136,7 +141,7 @@ class RemotePrompts:
         sequences = [self._residents.prompts[each] for each in step.arrived]
         self._arrived[:0] = [(sequence.job_id, sequence) for sequence in sequences]
 
-    def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> Sequence | None:
+    def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> TokenSequence | None:
         """Forget a job; its sequence if that still waits for it."""
         sequence = self._under_way.pop(job_id, None)
         self._places.pop(job_id, None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as PySequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +13,8 @@ from fastdecode.core.step import Chunk
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.speeds import Observed
 from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
-
-KEPT = 0.9
-"""The part of earlier counts that counts after another verification: the last ten or so say how likely a sequence's
-drafts are accepted."""
 
 
 @dataclass
@@ -83,8 +78,8 @@ class Drafts:
         self._store, self._residents, self._table = store, store.residents, store.table
         self._workers = store.workers
         self._most, self._budget = limits.num_speculative_tokens, limits.max_num_batched_tokens
-        self._proposed: dict[int, Sequence] = {}
-        self._granted: list[tuple[Sequence, Segment, list[int], int]] = []
+        self._proposed: dict[int, TokenSequence] = {}
+        self._granted: list[tuple[TokenSequence, Segment, list[int], int]] = []
 
     def observe(self, observed: Observed) -> None:
         """The policy learns from steps of decodes alone."""
@@ -105,65 +100,64 @@ class Drafts:
             return {}
         most = np.minimum(table.max_tokens[rows] - table.num_outputs(rows), table.tail_room(rows))
         most = np.clip(most - 1, 0, self._most)
-        acceptance = self.policy.acceptance(table.tried[rows], table.kept[rows])
+        acceptance = self.policy.acceptance(table.drafts.tried[rows], table.drafts.kept[rows])
         loads = table.kv_loads(len(self._workers))
         counts = self._within_blocks(rows, self.policy.choose(acceptance, most, len(rows), loads))
         some = np.flatnonzero(counts)
         ids = table.chunks["sequence_id"][rows[some]]
         return dict(zip(ids.tolist(), counts[some].tolist(), strict=True))
 
-    def propose(self, drafts: Mapping[int, PySequence[int]]) -> None:
+    def propose(self, drafts: Mapping[int, Sequence[int]]) -> None:
         """Draft tokens of sequences that decode, for the next step only; those that do not decode any more are passed
         over."""
         for sequence_id, tokens in drafts.items():
             sequence = self._residents.decoding.get(sequence_id)
             if sequence is not None and len(tokens):
-                self._table.drafts[sequence.row, : len(tokens)] = tokens
-                self._table.num_drafts[sequence.row] = len(tokens)
+                self._table.drafts.propose(sequence.row, tokens)
                 self._proposed[sequence_id] = sequence
 
     def drop(self) -> None:
         """Forget what was proposed, and take back the blocks that were granted and not used."""
         for sequence in self._proposed.values():
             if sequence.table is not None:
-                self._table.num_drafts[sequence.row] = 0
+                self._table.drafts.forget(sequence.row)
         for sequence, tail, holders, num_blocks in self._granted:
             still_there = sequence.table is not None and sequence.tail is tail and tail.workers[:1] == holders[:1]
             if still_there and sequence.sequence_id in self._residents.decoding:  # else it may have begun again
                 unused = tail.num_blocks - self._workers.blocks_for(tail.num_tokens)
-                self._store.grow(np.array([sequence.row]), -min(num_blocks, unused))
+                self._store.tails.grow(np.array([sequence.row]), -min(num_blocks, unused))
         self._proposed.clear()
         self._granted.clear()
 
-    def place(self, rows: np.ndarray, prompts: PySequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
+    def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
         """Cut the drafts of ``rows``, which decode in this step beside ``prompts``, to what is left, and return them by
         sequence. ``kv_limits``: KV tokens that each R-worker may attend, float64 [num_workers], where they are strict.
         """
         if not self._proposed:
             return {}
         table, left = self._table, self._budget - len(rows) - sum(len(chunk.token_ids) for chunk in prompts)
-        counts = np.minimum(table.num_drafts[rows], _cap(table.num_drafts[rows], max(0, left)))
+        proposed = table.drafts.counts[rows]
+        counts = np.minimum(proposed, _cap(proposed, max(0, left)))
         if kv_limits is not None:
             attending = table.attending(rows)
             loads = table.kv_loads(len(kv_limits)) + np.bincount(attending, counts, len(kv_limits))
             counts[(loads > kv_limits)[attending]] = 0
-        table.num_drafts[rows] = counts
+        table.drafts.cut(rows, counts)
         some = rows[counts > 0]
-        ids, drafts = table.chunks["sequence_id"][some].tolist(), table.drafts[some].tolist()
+        ids, drafts = table.chunks["sequence_id"][some].tolist(), table.drafts.tokens[some].tolist()
         return {each: tokens[:count] for each, tokens, count in zip(ids, drafts, counts[counts > 0], strict=True)}
 
-    def settle(self, drafts: Mapping[int, PySequence[int]], accepted: Mapping[int, int]) -> None:
+    def settle(self, drafts: Mapping[int, Sequence[int]], accepted: Mapping[int, int]) -> None:
         """The step with ``drafts`` has ended: so many of each sequence's were ``accepted``, the others are dropped."""
         table = self._table
         for sequence_id, tokens in drafts.items():
             sequence = self._residents.decoding[sequence_id]
             row, kept = sequence.row, accepted.get(sequence_id, 0)
-            table.num_cached[row] += kept
-            table.tried[row] = KEPT * table.tried[row] + min(kept + 1, len(tokens))
-            table.kept[row] = KEPT * table.kept[row] + kept
+            table.advance(row, kept)
+            table.drafts.verify(row, len(tokens), kept)
             self.counts.count(len(tokens), kept)
             if kept < len(tokens):
-                self._store.truncate(sequence)
+                self._store.tails.truncate(sequence)
         self.drop()
 
     def _within_blocks(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -174,13 +168,13 @@ class Drafts:
         more = np.maximum(0, -(-(cached + 1 + counts) // workers.block_size) - held) * (counts > 0)
         needed = table.count_held(rows, more, len(workers))
         short = needed + workers.num_sequences > workers.available
-        lacking = short[table.homes[rows]] | (short[table.seconds[rows]] & (table.seconds[rows] >= 0))
+        lacking = short[table.homes[rows]] | (short[table.second_workers[rows]] & (table.second_workers[rows] >= 0))
         room = np.maximum(0, held * workers.block_size - cached - 1)
         counts, more = np.where(lacking, np.minimum(counts, room), counts), np.where(lacking, 0, more)
         for worker in np.flatnonzero(needed * ~short).tolist():
-            self._store.prefixes.make_room(worker, int(needed[worker]))
+            self._store.make_room(worker, int(needed[worker]))
         grown = np.flatnonzero(more)
-        self._store.grow(rows[grown], more[grown])
+        self._store.tails.grow(rows[grown], more[grown])
         for row, count in zip(rows[grown].tolist(), more[grown].tolist(), strict=True):
             sequence = self._residents.decoding[int(table.chunks["sequence_id"][row])]
             self._granted.append((sequence, sequence.tail, sequence.tail.workers, count))

@@ -1,23 +1,19 @@
-"""Which caches go from one R-worker to another: one queue of moves and second copies."""
+"""Which caches move from one R-worker to another: from those that drain, to newcomers, and for evenness."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from fastdecode.scheduler.places.place import Segment
-from fastdecode.scheduler.places.speeds import Observer
 from fastdecode.scheduler.policy.admission import Admission
 from fastdecode.scheduler.policy.load_forecast import LoadForecast
 from fastdecode.scheduler.policy.move_prices import MovePrices, SharedPeak, TransferPrice, attended_in
-from fastdecode.scheduler.policy.second_copies import SecondCopies
-from fastdecode.scheduler.schedules import Limits
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.store.holdings import Transfer
+from fastdecode.scheduler.store.operations import Decision, Move, Refresh
 from fastdecode.scheduler.store.store import Store
-from fastdecode.scheduler.store.transfers import Transfer
-from fastdecode.scheduler.waiting import Lifecycle
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64
 """R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger pools
@@ -49,19 +45,24 @@ class Moves:
         """From here on, until the loads are even, sequences move to ``worker``, which joined."""
         self._joined.append(worker)
 
-    def next(self) -> Transfer | None:
+    def next(self) -> Decision[Transfer | None]:
         """Return what to move next; the blocks for it are free, once the target has heard its controls."""
         for sequence, held in self._leaving():
             if able := self._able(sequence, held):
-                return self._move(sequence, held, self._admission.homes.cheapest(able, sequence))
+                yield Refresh()
+                target = self._admission.homes.cheapest(able, sequence)
+                return (yield self._move(sequence, held, target))
         if self._joined:
             targets = [worker for worker in self._joined if worker in self._workers.accepting]
+            yield Refresh()
             if targets and (move := self._evening_move(targets, None)):
-                return move
+                return (yield move)
             self._joined.clear()
         if not self.prices.may_pay:
             return None
-        self._correction = self._evening_move(self._workers.accepting, self.prices)
+        yield Refresh()
+        correction = self._evening_move(self._workers.accepting, self.prices)
+        self._correction = (yield correction) if correction else None
         self.prices.looked(self._correction is not None)
         return self._correction
 
@@ -71,7 +72,7 @@ class Moves:
         if transfer is self._correction:
             self.prices.corrected(seconds)
 
-    def homeless(self) -> list[Sequence]:
+    def homeless(self) -> list[TokenSequence]:
         """Return those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
         found = {
             sequence.sequence_id: sequence
@@ -80,7 +81,7 @@ class Moves:
         }
         return list(found.values())
 
-    def _leaving(self) -> Iterator[tuple[Sequence, Segment]]:
+    def _leaving(self) -> Iterator[tuple[TokenSequence, Segment]]:
         """Yield what is to leave the R-workers that drain, and whose it is."""
         for worker in self._workers.draining:
             decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
@@ -91,10 +92,10 @@ class Moves:
                 if held.workers == [worker] and held.num_tokens
             )
 
-    def _able(self, sequence: Sequence, held: Segment) -> list[int]:
+    def _able(self, sequence: TokenSequence, held: Segment) -> list[int]:
         return [each for each in self._workers.accepting if self._room.to_move(sequence, held, each)]
 
-    def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Transfer | None:
+    def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Move | None:
         """Return what wins most above its price, if anything does; over all that is known to come where it has no
         price."""
         forecast = self._future.forecast_anew()
@@ -151,69 +152,5 @@ class Moves:
         places = places[np.array(rested, bool)]
         return places[:: max(1, -(-len(places) // COMPARED))]
 
-    def _move(self, sequence: Sequence, held: Segment, target: int) -> Transfer:
-        num_blocks = self._admission.needs.elsewhere(sequence, held)
-        transfer = self._store.transfers.begin_move(sequence, held, target, num_blocks)
-        transfer.num_tokens = held.num_tokens
-        return transfer
-
-
-class Transfers:
-    """One queue: what must leave R-workers that drain, what newcomers get, corrections of an uneven load, and missing
-    second copies. Each transfer has its target's blocks from the moment it is chosen."""
-
-    def __init__(self, store: Store, admission: Admission, limits: Limits, lifecycle: Lifecycle) -> None:
-        """With two copies of each sequence, who attends evens the load instead of moves."""
-        self._store, self._lifecycle, has_two = store, lifecycle, limits.placing.twice
-        self._price = TransferPrice(limits.seconds_per_moved_token)
-        corrects = math.isfinite(limits.seconds_per_moved_token) and not has_two
-        self.moves = Moves(store, admission, self._price, corrects)
-        self._copies = SecondCopies(store, admission, self._price) if has_two else None
-
-    def next(self) -> Transfer | None:
-        """Return what to copy next, if anything, between two steps and once the R-workers have heard their controls;
-        then comes :meth:`done`, or the next is asked for.
-
-        R-workers that drain keep nothing that others hold too; sequences that must leave one, but for which no other
-        has room, are preempted.
-        """
-        for transfer in [each for each in self._store.transfers if each.is_move]:
-            self._store.transfers.drop(transfer)  # it was never carried out
-        if self._copies:
-            self._copies.leave_draining()
-        for sequence in self.moves.homeless():
-            self._lifecycle.preempt(sequence)
-        return self.moves.next() or (self._copies.next() if self._copies else None)
-
-    def stands(self, transfer: Transfer) -> bool:
-        """False where its sequence or one of its R-workers has gone since it was chosen: there is nothing to copy."""
-        return transfer in self._store.transfers
-
-    def done(self, transfer: Transfer, seconds: float) -> None:
-        """The bytes were copied in ``seconds``, during which no step ran; a copy that is to go is released with the
-        next step."""
-        self._price.paid(transfer.num_tokens, seconds)
-        if transfer.is_move or self._copies is None:
-            self.moves.moved(transfer, seconds)
-        else:
-            self._copies.made(seconds)
-        self._store.transfers.advance(transfer)
-
-    def give_up(self, worker: int) -> bool:
-        """Give up a copy that is being made on ``worker``, whose room is needed, or one of two of a segment of a long
-        sequence; False where there is neither."""
-        return self._copies is not None and (self._copies.give_up(worker) or self._copies.give_up_spare(worker))
-
-    def joined(self, worker: int) -> None:
-        """R-worker ``worker`` is to get its part."""
-        (self._copies.joined if self._copies else self.moves.even_out)(worker)
-
-    def lost(self) -> None:
-        """An R-worker is gone."""
-        if self._copies:
-            self._copies.lost()
-
-    @property
-    def observers(self) -> list[Observer]:
-        """What learns from how long steps take: prices of moves, and how much time second copies may take."""
-        return [self.moves.prices, self._copies] if self._copies else [self.moves.prices]
+    def _move(self, sequence: TokenSequence, held: Segment, target: int) -> Move:
+        return Move(sequence, held, target, self._admission.needs.elsewhere(sequence, held))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as PySequence
+from collections.abc import Sequence
 
 from fastdecode.scheduler.policy.admission import Admission
-from fastdecode.scheduler.policy.transfers import Transfers
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.losses import Losses
 from fastdecode.scheduler.store.store import Store
+from fastdecode.scheduler.transfers import Transfers
 from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
@@ -45,12 +45,12 @@ class Members:
             and all(map(self._room.fits_elsewhere, [*self._queue.all, *growing]))
         ]
 
-    def spoilt(self, workers: PySequence[int]) -> list[int]:
+    def spoilt(self, workers: Sequence[int]) -> list[int]:
         """The sequences that lost something with R-workers ``workers``, which are gone. Discard their tokens of the
         last step: they attended there, or have to be computed again."""
         return self._losses.spoilt(workers)
 
-    def lost(self, worker: int) -> list[Sequence]:
+    def lost(self, worker: int) -> list[TokenSequence]:
         """R-worker ``worker`` is gone: sequences with a second copy go on from that; what else it held is queued to be
         computed again on the others, by age. Of sequences with several ranges only those that were lost are computed
         again, at once, if there is room for them.
@@ -74,9 +74,10 @@ class Members:
             self._lifecycle.discard(sequence)
         return hopeless
 
-    def _mend(self, sequence: Sequence) -> None:
+    def _mend(self, sequence: TokenSequence) -> None:
         """Compute the lost ranges of ``sequence`` again, or all of it where there is no room for them now."""
         self._queue.release_followers(sequence)
+        self._store.table.refresh()
         places = self._admission.segments.again(sequence) if self._room.fits_somewhere(sequence) else None
         if places is None:
             self._lifecycle.preempt(sequence)
