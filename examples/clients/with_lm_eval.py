@@ -40,7 +40,6 @@ with tempfile.TemporaryDirectory() as folder:
         *words,
         "--output_path",
         f"{folder}/out",
-        "",
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (path,) = Path(folder).glob("out/**/results_*.json")
