@@ -26,7 +26,8 @@ class ModelSizes:
     layer has one. ``gated_attention``: queries are projected twice, for a gate of the output. ``beside_attention``:
     parameters that an attending layer has beyond its projections and MLP. ``max_context``: tokens of the longest
     context that the model was made for; 0 where that is not known. ``weight_bits``: of a weight of a layer as
-    it is kept; 0: as many as ``dtype`` has.
+    it is kept; 0: as many as ``dtype`` has. ``multiplies_int8``: linear layers multiply int8 codes, so that times of a
+    model in ``dtype`` are not theirs.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelSizes:
     beside_attention: int = 0
     max_context: int = 0
     weight_bits: float = 0.0
+    multiplies_int8: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
