@@ -96,7 +96,9 @@ class PrefixCache:
         self.kept.arrive(sequence)
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return for each R-worker with a beginning worth taking the longest, by its index."""
+        """Return for each R-worker with a beginning worth taking the longest, by its index; none of a scored prompt."""
+        if sequence.scored:
+            return {}
         return next((found for source in self.sources if (found := source.hits(sequence))), {})
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
