@@ -32,8 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode.perfmodel.lab.cli.simulate import add_command, simulate, simulation_report
+from fastdecode.perfmodel.lab.cli.simulate import add_command, simulate
 from fastdecode.perfmodel.lab.cli.simulate_inputs import SimulationInputs, read_simulation
+from fastdecode.perfmodel.lab.cli.simulate_report import simulation_report
 from fastdecode.perfmodel.lab.simulate import SplitMachine, StepCost
 from fastdecode.perfmodel.load import Load
 from fastdecode.scheduler import SCHEDULES

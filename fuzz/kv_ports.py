@@ -87,8 +87,8 @@ class KvPortRun:
     def _give_weights(self) -> None:
         """Without those of latent layers nothing begins."""
         for number, layer in enumerate(self._layout.layers):
-            if layer.absorption:
-                shape = layer.num_heads, layer.absorption.nope_dim + layer.absorption.value_dim, layer.value_head_dim
+            if layer.weight_rows:
+                shape = layer.num_heads, *layer.weight_rows
                 self._worker.set_weights(number, 0, np.zeros(shape, WIRE_DTYPE[self._layout.model_dtype]))
 
     def run(self) -> None:
@@ -121,7 +121,7 @@ class KvPortRun:
             start = provider.PickValueInList(list(NUMBERS))
         rows = {(job, layer, start + i) for i in range(count if 0 < count < 100 else 0)}
         spec = self._layout.layers[min(layer, len(self._layout.layers) - 1)]
-        sizes = [max(0, min(count, 40)) * spec.num_kv_heads * d for d in (spec.key_head_dim, spec.stored_value_dim)]
+        sizes = [max(0, min(count, 40)) * heads * dim for heads, dim in spec.row_shapes[1:3]]
         parts = [messages.KV_ROWS.pack(job, start, count)]
         parts += [bytes([7]) * (size * WIRE_DTYPE[self._layout.model_dtype].itemsize) for size in sizes]
         is_right, kind = bool(rows) and rows <= self._missing, Kind.KV

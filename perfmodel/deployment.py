@@ -14,12 +14,9 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import Contention, RPart, beside_states
+from fastdecode.perfmodel.stages import SHARED, Contention, RPart, beside_states
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import StepModel
-
-SHARED = Contention(2.0, 2.0)
-"""S and R on the very same cores: what one does, the other cannot."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
 
 def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
     """ProfileError where ``shape``'s layers are not those of ``profile``, KV heads and windows apart."""
-    others = ("name", "num_layers", "num_kv_heads", "windows", "chunked")
+    others = ("name", "num_layers", "num_kv_heads", "windows", "chunked", "max_context", "weight_bits")
     sizes = [field.name for field in fields(ModelShape) if field.name not in others]
     unlike = next((size for size in sizes if getattr(shape, size) != getattr(profile.shape, size)), None)
     if unlike:

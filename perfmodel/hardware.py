@@ -1,12 +1,10 @@
-"""GPUs, CPU hosts and links as the plan sees them: every figure with its efficiency and source, and presets by name."""
+"""GPUs, CPU hosts and links as the plan sees them: every figure with its efficiency and source."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
@@ -68,6 +66,17 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class ListPrice:
+    """US dollars for an hour of a GPU or a host, whose list price it was, and when."""
+
+    per_hour: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.per_hour:g} USD an hour ({self.source})"
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A GPU, or several taken as one; what they say to each other is left to ``RankGroup``.
 
@@ -83,6 +92,12 @@ class Gpu:
     memory_bytes: float
     host_bytes_per_second: float
     nvlink_bytes_per_second: float = 0.0
+    price: ListPrice | None = None
+
+    @property
+    def counted_name(self) -> str:
+        """The name with the number of GPUs before it."""
+        return self.name if " x " in self.name else f"1 x {self.name}"
 
     def times(self, count: int) -> Gpu:
         """``count`` of them as one."""
@@ -101,13 +116,20 @@ class Gpu:
 
 @dataclass(frozen=True)
 class CpuHost:
-    """A host of R-workers, one per NUMA node; figures are of one R-worker. ``memory_bytes`` is an assumption."""
+    """A host of R-workers, one per NUMA node; figures are of one R-worker. ``memory_bytes`` is an assumption.
+
+    ``holds_gpu``: people own one such host, and its GPU is in it, so that PCIe is the only link. ``shares_cores``: the
+    S-worker runs on the same cores, since the host has no GPU.
+    """
 
     name: str
     r_workers_per_host: int
     cores: int
     read_bytes_per_second: Figure
     memory_bytes: float
+    holds_gpu: bool = False
+    shares_cores: bool = False
+    price: ListPrice | None = None
 
 
 def parse_link(text: str) -> float:
@@ -120,71 +142,6 @@ def parse_link(text: str) -> float:
     if rate <= 0:
         raise ConfigError(f"link: {text!r} is no bandwidth at all; q, k, v and o have to cross it")
     return rate
-
-
-def _gpu(
-    name: str, tflops: float, gb_per_s: float, gb: float, pcie_gb_per_s: float, nvlink_gb_per_s: float = 0.0
-) -> Gpu:
-    """Nominal figures of NVIDIA's data sheets: dense 16-bit tensor FLOP/s with 32-bit sums where they differ."""
-    measured = name == "a10"
-    read = Figure(gb_per_s * 1e9, GPU_READ_EFFICIENCY, False, "NVIDIA data sheet; 0.8 taken for any GPU")
-    weights = Figure(gb_per_s * 1e9, A10_WEIGHT_EFFICIENCY, True, "FastDecode paper, T(1) of a 7B layer")
-    source = "FastDecode paper" if measured else "NVIDIA data sheet; as the FastDecode paper's A10"
-    flops = Figure(tflops * 1e12, FLOPS_EFFICIENCY, measured, source)
-    return Gpu(name, flops, weights if measured else read, read, gb * 1e9, pcie_gb_per_s * 1e9, nvlink_gb_per_s * 1e9)
-
-
-def _host(name: str, sockets: int, cores: int, gb_per_s: float, gb: float) -> CpuHost:
-    """Nominal: memory channels times transfer rate, per socket; one R-worker per socket; ``gb`` is assumed."""
-    measured = name == "epyc-7452"
-    source = "FastDecode paper" if measured else "memory channels; as the FastDecode paper's Epyc 7452"
-    return CpuHost(name, sockets, cores, Figure(gb_per_s * 1e9, CPU_READ_EFFICIENCY, measured, source), gb * 1e9)
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("t4", 65, 320, 16, 16),
-        _gpu("l4", 121, 300, 24, 32),
-        _gpu("a10", 125, 600, 24, 32),
-        _gpu("a100", 312, 2039, 80, 32, 300),
-        _gpu("h100", 989, 3350, 80, 64, 450),
-        _gpu("h200", 989, 4800, 141, 64, 450),
-        _gpu("rtx-4090", 165, 1008, 24, 32),
-    )
-}
-"""A100, H100 and H200 are the SXM versions, the A100 with 80 GB."""
-
-CPU_HOSTS = {
-    host.name: host
-    for host in (
-        _host("epyc-7452", 2, 32, 8 * 25.6, 128),
-        _host("epyc-9654", 2, 96, 12 * 38.4, 384),
-        _host("epyc-9754", 2, 128, 12 * 38.4, 384),
-        _host("xeon-8480", 2, 56, 8 * 38.4, 256),
-    )
-}
-"""Two sockets each: 8 channels of DDR4-3200, 12 and 12 of DDR5-4800, 8 of DDR5-4800."""
-
-_Preset = TypeVar("_Preset", Gpu, CpuHost)
-
-
-def find_gpu(name: str) -> Gpu:
-    """The GPU of that name; ConfigError lists those there are."""
-    return _find("gpu", GPUS, name)
-
-
-def find_cpu_host(name: str) -> CpuHost:
-    """The CPU host of that name; ConfigError lists those there are."""
-    return _find("cpu", CPU_HOSTS, name)
-
-
-def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
-    key = name.lower().replace("_", "-").replace(" ", "-")
-    key = {"rtx4090": "rtx-4090", "4090": "rtx-4090"}.get(key, key)
-    if key not in presets:
-        raise ConfigError(f"{flag} must be one of {', '.join(presets)}, not {name!r}; measured figures: --profile")
-    return presets[key]
 
 
 def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:

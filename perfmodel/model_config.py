@@ -16,9 +16,10 @@ from fastdecode.perfmodel.index_shape import (
     read_index_shape,
     with_transformers_names,
 )
-from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.known_models import BUILT_IN, cached_config, known_name
 from fastdecode.perfmodel.latent_shape import read_latent_shape
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.model_sizes import FORMATS, format_of
 from fastdecode.perfmodel.state_shape import (
     NONE_ATTENDS,
     RECURRENT,
@@ -36,6 +37,8 @@ _KEYS = {
 }
 
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -86,15 +89,20 @@ _TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "
 
 
 def find_shape(name_or_path: str) -> ModelShape:
-    """The shape of a built-in name, a model folder or a ``config.json``; ModelLoadError when there is none."""
+    """The shape of a built-in name, a hub's id, a model folder or a ``config.json``; ModelLoadError where none is."""
     built_in = BUILT_IN.get(name_or_path.lower())
     if built_in:
         return built_in
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists() and name_or_path.count("/") == 1:
+        if cached := cached_config(name_or_path):
+            path = cached
+        elif name := known_name(name_or_path):
+            return BUILT_IN[name]
     if not path.is_file():
         raise ModelLoadError(
-            f"{name_or_path}: no such model folder or config.json, and not one of the names known here "
+            f"{name_or_path}: no such model folder or config.json, and not one of the names or hub's ids known here "
             f"({', '.join(BUILT_IN)})"
         )
     try:
@@ -152,6 +160,8 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             mlp_layers=hybrid.mlps if hybrid else 0,
             gated_attention=kind.startswith(_GATED_ATTENTION),
             beside_attention=_beside_attention(config),
+            max_context=_max_context(config),
+            weight_bits=_weight_bits(whole),
         )
     except (TypeError, KeyError, ZeroDivisionError, ConfigError) as error:
         raise ModelLoadError(f"{name}: the configuration cannot be right: {error}") from None
@@ -202,8 +212,9 @@ def _unknown_kind(config: Mapping[str, Any]) -> str | None:
         return f"{kind} generates no text, so it has no KV cache to plan for"
     if config.get("num_kv_shared_layers"):
         return "layers that share a cache (num_kv_shared_layers) are not in the equations"
-    if config.get("quantization_config"):
-        return "quantized weights are not in the equations; plan with the plain model"
+    quantization = config.get("quantization_config")
+    if quantization and format_of(quantization) is None:
+        return f"weights quantized by {quantization.get('quant_method')} are not in the equations; plan the plain model"
     return None
 
 
@@ -236,6 +247,21 @@ def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | Non
     elif config.get("model_type") == "gpt_neo":
         windows = [config["window_size"] if each == "local" else 0 for each in config["attention_layers"]]
     return tuple(windows) if any(windows) else ()
+
+
+def _weight_bits(config: Mapping[str, Any]) -> float:
+    """Return the bits of a layer's weight in the file; 0 where they are those of its dtype."""
+    quantization = config.get("quantization_config")
+    return FORMATS[format_of(quantization) or ""] if quantization else 0.0
+
+
+def _max_context(config: Mapping[str, Any]) -> int:
+    """Return the longest context the file names, stretched as its rotary embedding is; 0 where it names none."""
+    longest = next((config[key] for key in _CONTEXTS if isinstance(config.get(key), int)), 0)
+    scaling = config.get("rope_scaling") or {}
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    stretched = int(original * factor) if isinstance(factor, int | float) and isinstance(original, int) else 0
+    return max(longest, stretched, 0)
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:

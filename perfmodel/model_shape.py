@@ -1,75 +1,19 @@
-"""The sizes of a transformer that decide its speed."""
+"""A transformer as a plan sees it: what a token takes in caches, on links and in states."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from fastdecode.core.dtypes import ITEM_BYTES
-from fastdecode.core.errors import ConfigError
 from fastdecode.kinds import Dense, Latent
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.perfmodel.index_shape import IndexShape
-from fastdecode.perfmodel.latent_shape import LatentShape
+from fastdecode.perfmodel.model_sizes import ModelSizes
 from fastdecode.perfmodel.state_shape import StateShape
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A decoder-only transformer, dense or a mixture of experts; norms and biases (below 0.1 %) are left out.
-
-    ``mlp_matrices``: 3 where the MLP is gated, else 2. ``num_experts`` copies of the MLP exist, of which each token
-    visits ``experts_per_token``; ``shared_intermediate_size`` is the width of a further MLP that every token visits.
-    ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all, or
-    lengths of chunks, where ``chunked``, of which it sees its own up to itself; empty where all layers see all.
-    ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
-    ``index``: of the index that picks the tokens which queries see; these count as windows. ``dense_layers`` of the
-    layers have one MLP of ``dense_intermediate_size`` in place of experts. ``state``: of recurrent layers, which are
-    among ``num_layers``; the others attend, and the windows are theirs. ``mlp_layers``: MLPs in all, where not each
-    layer has one. ``gated_attention``: queries are projected twice, for a gate of the output. ``beside_attention``:
-    parameters that an attending layer has beyond its projections and MLP.
-    """
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    mlp_matrices: int = 3
-    tied_embeddings: bool = False
-    num_experts: int = 1
-    experts_per_token: int = 1
-    shared_intermediate_size: int = 0
-    dtype: str = "bfloat16"
-    windows: tuple[int, ...] = ()
-    chunked: bool = False
-    latent: LatentShape | None = None
-    dense_layers: int = 0
-    dense_intermediate_size: int = 0
-    index: IndexShape | None = None
-    state: StateShape | None = None
-    mlp_layers: int = 0
-    gated_attention: bool = False
-    beside_attention: int = 0
-
-    def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-        for field in (*sizes, "vocab_size", "mlp_matrices", "num_experts", "experts_per_token"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{self.name}: {field} must be a whole number of at least 1, not {value!r}")
-        if not all(isinstance(each, int) and each >= 0 for each in self.windows):
-            raise ConfigError(f"{self.name}: a window must be a whole number of tokens, not {self.windows!r:.80}")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"{self.name}: {self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.experts_per_token > self.num_experts:
-            raise ConfigError(
-                f"{self.name}: experts_per_token ({self.experts_per_token}) is above num_experts ({self.num_experts})"
-            )
-        if self.dtype not in ITEM_BYTES:
-            raise ConfigError(f"{self.name}: dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype!r}")
+class ModelShape(ModelSizes):
+    """A model as R-workers, links and S-workers meet it; its fields are those of :class:`ModelSizes`."""
 
     def with_kv_heads(self, num_kv_heads: int) -> ModelShape:
         """Return this model with another number of KV heads."""
@@ -99,11 +43,6 @@ class ModelShape:
         return 1.0 - (self.own_states.num_layers if self.own_states else 0) / self.num_layers
 
     @property
-    def attention_layers(self) -> int:
-        """Layers that attend; the others are recurrent."""
-        return self.num_layers - (self.state.num_layers if self.state else 0)
-
-    @property
     def state_bytes_per_sequence(self) -> int:
         """Bytes of the states of one sequence over all layers; a step reads and writes all of them."""
         return self.state.bytes_per_sequence if self.state else 0
@@ -112,62 +51,6 @@ class ModelShape:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def attention_parameters(self) -> int:
-        """The mean layer's projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1): q, k, v, o.
-
-        What latents are projected by and what an index and recurrent layers have is counted too.
-        """
-        if self.latent:
-            own = self.latent.parameters(self.hidden_size, self.num_heads)
-        else:
-            heads = self.num_heads * (3 if self.gated_attention else 2) + 2 * self.num_kv_heads
-            own = self.hidden_size * self.head_dim * heads
-        of_layers = self.attention_layers * (own + self.beside_attention)
-        for beside in (self.index, self.state):
-            of_layers += beside.num_layers * beside.parameters(self.hidden_size) if beside else 0
-        return of_layers // self.num_layers
-
-    @property
-    def mlp_parameters(self) -> int:
-        """One layer's MLP, or one of several experts, has 3·D·F when gated (Question 1)."""
-        return self.mlp_matrices * self.hidden_size * self.intermediate_size
-
-    @property
-    def layer_parameters(self) -> int:
-        """One layer has these parameters with all its experts (Question 5)."""
-        return self.attention_parameters + self._of_mlps(self.num_experts * self.mlp_parameters)
-
-    @property
-    def active_layer_parameters(self) -> int:
-        """One token meets these parameters of one layer (Question 5)."""
-        return self.attention_parameters + self._of_mlps(self.experts_per_token * self.mlp_parameters)
-
-    @property
-    def head_parameters(self) -> int:
-        """The output projection, which every sampled row meets, has D·V."""
-        return self.hidden_size * self.vocab_size
-
-    @property
-    def parameters(self) -> int:
-        """The whole model has L·D·(3F + 2H(N + K)) + D·V when dense, gated and tied (Question 1)."""
-        return self._all_layers(self.layer_parameters) + self._vocabulary_parameters
-
-    @property
-    def active_parameters(self) -> int:
-        """One token meets these parameters, both embeddings counted (Question 5)."""
-        return self._all_layers(self.active_layer_parameters) + self._vocabulary_parameters
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        return self.parameters * self.item_bytes
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes per weight, and per element of q, k, v, o."""
-        return ITEM_BYTES[self.dtype]
 
     @property
     def layer_layout(self) -> Dense | Latent:
@@ -225,17 +108,3 @@ class ModelShape:
     @property
     def _index_bytes(self) -> int:
         return self.index.kv_bytes_per_token(self.dtype) if self.index else 0
-
-    def _all_layers(self, layer_parameters: int) -> int:
-        """Parameters of all layers, of which all but the dense ones have so many."""
-        dense = self.attention_parameters + self.mlp_matrices * self.hidden_size * self.dense_intermediate_size
-        return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
-
-    def _of_mlps(self, parameters: int) -> int:
-        """Parameters of the mean layer, whose MLPs have so many beside the one that every token visits."""
-        shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
-        return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
-
-    @property
-    def _vocabulary_parameters(self) -> int:
-        return self.head_parameters * (1 if self.tied_embeddings else 2)

@@ -99,7 +99,7 @@ def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
     """Return one of ``num_ranks``'s part of ``shape``: heads, widths of MLPs and the head's vocabulary divided.
 
     KV heads that are fewer than ranks are on several of them, and so are latent rows, which all heads share, and what
-    makes them. PlanError where heads cannot be dealt evenly.
+    makes them. Recurrent layers are whole on each rank. PlanError where heads cannot be dealt evenly.
     """
     if num_ranks == 1:
         return shape
@@ -117,7 +117,6 @@ def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
         shared_intermediate_size=math.ceil(shape.shared_intermediate_size / num_ranks),
         dense_intermediate_size=math.ceil(shape.dense_intermediate_size / num_ranks),
         vocab_size=math.ceil(shape.vocab_size / num_ranks),
-        state=shape.state.of_rank(num_ranks, shape.name) if shape.state else None,
     )
 
 

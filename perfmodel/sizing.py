@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.service import Service
 
 MOST_TOKENS = 1e12
 """Most tokens of a sequence: more than any memory holds, and few enough for arithmetic."""
@@ -65,6 +66,18 @@ class Workload:
         p + E[o²]/(2·E[o]) = p + ō·(1 + cv²)/2.
         """
         return self.prompt_len + self.output_len * (1.0 + self.output_len_cv**2) / 2.0
+
+    @property
+    def context_spread(self) -> float:
+        """The standard deviation of a running sequence's context over its mean.
+
+        An output of length o is seen at an age that is uniform over it, and long outputs are seen for longer. With
+        gamma-distributed lengths E[age] = o(1 + v)/2 and E[age^2] = o^2(1 + v)(1 + 2v)/3, where v is the square of
+        ``output_len_cv``.
+        """
+        squared = self.output_len_cv**2
+        variance = (1.0 + squared) * (1.0 + 2.0 * squared) / 3.0 - ((1.0 + squared) / 2.0) ** 2
+        return self.output_len * math.sqrt(variance) / self.mean_context
 
     @property
     def prompt_context(self) -> float:
@@ -155,7 +168,7 @@ class Plan(Candidate):
     layers, read and written in each step) and ``r_worker_bandwidth_gb_per_s`` are of one R-worker;
     ``r_workers_bound_by``: "reads" or "arithmetic"; ``r_workers_arithmetic_over_reads``: seconds of multiply-adds over
     those of reading, of rows or an index's keys, whichever take longer. ``kv_replicas``: R-workers that each sequence
-    is cached on.
+    is cached on. ``ttft_seconds``: time to the first token of a request that finds a free seat and no other prompt.
     """
 
     mini_batch_size: int
@@ -176,3 +189,12 @@ class Plan(Candidate):
     r_workers_bound_by: str | None = None
     r_workers_arithmetic_over_reads: float | None = None
     state_bytes_per_sequence: int = 0
+    ttft_seconds: float = 0.0
+
+    @property
+    def service(self) -> Service:
+        """The plan as its users see it; a step gives each of them one token."""
+        return Service(
+            self.in_flight, self.output_tokens_per_second, self.step_seconds, self.ttft_seconds,
+            self.price_per_million_tokens,
+        )  # fmt: skip

@@ -55,14 +55,16 @@ class GpuSPart:
 
     def layer_seconds(self, rows: float) -> float:
         """T(B); of a mixture of experts all weights are loaded, and each row meets its own experts."""
-        return self._seconds(rows, self.shape.layer_parameters, self.shape.active_layer_parameters)
+        loaded = self.shape.layer_parameters * self.shape.layer_item_bytes
+        return self._seconds(rows, loaded, self.shape.active_layer_parameters)
 
     def head_seconds(self, rows: float) -> float:
         """The output projection of the rows that are sampled."""
-        return self._seconds(rows, self.shape.head_parameters, self.shape.head_parameters)
+        parameters = self.shape.head_parameters
+        return self._seconds(rows, parameters * self.shape.item_bytes, parameters)
 
-    def _seconds(self, rows: float, parameters: int, active_parameters: int) -> float:
-        load = parameters * self.shape.item_bytes / self.gpu.weight_bytes_per_second.achieved
+    def _seconds(self, rows: float, loaded_bytes: float, active_parameters: int) -> float:
+        load = loaded_bytes / self.gpu.weight_bytes_per_second.achieved
         return load + 2.0 * rows * active_parameters / self.gpu.flops_per_second.achieved
 
 
@@ -304,3 +306,9 @@ class Contention:
         if s_slow <= r_slow:
             return s_slow + r_seconds - s_slow / self.r_slowdown
         return r_slow + s_seconds - r_slow / self.s_slowdown
+
+
+NO_CONTENTION = Contention()
+
+SHARED = Contention(2.0, 2.0)
+"""S and R on the very same cores: what one does, the other cannot."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fastdecode.core.errors import PlanError, UnsupportedModelError
+from fastdecode.core.errors import UnsupportedModelError
 from fastdecode.kinds import Recurrent
 
 STATE_ITEM_BYTES = 4
@@ -102,15 +102,6 @@ class StateShape:
         return (
             hidden_size * (self.channels + self.gates * wide + self.heads * self.rates) + low_rank + wide * hidden_size
         )
-
-    def of_rank(self, num_ranks: int, name: str) -> StateShape:
-        """Return one of ``num_ranks``'s part; PlanError where heads or groups cannot be dealt evenly."""
-        if self.heads % num_ranks or self.groups % num_ranks:
-            raise PlanError(
-                f"tensor_parallel_size: {num_ranks} ranks cannot share the {self.heads} heads and {self.groups} groups "
-                f"of the recurrent layers of {name} evenly"
-            )
-        return replace(self, heads=self.heads // num_ranks, groups=self.groups // num_ranks)
 
 
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

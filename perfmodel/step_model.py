@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.load import Load
-from fastdecode.perfmodel.stages import Contention, RPart, SPart, Stages, Transport
+from fastdecode.perfmodel.load import Load, barrier
+from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Stages, Transport
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
 NO_TRANSPORT = Transport()
-NO_CONTENTION = Contention()
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ class StepModel:
     machine. ``r_workers_per_core``: R-workers that take turns on the same cores. ``drains``: R-workers wait while the
     first mini-batch comes to its first attention and the last one leaves its last, a layer and the head in all; the
     paper's equations, and so presets, know nothing of it. ``storage``: what ranges and second copies cost.
-    ``states``: where the S-worker keeps those of recurrent layers.
+    ``states``: where the S-worker keeps those of recurrent layers. ``context_spread``: of a sequence's context over its
+    mean, where each layer waits for the slowest R-worker; None where loads are those of the busiest one already.
+    ``ranges_each``: ranges of a sequence, which lie apart.
     """
 
     num_layers: int
@@ -48,6 +49,8 @@ class StepModel:
     drains: bool = False
     storage: StorageCosts = NO_STORAGE_COSTS
     states: StatesHere | None = None
+    context_spread: float | None = None
+    ranges_each: float = 1.0
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.num_mini_batches, self.r_workers_per_core)
@@ -78,10 +81,17 @@ class StepModel:
         return Stages(
             s_part=self._s_seconds(rows, (load.rows - load.sampled) / self.num_mini_batches) + merging,
             r_part=self.r_workers_per_core
-            * (self.r_part.seconds(load.kv_tokens / calls, attending / calls, of_prompts) + storing),
+            * (self.r_part.seconds(self._slowest(load) / calls, attending / calls, of_prompts) + storing),
             hop=self.transport.stage_seconds(rows, more_bytes, copied_bytes),
             trip=self.transport.trip_seconds(rows, more_bytes, copied_bytes),
         )
+
+    def _slowest(self, load: Load) -> float:
+        """Cached tokens of ``load`` as if every R-worker had as many as the one with most of them."""
+        if self.context_spread is None:
+            return load.kv_tokens
+        each = load.sampled * self.ranges_each / self.num_mini_batches / self.num_r_workers
+        return load.kv_tokens * barrier(self.num_r_workers, each, self.context_spread)
 
     def _s_seconds(self, rows: float, of_prompts: float = 0.0) -> float:
         """One layer and mini-batch of ``rows`` on the S-worker, of which so many are ``of_prompts``."""

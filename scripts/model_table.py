@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fastdecode import LLM, SamplingParams  # noqa: E402
 from fastdecode.core.errors import FastDecodeError, UnsupportedModelError  # noqa: E402
+from fastdecode.kinds import Dense, Layer  # noqa: E402
 from fastdecode.perfmodel.model_config import read_shape  # noqa: E402
 from fastdecode.sworker.model.loader import WITH_PICTURES, auto_class  # noqa: E402
 
@@ -147,21 +148,13 @@ def _with_logs(token_ids: Any, logprobs: Any) -> Output:
 
 
 def _kept(layers: Any) -> str:
-    kinds = (
-        "state"
-        if layer.state
-        else "sparse"
-        if layer.picks
-        else "latent"
-        if layer.values_in_keys
-        else "chunked"
-        if layer.chunked
-        else "window"
-        if layer.window
-        else "full"
-        for layer in layers
-    )
-    return ", ".join(dict.fromkeys(kinds))
+    return ", ".join(dict.fromkeys(map(_kept_by, layers)))
+
+
+def _kept_by(layer: Layer) -> str:
+    if isinstance(layer, Dense):
+        return "chunked" if layer.chunked else "window" if layer.window else "full"
+    return {"recurrent": "state", "index": "sparse"}.get(layer.kind, layer.kind)
 
 
 def _generated(model: Any, prompt: list[int]) -> Output:

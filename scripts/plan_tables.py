@@ -15,11 +15,12 @@ from typing import Any
 
 from fastdecode.cli.main import build_parser
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.lab.cli.variants.ranges import RangeVariant
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
-from fastdecode.perfmodel.lab.gpu_only import held_bytes, judge, usable_bytes
+from fastdecode.perfmodel.lab.gpu_only import held_bytes, usable_bytes
+from fastdecode.perfmodel.lab.verdict import judge
 from fastdecode.perfmodel.model_config import find_shape
+from fastdecode.perfmodel.presets import find_gpu
 from fastdecode.perfmodel.rank_costs import RankGroup, gpu_peer_link
 
 MODELS = (
@@ -28,14 +29,16 @@ MODELS = (
 )  # fmt: skip
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "gpu": ("a10", "a100", "h100", "h200"),
-    "cpu": ("epyc-7452", "epyc-9654", "xeon-8480"),
-    "link": ("25Gb", "100Gb", "400Gb"),
-    "kv_cache_dtype": ("auto", "int8"),
-    "seq_len": (1024, 4096, 16384, 65536, 131072),
-    "prompt_eighths": (1, 4, 7),
+    "gpu": ("rtx-4090", "rtx-5090", "rtx-pro-6000", "a100", "h100", "h200"),
+    "cpu": ("ryzen-9950x", "threadripper-7995wx", "epyc-9654", "xeon-8480"),
+    "weights": ("plain", "gguf-q4_k_m"),
+    "seq_len": (4096, 32768, 131072),
+    "tpot": ("100", "300", "inf"),
 }
-"""The choices of each model's table, the last one changing fastest; a prompt is so many eighths of ``seq_len``."""
+"""The choices of each model's table, the last one changing fastest. Desktops hold the GPU; servers are 100 Gb/s off."""
+
+PROMPT_EIGHTHS = 7
+"""The prompt's part of ``seq_len``."""
 
 MOST_RANKS = 64
 NUM_DIGITS = 4
@@ -73,9 +76,11 @@ def entry(model: str, choice: Choice) -> Entry:
 def flags(model: str, choice: Choice, ranks: int) -> list[str]:
     """Return the command line of a plan, without the program's name."""
     words = ["plan", "--model", model, "--seq-len", str(choice["seq_len"])]
-    words += ["--prompt-len", str(choice["seq_len"] * choice["prompt_eighths"] // 8)]
-    for name in ("gpu", "cpu", "link", "kv_cache_dtype"):
-        words += [f"--{name.replace('_', '-')}", choice[name]]
+    words += ["--prompt-len", str(choice["seq_len"] * PROMPT_EIGHTHS // 8)]
+    for name in ("gpu", "cpu", "tpot"):
+        words += [f"--{name}", choice[name]]
+    if choice["weights"] != "plain":
+        words += ["--weights", choice["weights"]]
     return [*words, "--tensor-parallel-size", str(ranks)]
 
 
@@ -104,9 +109,16 @@ def _case(words: list[str]) -> tuple[PlanCase, int | None]:
 
 
 def _figures(case: PlanCase) -> Entry:
-    plan, alone = case.plan, case.inputs.server.best() if case.inputs.server else None
-    verdict = judge(plan, alone, case.planner.prices)
+    plan, alone = case.plan, case.inputs.server.best(limits=case.limits) if case.inputs.server else None
+    verdict, prices = judge(plan, alone, case.planner.prices, case.limits), case.inputs.list_prices
+    other = alone.service() if alone else None
     return {
+        "users": plan.in_flight,
+        "tpot_ms": rounded(plan.step_seconds * 1e3),
+        "ttft_seconds": rounded(plan.ttft_seconds),
+        "alone_tpot_ms": rounded(other.tpot_seconds * 1e3) if other else None,
+        "alone_ttft_seconds": rounded(other.ttft_seconds) if other else None,
+        "prices": [prices.gpu_per_hour, prices.cpu_host_per_hour],
         "mini_batch_size": plan.mini_batch_size,
         "in_flight": plan.in_flight,
         "num_r_workers": plan.num_r_workers,

@@ -189,7 +189,9 @@ def test_lines_that_are_no_request_are_reported_and_the_others_answered(
     assert main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(out), *FLAGS]) == 1
     found, error = answers(out), capfd.readouterr().err
     assert {name: each["status_code"] for name, each in found.items()} == {"a": 200, "b": 200, "c": 400, "d": 400}
-    assert "must POST to /v1/completions or /v1/chat/completions" in found["c"]["body"]["error"]["message"]
+    assert (
+        "must POST to /v1/completions, /v1/chat/completions or /v1/responses" in found["c"]["body"]["error"]["message"]
+    )
     assert "body must be an object" in found["d"]["body"]["error"]["message"]
     for number, words in (
         (2, "not valid JSON"),

@@ -25,12 +25,12 @@ import site_pages  # noqa: E402
 CALCULATOR = ROOT / "docs" / "assets" / "calculator.js"
 
 CHOICES = [
-    ("llama-7b", ("a10", "epyc-7452", "100Gb", "auto", 1024, 4)),
-    ("llama-3.3-70b", ("h100", "epyc-9654", "25Gb", "int8", 131072, 7)),
-    ("llama-7b", ("a10", "epyc-7452", "100Gb", "auto", 131072, 7)),
-    ("deepseek-v3", ("h200", "xeon-8480", "400Gb", "auto", 16384, 1)),
+    ("llama-3-8b", ("rtx-5090", "ryzen-9950x", "gguf-q4_k_m", 32768, "100")),
+    ("llama-3.3-70b", ("h100", "epyc-9654", "plain", 131072, "300")),
+    ("llama-7b", ("a100", "epyc-9654", "plain", 131072, "inf")),
+    ("deepseek-v3", ("h200", "xeon-8480", "plain", 32768, "100")),
 ]
-"""One GPU; ranks, and int8; sequences in ranges; latents on many ranks: where plans go different ways."""
+"""A desktop with packed weights; ranks; sequences in ranges; latents on many ranks: where plans go different ways."""
 
 
 @pytest.mark.parametrize(("model", "values"), CHOICES)
@@ -45,12 +45,15 @@ def test_the_table_is_the_planner_s(model: str, values: tuple[str | int, ...], t
     assert entry["tokens_per_second"] == pytest.approx(plan["output_tokens_per_second"], rel=1e-3)
     assert entry["step_ms"] == pytest.approx(plan["step_seconds"] * 1e3, rel=1e-3)
     assert entry["alone"] == pytest.approx(plan["gpu_only"]["output_tokens_per_second"], rel=1e-3)
+    assert entry["users"] == plan["users"] and entry["tpot_ms"] == pytest.approx(plan["tpot_seconds"] * 1e3, rel=1e-3)
+    if entry["alone_batch"]:
+        assert entry["alone_tpot_ms"] == pytest.approx(plan["gpu_only"]["tpot_seconds"] * 1e3, rel=1e-3)
     assert entry["kv_shard_tokens"] == plan["ranges"]["kv_shard_tokens"]
     assert [row[0] for row in entry["candidates"]] == [row["num_r_workers"] for row in plan["candidates"]]
 
 
 def test_a_plan_that_cannot_be_says_why() -> None:
-    choice = dict(zip(plan_tables.AXES, ("a10", "epyc-7452", "100Gb", "auto", 1024, 4), strict=True))
+    choice = dict(zip(plan_tables.AXES, ("rtx-4090", "epyc-9654", "plain", 4096, "100"), strict=True))
     entry = plan_tables.entry("deepseek-v3", choice)
     assert entry["ranks"] == plan_tables.MOST_RANKS and "weights" in entry["reason"]
 

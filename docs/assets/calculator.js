@@ -2,10 +2,14 @@
 "use strict";
 
 const LABELS = {
-  model: "Model", gpu: "GPU of the S-worker", cpu: "Hosts of R-workers (two sockets)", link: "Link of the S-worker",
-  kv_cache_dtype: "KV cache", seq_len: "Prompt + output, tokens", prompt_eighths: "Prompt's share of them",
+  model: "Model", gpu: "GPU", cpu: "CPU of the R-workers", weights: "Weights", seq_len: "Context, tokens",
+  tpot: "Longest time per token",
 };
-const FIRST = { model: "llama-3-8b", gpu: "a10", cpu: "epyc-9654", link: "100Gb", seq_len: "4096", prompt_eighths: "4" };
+const EXAMPLES = {
+  "A desktop, long chats": { model: "llama-3-8b", gpu: "rtx-5090", cpu: "ryzen-9950x", weights: "gguf-q4_k_m", seq_len: "32768", tpot: "100" },
+  "A server, many users": { model: "llama-3.3-70b", gpu: "h100", cpu: "epyc-9654", weights: "plain", seq_len: "32768", tpot: "100" },
+};
+const FIRST = EXAMPLES["A desktop, long chats"];
 const PRICES = { gpu_price: "Price of a GPU hour", cpu_price: "Price of a host hour" };
 
 // The entry's place in a model's table: the last choice changes fastest.
@@ -18,11 +22,10 @@ function place(axes, chosen) {
 }
 
 function commandLine(chosen, ranks) {
-  const prompt = chosen.seq_len * chosen.prompt_eighths / 8;
   const words = ["fastdecode plan", `--model ${chosen.model}`, `--gpu ${chosen.gpu}`, `--cpu ${chosen.cpu}`,
-    `--link ${chosen.link}`, `--seq-len ${chosen.seq_len}`, `--prompt-len ${prompt}`];
+    `--seq-len ${chosen.seq_len}`, `--prompt-len ${chosen.seq_len * 7 / 8}`, `--tpot ${chosen.tpot}`];
+  if (chosen.weights !== "plain") words.push(`--weights ${chosen.weights}`);
   if (ranks > 1) words.push(`--tensor-parallel-size ${ranks}`);
-  if (chosen.kv_cache_dtype !== "auto") words.push(`--kv-cache-dtype ${chosen.kv_cache_dtype}`);
   for (const name of Object.keys(PRICES)) if (chosen[name]) words.push(`--${name.replace("_", "-")} ${chosen[name]}`);
   return words.join(" ");
 }
@@ -44,8 +47,8 @@ function element(name, attributes = {}, ...children) {
 }
 
 function label(name, value) {
-  if (name === "kv_cache_dtype") return value === "auto" ? "as the model's" : value;
-  if (name === "prompt_eighths") return `${value} / 8`;
+  if (name === "weights") return value === "plain" ? "16 bits" : value;
+  if (name === "tpot") return value === "inf" ? "any" : `${value} ms`;
   return name === "seq_len" ? Number(value).toLocaleString("en") : String(value);
 }
 
@@ -59,6 +62,14 @@ function form(choices, onChange) {
   }
   for (const [name, text] of Object.entries(PRICES))
     made.append(element("label", {}, text, element("input", { name, type: "number", min: 0, step: "any" })));
+  for (const [text, example] of Object.entries(EXAMPLES)) {
+    const button = element("button", { type: "button", class: "md-button" }, text);
+    button.addEventListener("click", () => {
+      for (const [name, value] of Object.entries(example)) made.elements[name].value = value;
+      onChange();
+    });
+    made.append(button);
+  }
   made.addEventListener("input", onChange);
   made.addEventListener("submit", (event) => event.preventDefault());
   return made;
@@ -103,25 +114,33 @@ function table(rows, head = null) {
 }
 
 function figures(chosen, entry) {
-  const cost = price(chosen, entry.ranks, entry.num_hosts, entry.tokens_per_second);
-  const alone = price(chosen, entry.ranks, 0, entry.alone);
+  const [gpuPrice, cpuPrice] = entry.prices;
+  const priced = chosen.gpu_price ? chosen : { gpu_price: gpuPrice, cpu_price: cpuPrice };
+  const cost = price(priced, entry.ranks, entry.num_hosts, entry.tokens_per_second);
+  const alone = price(priced, entry.ranks, 0, entry.alone);
   const ranks = entry.ranks > 1 ? ` for each of ${entry.ranks} ranks, ${entry.total_r_workers} in all` : "";
+  const each = (milliseconds) => milliseconds === null ? null : 1000 / milliseconds;
+  const ways = [
+    ["Users served at once", shown(entry.users), shown(entry.alone_batch || null)],
+    ["Tokens/s in all", shown(entry.tokens_per_second), shown(entry.alone || null)],
+    ["Tokens/s for each user", shown(each(entry.tpot_ms)), shown(each(entry.alone_tpot_ms))],
+    ["ms per token", shown(entry.tpot_ms), shown(entry.alone_tpot_ms)],
+    ["s to the first token", shown(entry.ttft_seconds), shown(entry.alone_ttft_seconds)],
+    [chosen.gpu_price ? "Price of a million tokens" : "USD for a million tokens, list prices", shown(cost), shown(alone)],
+  ];
   const answer = [
     ["GPUs", entry.ranks],
     ["R-workers", `${entry.num_r_workers}${ranks}, on ${entry.num_hosts} hosts`],
-    ["In flight", `${entry.in_flight} sequences, in two mini-batches of ${entry.mini_batch_size}`],
-    ["Step", `${shown(entry.step_ms)} ms; what takes longest: ${entry.bottleneck}`],
-    ["Output tokens/s", `${shown(entry.tokens_per_second)}; the GPUs alone ${shown(entry.alone)} with a batch of ${entry.alone_batch}`],
-    ["A sequence takes", `${shown(entry.sequence_seconds)} s`],
+    ["What takes longest", entry.bottleneck],
   ];
   if (entry.kv_shard_tokens) answer.push(["Ranges of a sequence", `${label("seq_len", entry.kv_shard_tokens)} tokens on each R-worker`]);
-  if (cost !== null) answer.push(["Price of a million output tokens", `${shown(cost)}; of the GPUs alone ${shown(alone)}`]);
   const rows = entry.candidates.map(([count, hosts, step, rate, fits]) => {
-    const paid = price(chosen, entry.ranks, hosts, rate);
+    const paid = price(priced, entry.ranks, hosts, rate);
     return [count, hosts, shown(step), shown(rate), fits ? "yes" : "no", ...(cost === null ? [] : [shown(paid)])];
   });
   const head = ["R-workers", "hosts", "step, ms", "tokens/s", "memory holds it", ...(cost === null ? [] : ["price of a million"])];
-  return [element("p", { class: "answer" }, entry.verdict), table(answer), chart(entry), table(rows, head)];
+  return [element("p", { class: "answer" }, entry.verdict), table(ways, ["", "FastDecode", "GPUs alone"]), table(answer),
+    chart(entry), table(rows, head)];
 }
 
 function start(root, choices, folder) {

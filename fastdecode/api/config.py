@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fastdecode.api.engine_fields import MODEL, MOST_SECONDS
+from fastdecode.api.engine_fields import MODEL, MOST_SECONDS, QUANTIZATIONS
 from fastdecode.api.engine_settings import EngineSettings
 from fastdecode.api.settings import check_settings
 from fastdecode.api.worker_checks import check_workers
@@ -21,6 +21,7 @@ class EngineConfig(EngineSettings):
         check_settings(self)
         if self.device == "cuda" and not _has_gpu_driver():
             raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
+        _check_quantization(self)
         if self.tbt_target is not None and not self.tbt_target > 0:
             raise ConfigError(f"tbt_target must be above 0 seconds, not {self.tbt_target!r}")
         for name, least in (("silence_seconds", 0.2), ("wait_for_r_workers", 0.0), ("keep_session", 0.0)):
@@ -36,6 +37,19 @@ class EngineConfig(EngineSettings):
         _ = self.speculative, self.lora, self.park
         self.placing.check()
         check_workers(self)
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    """ConfigError for products of integers that are not known, or not where the model runs."""
+    if config.quantization is None:
+        return
+    if config.quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization: packed checkpoints and GGUF are unpacked as they are loaded: leave it away, or give "
+            f"{' or '.join(QUANTIZATIONS)}, with which the CPU multiplies integers, not {config.quantization!r}"
+        )
+    if config.device == "cuda":
+        raise ConfigError("quantization: int8 products run on the CPU: leave quantization out, or give device cpu")
 
 
 def flag_names(group: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 GROUPS = {
-    "run": ("generate",),
+    "run": ("generate", "get-model"),
     "serve": ("serve", "run-batch"),
     "cluster": ("r-worker", "prefill-worker", "launch", "cache", "doctor", "collect-env"),
     "plan": ("plan", "simulate", "calibrate", "validate"),

@@ -34,7 +34,7 @@ SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", 
 PLACING = ("kv_shard_tokens", "kv_replicas")
 """Settings of where the cache of a sequence lies, in the engine, in plans and in the simulator."""
 
-SHORTS = {"tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
+SHORTS = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
 """vLLM's short flags of settings."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")

@@ -65,6 +65,12 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: a command ends as on Ctrl-C, and prints the figures it has."""
 
 
+MEMORY_FLAGS = (
+    "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",
+)  # fmt: skip
+"""Flags of commands that decide how much memory they take."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
     _make_outputs_take_all()
@@ -85,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return _report(error)
+        return _report(error, args)
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -175,10 +181,18 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _report(error: Exception) -> int:
+def _less_memory(args: argparse.Namespace) -> str:
+    """Say which of the command's own flags take less memory."""
+    own = [f"--{name.replace('_', '-')}" for name in MEMORY_FLAGS if hasattr(args, name)]
+    if not own:
+        return "ask for less, or run it where more memory is free"
+    return f"give less {', '.join(own[:-1])}{' or ' if own[1:] else ''}{own[-1]}"
+
+
+def _report(error: Exception, args: argparse.Namespace) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError):
-        message = f"out of memory ({message}): give less --kv-cache-memory, --prefill-scratch or --max-num-seqs"
+        message = f"out of memory ({message}): {_less_memory(args)}"
     if isinstance(error, ImportError) and (why := not_installed()):
         message = why
     elif not isinstance(error, FastDecodeError | OSError | MemoryError):

@@ -1,4 +1,4 @@
-"""The alternative to every plan, the same GPU with the KV cache in its own memory, and which of the two to take."""
+"""The alternative to every plan: the same GPU with the KV cache in its own memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import largest
 from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
-from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, replicated_bytes
-from fastdecode.perfmodel.sizing import Plan, Prices, Workload
+from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, gpu_peer_link, replicated_bytes
+from fastdecode.perfmodel.service import NO_LIMITS, Service, ServiceLimits, prompt_chunks, prompt_pairs
+from fastdecode.perfmodel.sizing import Workload
+
+MOST_GPUS = 64
+"""GPUs beyond which no S-worker is sought."""
 
 MEMORY_FRACTION = 0.9
 """The part of a GPU's memory for weights and cache; the rest is activations and the driver (vLLM's default)."""
-
-MARGIN = 1.2
-"""Ratios of throughput below this are within the error of figures that were not measured on the machine at hand."""
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -38,18 +39,46 @@ def check_weights(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> None
         raise PlanError(
             f"{shape.name} has {weights / 1e9:.1f} GB of {shape.dtype} weights, and "
             f"{gpu.name} has room for {usable_bytes(gpu) / 1e9:.1f} GB: {lacking / 1e9:.1f} GB too little "
-            f"(--tensor-parallel-size takes more GPUs)"
+            f"(needs {fewest_gpus(shape, gpu, group) or 'more than 64'} of its kind: --tensor-parallel-size)"
         )
+
+
+def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | None:
+    """Return the fewest GPUs, a power of two, that hold the weights; None where 64 do not. ``gpu`` is a whole
+    ``group``'s."""
+    one, link = usable_bytes(gpu) / group.size, group.link or gpu_peer_link(gpu)
+    count = 1
+    while count <= MOST_GPUS:
+        if held_bytes(shape, RankGroup(count, link)) <= count * one:
+            return count
+        count *= 2
+    return None
 
 
 @dataclass(frozen=True)
 class GpuOnly:
-    """The best the GPU does alone; ``max_batch_size`` 0 and no throughput where not one sequence can run."""
+    """The best the GPU does alone; ``max_batch_size`` 0 and no throughput where not one sequence can run.
+
+    ``limited_by``: "memory", "latency limit", or "time per token", the limits that users set. ``ttft_seconds``: time to
+    the first token of a request that finds a free seat and no other prompt. ``lone_step_seconds``: time per token of
+    one user, where the limit excludes all batches but memory does not.
+    """
 
     max_batch_size: int
     output_tokens_per_second: float
     step_seconds: float | None
     limited_by: str
+    ttft_seconds: float | None = None
+    lone_step_seconds: float | None = None
+
+    def service(self, price_per_million_tokens: float | None = None) -> Service | None:
+        """Return this way to serve as its users see it; None where no sequence can run."""
+        if self.step_seconds is None or self.ttft_seconds is None:
+            return None
+        return Service(
+            self.max_batch_size, self.output_tokens_per_second, self.step_seconds, self.ttft_seconds,
+            price_per_million_tokens,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,6 +121,14 @@ class GpuStepTime:
         )
 
 
+def pair_seconds(shape: ModelShape, gpu: Gpu) -> float:
+    """Return the seconds in which ``gpu`` multiplies one query of a prompt with one key, and adds its value, over all
+    layers that attend; a window, or an index, is not discounted."""
+    layer = shape.layer_layout
+    operations = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.attention_layers
+    return operations / gpu.flops_per_second.achieved
+
+
 def collective_seconds(shape: ModelShape, group: RankGroup, rows: float, sampled_rows: float) -> float:
     """Return the seconds of the collectives of one step."""
     return shape.num_layers * group.layer_seconds(shape, rows) + group.head_seconds(shape, sampled_rows)
@@ -116,69 +153,66 @@ class GpuServer:
         """PlanError, by how much, where the weights do not fit the GPU: then neither way can run."""
         check_weights(self.shape, self.gpu, self.group)
 
-    def step_seconds(self, batch_size: int) -> float:
-        """Return the seconds of a decode step at the achieved rates, the prompts' share of rows included."""
+    def step_seconds(self, batch_size: int, more_rows: float = 0.0) -> float:
+        """Return the seconds of a decode step at the achieved rates, the prompts' share of rows included.
+
+        ``more_rows``: of a prompt, in place of that share.
+        """
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
+        rows = batch_size + more_rows if more_rows else batch_size * self.workload.rows_per_output_token
         own = equations.roofline_step_seconds(
             batch_size,
-            self.read_share * self._own_kv_bytes + 2.0 * self.shape.state_bytes_per_sequence,
-            self.shape.active_parameters * self.workload.rows_per_output_token,
+            self.read_share * self.own_kv_bytes + 2.0 * self.shape.state_bytes_per_sequence,
+            self.shape.active_parameters * rows / batch_size,
             self.shape.weight_bytes,
             self.gpu.flops_per_second.achieved,
             bytes_per_second,
         )
-        rows = batch_size * self.workload.rows_per_output_token
         collectives = collective_seconds(self.shape, self.group, rows, batch_size)
         return own + self.read_share * self._shared_kv_bytes / bytes_per_second + collectives
 
-    def best(self, latency_limit_seconds: float = math.inf) -> GpuOnly:
-        """The largest batch that memory and the limit on a whole sequence allow; throughput only rises with it."""
-        weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
-        of_each = self._own_kv_bytes + self.shape.state_bytes_per_sequence
-        by_memory = equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, of_each)
+    def first_token_seconds(self, batch_size: int) -> float:
+        """Return the time to the first token, beside ``batch_size`` decodes, of a request that does not wait."""
+        tokens = self.workload.prompt_len - self.workload.shared_prefix_len
+        steps = (count * self.step_seconds(batch_size, rows) for count, rows in prompt_chunks(tokens))
+        return sum(steps) + self.pair_seconds * prompt_pairs(tokens, self.workload.shared_prefix_len)
+
+    def best(self, latency_limit_seconds: float = math.inf, limits: ServiceLimits = NO_LIMITS) -> GpuOnly:
+        """The largest batch that memory, the limit on a whole sequence and those of users allow; throughput only rises
+        with it."""
+        by_memory = self.most_sequences
         limit = latency_limit_seconds / self.workload.output_len
-        batch = largest(lambda size: self.step_seconds(size) <= limit, by_memory) if limit < math.inf else by_memory
-        limited_by = "memory" if batch == by_memory else "latency limit"
+
+        def keeps(size: int) -> bool:
+            seconds = self.step_seconds(size)
+            return seconds <= limit and limits.kept_by(seconds, self.first_token_seconds(size))
+
+        free = limit == math.inf and limits == NO_LIMITS
+        batch = by_memory if free else largest(keeps, by_memory)
+        cause = "latency limit" if limit < limits.tpot_seconds else "time per token"
+        limited_by = "memory" if batch == by_memory else cause
         if batch == 0:
-            return GpuOnly(0, 0.0, None, limited_by)
+            return GpuOnly(0, 0.0, None, limited_by, lone_step_seconds=self.step_seconds(1) if by_memory else None)
         seconds = self.step_seconds(batch)
-        return GpuOnly(batch, batch / seconds, seconds, limited_by)
+        return GpuOnly(batch, batch / seconds, seconds, limited_by, self.first_token_seconds(batch))
 
     @property
-    def _own_kv_bytes(self) -> float:
+    def most_sequences(self) -> int:
+        """Sequences for which the memory has room beside the weights."""
+        weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
+        of_each = self.own_kv_bytes + self.shape.state_bytes_per_sequence
+        return equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, of_each)
+
+    @property
+    def pair_seconds(self) -> float:
+        """Seconds of a pair of a query and a key of a prompt, over all layers."""
+        return pair_seconds(self.shape, self.gpu)
+
+    @property
+    def own_kv_bytes(self) -> float:
         """Bytes of the mean sequence's cache, apart from the prefix that all share."""
         return (self.workload.mean_context - self.workload.shared_prefix_len) * self.kv_bytes_per_token
 
     @property
     def _shared_kv_bytes(self) -> float:
         return self.workload.shared_prefix_len * self.kv_bytes_per_token
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """``use_fastdecode`` is None where nothing is known of the GPU alone; ``sentence`` says it in words."""
-
-    use_fastdecode: bool | None
-    sentence: str
-
-
-def judge(plan: Plan, alone: GpuOnly | None, prices: Prices) -> Verdict:
-    """Judge by throughput, and by the price of a token where prices are known."""
-    if alone is None:
-        return Verdict(None, "The GPU alone was not compared: name it with --gpu.")
-    rate, alone_rate = plan.output_tokens_per_second, alone.output_tokens_per_second
-    if alone.max_batch_size == 0:
-        return Verdict(True, f"The GPU alone cannot run one such sequence (its {alone.limited_by} is too small).")
-    beside = f"{rate:.0f} tokens/s against {alone_rate:.0f} of the GPU alone with a batch of {alone.max_batch_size}"
-    if rate <= alone_rate:
-        return Verdict(False, f"Do not use FastDecode here: {beside}.")
-    price, alone_price = plan.price_per_million_tokens, prices.per_million_tokens(0, alone_rate)
-    if price is not None and alone_price is not None:
-        beside += f"; {price:.3g} against {alone_price:.3g} per million tokens"
-        if price >= alone_price:
-            return Verdict(False, f"Do not use FastDecode here, unless for speed at any price: {beside}.")
-    if rate < MARGIN * alone_rate:
-        return Verdict(
-            False, f"Do not use FastDecode here on these figures alone, the gain is within their error: {beside}."
-        )
-    return Verdict(True, f"FastDecode gives {rate / alone_rate:.1f} times the throughput: {beside}.")

@@ -9,19 +9,16 @@ from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
-from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
-from fastdecode.perfmodel.load import Load, mean_parts
+from fastdecode.perfmodel.load import Load, barrier, mean_parts
+from fastdecode.perfmodel.service import prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
-from fastdecode.perfmodel.stages import RPart, SPart, Transport
+from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Transport
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
-KNEE_GAIN = 0.1
-"""The batch is large enough when doubling it would raise E(B) by less than this."""
-
-KNEE_TILE = 64
-"""Granularity of the batch sizes tried for the knee: GPUs multiply in tiles."""
+MOST_FOR_SLOWEST = 1.5
+"""The factor up to which R-workers are added for the slowest of them to keep up."""
 
 AROUND_THE_KNEE = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
 """Numbers of R-workers worth showing, as multiples of the plan's."""
@@ -41,7 +38,9 @@ class Planner:
     mean layer, so.
     ``num_r_workers``: of a pool that is there; as many as keep up with the S-worker when None.
     ``state_bytes_per_sequence``: of recurrent layers, over all of them; it takes the room of so many cached tokens,
-    unless the S-worker keeps them (``states``).
+    unless the S-worker keeps them (``states``). ``pair_seconds``: of the S-worker for a pair of a query and a key of a
+    prompt, over all layers; 0 where it is not known. ``contention``: of S-worker and R-workers on the same cores.
+    ``waits_for_slowest``: the barrier of each layer counts; the paper's equations know nothing of it.
     """
 
     workload: Workload
@@ -65,6 +64,9 @@ class Planner:
     storage: StorageCosts = NO_STORAGE_COSTS
     state_bytes_per_sequence: int = 0
     states: StatesHere | None = None
+    pair_seconds: float = 0.0
+    contention: Contention = NO_CONTENTION
+    waits_for_slowest: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_mini_batches", "r_workers_per_host", "num_ranks", "num_r_workers"):
@@ -91,7 +93,7 @@ class Planner:
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         interval = self._interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
-        needed = self.num_r_workers or max(_round_up(exact), self.placing.copies)
+        needed = self.num_r_workers or max(_round_up(self.enough_r_workers(mini_batch_size)), self.placing.copies)
         if self.num_r_workers and for_memory > needed:
             raise PlanError(
                 f"{needed} R-worker(s) cannot hold {in_flight} sequences in flight ({self.placing.copies} of each), "
@@ -113,7 +115,7 @@ class Planner:
             r_workers_bound_by=self.r_part.bound_by or None,
             r_workers_arithmetic_over_reads=self.r_part.arithmetic_over_reads or None,
             state_bytes_per_sequence=self.state_bytes_per_sequence,
-            r_worker_bandwidth_gb_per_s=self._r_worker_bandwidth(),
+            r_worker_bandwidth_gb_per_s=_r_worker_bandwidth(self),
             candidates=tuple(
                 self.candidate(mini_batch_size, number)
                 for number in sorted({max(1, round(part * chosen.num_r_workers)) for part in AROUND_THE_KNEE})
@@ -121,12 +123,13 @@ class Planner:
             tensor_parallel_size=self.num_ranks,
             total_r_workers=self.num_ranks * chosen.num_r_workers,
             kv_replicas=self.placing.copies,
+            ttft_seconds=self.first_token_seconds(in_flight, chosen.num_r_workers),
             **vars(chosen),
         )
 
     def _check_places(self, in_flight: int) -> None:
         """PlanError where the S-worker keeps states, and has not room for those of ``in_flight`` sequences."""
-        if self.states and not self._has_places(in_flight):
+        if self.states and not self.has_places(in_flight):
             raise PlanError(
                 f"the S-worker's memory has room for {self.states.num_places:.0f} states of "
                 f"{self.state_bytes_per_sequence / 1e6:.4g} MB, and {in_flight} sequences in flight "
@@ -134,45 +137,33 @@ class Planner:
                 "or --state-on r"
             )
 
-    def knee_mini_batch(self) -> int:
-        """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8).
-
-        With a pool that is there, the tokens per second of all stages stand for E(B), and the pool must hold the batch.
-        """
-        sizes = range(KNEE_TILE, MOST_SEQUENCES // 2, KNEE_TILE)
-        knee = next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
-        return max(1, largest(self._fits_pool, knee))
-
-    def largest_mini_batch(self, latency_limit_seconds: float) -> int:
-        """The largest batch whose sequences take at most that long, R-workers balanced (eq. 7, with every stage)."""
-        if not latency_limit_seconds > 0:
-            raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
-        smallest = 1 if self.num_r_workers else self._smallest_balanced()
-        least = self._balanced_sequence_seconds(smallest)
-        if least > latency_limit_seconds:
-            raise PlanError(
-                f"a latency limit of {latency_limit_seconds:g} s cannot be met: with a mini-batch of {smallest}, "
-                f"{self.workload.output_len:g} steps of {least / self.workload.output_len:.3g} s take {least:.3g} s, "
-                f"{least - latency_limit_seconds:.3g} s too long"
-            )
-        most = max(1, largest(self._fits_pool, MOST_SEQUENCES))
-        return largest(
-            lambda size: size < smallest or self._balanced_sequence_seconds(size) <= latency_limit_seconds, most
-        )
-
     def balanced_r_workers(self, mini_batch_size: int) -> float:
         """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
         return equations.balanced_r_workers(
             mini_batch_size,
             self._attended_context,
             self.r_part.seconds_per_token,
-            self._other_stages(mini_batch_size),
+            self.other_stages(mini_batch_size),
             self.workload.shared_prefix_len,
             self.r_part.call_seconds,
             self.r_part.row_seconds
             + self.r_part.prompt_row_seconds * (self.workload.rows_per_output_token - 1.0)
             + self.storage.append_seconds * self.copied_rows(self.workload.rows_per_output_token),
         )
+
+    def enough_r_workers(self, mini_batch_size: int) -> float:
+        """Return the R-workers of which the slowest keeps up, unrounded: equation 11 times the barrier.
+
+        More R-workers have fewer sequences each, so their slowest lies further above the mean: the second look counts.
+        """
+        exact = self.balanced_r_workers(mini_batch_size)
+        if not self.waits_for_slowest:
+            return exact
+        spread, enough = self.workload.context_spread, exact
+        for _ in range(2):
+            each = mini_batch_size / max(enough, 1.0)
+            enough = exact * min(barrier(enough, each, spread), MOST_FOR_SLOWEST)
+        return enough
 
     def step_model(self, num_r_workers: float) -> StepModel:
         """Return the seconds of any step with that many R-workers."""
@@ -185,8 +176,12 @@ class Planner:
             self.transport,
             self.step_overhead_seconds + self.r_worker_overhead_seconds * num_r_workers,
             self.row_overhead_seconds,
+            contention=self.contention,
+            drains=self.contention != NO_CONTENTION,
             storage=self.storage,
             states=self.states,
+            context_spread=self.workload.context_spread if self.waits_for_slowest else None,
+            ranges_each=max(1.0, math.ceil(self.workload.mean_context / self.placing.segment_tokens)),
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
@@ -223,15 +218,6 @@ class Planner:
         tokens = in_flight * self.workload.rows_per_output_token
         return tokens, own + shared * num_r_workers * self.num_mini_batches
 
-    def recomputed_tokens(self, in_flight: float, num_r_workers: int) -> float:
-        """Return the tokens that a lost R-worker alone held: a shared prefix is in the others' caches."""
-        own = self.workload.mean_context - self.workload.shared_prefix_len
-        return in_flight / num_r_workers * own
-
-    def link_growth(self) -> float | None:
-        """Return the part that second copies add to the bytes to and from R-workers; None where these are not known."""
-        return self.storage.copied_bytes / self.transport.row_bytes if self.transport.row_bytes else None
-
     @property
     def _attended_context(self) -> float:
         """Half of all steps attend on second copies, and these read the prefix that home copies share."""
@@ -241,62 +227,55 @@ class Planner:
         """Return the part of ``rows``, prompts' as well, that a second R-worker stores too, where there is one."""
         return rows if self.placing.twice and num_r_workers > 1 else 0.0
 
-    def _balanced_sequence_seconds(self, mini_batch_size: int) -> float:
-        workers = self.num_r_workers or max(self.balanced_r_workers(mini_batch_size), 1.0)
-        in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        rows, kv_tokens = self.mean_step(in_flight, workers)
+    def mean_step_seconds(self, in_flight: float, num_r_workers: float) -> float:
+        """Return the seconds of the mean step: time per output token (TPOT) of every sequence."""
+        rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
         load = Load(rows, in_flight, kv_tokens, copied_rows=self.copied_rows(rows))
-        seconds = self.step_model(workers).seconds(load)
-        return self.workload.output_len * seconds
+        return self.step_model(num_r_workers).seconds(load)
 
-    def _other_stages(self, mini_batch_size: int) -> float:
+    def first_token_seconds(self, in_flight: float, num_r_workers: float) -> float:
+        """Return the time to the first token of a request that finds a free seat and no other prompt before its own.
+
+        Its prompt is computed in chunks, each beside the decodes of a step; where prefill workers compute prompts, it
+        is one step.
+        """
+        workload, model = self.workload, self.step_model(num_r_workers)
+        tokens = 0.0 if workload.remote_prompts else workload.prompt_len - workload.shared_prefix_len
+        _, kv_tokens = self.mean_step(in_flight, num_r_workers)
+        steps = (
+            count * model.seconds(self.load(in_flight + rows, in_flight, kv_tokens, num_r_workers))
+            for count, rows in prompt_chunks(tokens)
+        )
+        return sum(steps) + self.pair_seconds * prompt_pairs(tokens, workload.shared_prefix_len)
+
+    def other_stages(self, mini_batch_size: int) -> float:
         """Seconds of the slowest stage of a layer but the R-part."""
         rows = mini_batch_size * self.workload.rows_per_output_token
         copied_bytes = self.storage.copied_bytes * self.copied_rows(rows)
         hop = self.transport.stage_seconds(rows, last_bytes=copied_bytes) if self.transport.overlapped else 0.0
-        return max(self._s_seconds(rows), hop)
+        return max(self.s_seconds(rows), hop)
 
-    def _s_seconds(self, rows: float) -> float:
+    def s_seconds(self, rows: float) -> float:
         """T(B) of the mean mix of prompts and decodes, states that the S-worker keeps included."""
         decodes = rows / self.workload.rows_per_output_token
         states = self.states.seconds(decodes, rows - decodes) if self.states else 0.0
         return self.s_part.layer_seconds(rows) + states
 
-    def _fits_pool(self, mini_batch_size: int) -> bool:
-        in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        if not self._has_places(in_flight):
-            return False
-        return self.num_r_workers is None or self.memory_r_workers(in_flight) <= self.num_r_workers
-
-    def _has_places(self, in_flight: int) -> bool:
+    def has_places(self, in_flight: int) -> bool:
         """Whether the S-worker, where it keeps states, has room for those of ``in_flight`` sequences."""
         return self.states is None or in_flight * self.placing.copies <= self.states.num_places
-
-    def _smallest_balanced(self) -> int:
-        return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
-
-    def _can_be_balanced(self, mini_batch_size: int) -> bool:
-        """Say whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
-        indivisible = equations.indivisible_seconds(
-            self.r_part.seconds_per_token, self.workload.shared_prefix_len, self.r_part.call_seconds
-        )
-        return indivisible < self._other_stages(mini_batch_size)
-
-    def _gain_of_doubling(self, mini_batch_size: int) -> float:
-        if self.num_r_workers:
-            once, twice = (self.candidate(size, self.num_r_workers) for size in (mini_batch_size, 2 * mini_batch_size))
-            return twice.output_tokens_per_second / once.output_tokens_per_second - 1.0
-        rows = mini_batch_size * self.workload.rows_per_output_token
-        return 2.0 * self._s_seconds(rows) / self._s_seconds(2 * rows) - 1.0
 
     def _interval(self, in_flight: int) -> int:
         return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
 
     def _load_limit(self, in_flight: int) -> int:
-        """The schedule's peak; never below one whole sequence, which could otherwise never run."""
+        """The schedule's peak, with whole sequences in each micro-batch; never below one whole sequence, which could
+        otherwise never run."""
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
-        peak = equations.peak_load_stabilized(in_flight, output_len, self._interval(in_flight), before)
+        interval = self._interval(in_flight)
+        whole = _round_up(equations.micro_batch_size(in_flight, output_len, interval)) * output_len / interval
+        peak = equations.peak_load_stabilized(whole, output_len, interval, before)
         return _round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
@@ -320,10 +299,12 @@ class Planner:
         """Bytes over all layers that a step reads for each token of a context; None where they are not known."""
         return None if self.kv_bytes_per_token is None else self.read_share * self.kv_bytes_per_token
 
-    def _r_worker_bandwidth(self) -> float | None:
-        if self.kv_bytes_read_per_token is None:
-            return None
-        return self.kv_bytes_read_per_token / self.num_layers / self.r_part.seconds_per_token / 1e9
+
+def _r_worker_bandwidth(planner: Planner) -> float | None:
+    """Return the gigabytes of the cache that an R-worker reads in a second; None where bytes are not known."""
+    if planner.kv_bytes_read_per_token is None:
+        return None
+    return planner.kv_bytes_read_per_token / planner.num_layers / planner.r_part.seconds_per_token / 1e9
 
 
 def _round_up(number: float) -> int:

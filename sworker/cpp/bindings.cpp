@@ -5,22 +5,22 @@
 #include <string>
 #include <vector>
 
+#include "bindings.hpp"
+#include "parallel.hpp"
 #include "row_kernels.hpp"
 
-namespace py = pybind11;
-using sworker::BFloat16;
-using sworker::RowKernels;
+namespace sworker {
 
 namespace {
 
 /// Those this CPU can run, best last.
 std::vector<const RowKernels*> supported_kernels() {
-    std::vector<const RowKernels*> found{&sworker::scalar::kernels};
+    std::vector<const RowKernels*> found{&scalar::kernels};
 #ifdef SWORKER_X86_64
-    if (__builtin_cpu_supports("avx2") != 0) found.push_back(&sworker::avx2::kernels);
+    if (__builtin_cpu_supports("avx2") != 0) found.push_back(&avx2::kernels);
     if (__builtin_cpu_supports("avx512bw") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
         __builtin_cpu_supports("avx512vl") != 0)
-        found.push_back(&sworker::avx512::kernels);
+        found.push_back(&avx512::kernels);
 #endif
     return found;
 }
@@ -33,22 +33,8 @@ const RowKernels& kernels_of(const std::string& isa) {
     throw std::invalid_argument("this CPU runs no kernels named " + isa);
 }
 
-void check(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
-bool same_shape(const py::array& a, const py::array& b) {
-    if (a.ndim() != b.ndim()) return false;
-    for (py::ssize_t i = 0; i < a.ndim(); ++i)
-        if (a.shape(i) != b.shape(i)) return false;
-    return true;
-}
-
 template <typename T>
-using Rows = py::array_t<T, py::array::c_style>;
-
-template <typename T>
-sworker::RmsNorm<T> norm_job(const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out) {
+RmsNorm<T> norm_job(const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out) {
     check(x.ndim() == 2 && same_shape(x, out), "x and out must be [rows, dim] alike");
     check(weight.ndim() == 1 && weight.shape(0) == x.shape(1), "weight must be [dim]");
     return {x.data(), weight.data(),   out.mutable_data(), std::size_t(x.shape(0)), std::size_t(x.shape(1)),
@@ -57,7 +43,7 @@ sworker::RmsNorm<T> norm_job(const Rows<T>& x, const Rows<float>& weight, float 
 
 /// x may have gaps between its rows, as a slice of a wider product has.
 template <typename T>
-sworker::Rotation<T> rotation_job(const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out) {
+Rotation<T> rotation_job(const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out) {
     check(x.ndim() == 3 && same_shape(x, out), "x and out must be [rows, heads, dim] alike");
     check(x.shape(2) % 2 == 0, "dim must be even");
     check(cos.ndim() == 2 && cos.shape(0) == x.shape(0) && cos.shape(1) == x.shape(2), "cos must be [rows, dim]");
@@ -91,9 +77,26 @@ void bind(py::module_& module, Norm norm, Rotate rotate) {
         py::arg("isa") = "auto");
 }
 
+void multiply_in_order(const Rows<float>& x, const Rows<float>& weight, Rows<float>& out, unsigned threads,
+                       const std::string& isa) {
+    check(x.ndim() == 2 && weight.ndim() == 2 && x.shape(1) == weight.shape(1), "x and weight must be [_, width]");
+    check(is_matrix(out, x.shape(0), std::size_t(weight.shape(0))), "out must be [rows, columns]");
+    const OrderedProduct job{x.data(),
+                             weight.data(),
+                             out.mutable_data(),
+                             std::size_t(x.shape(0)),
+                             std::size_t(weight.shape(0)),
+                             std::size_t(x.shape(1))};
+    const RowKernels& kernels = kernels_of(isa);
+    py::gil_scoped_release free;
+    parallel_for(job.rows, threads, [&](std::size_t row) { kernels.multiply_row(job, row); });
+}
+
 }  // namespace
+}  // namespace sworker
 
 PYBIND11_MODULE(_sworker, module) {
+    using namespace sworker;
     module.def("supported_isas", [] {
         std::vector<std::string> names;
         for (const RowKernels* kernels : supported_kernels()) names.emplace_back(kernels->isa);
@@ -101,4 +104,7 @@ PYBIND11_MODULE(_sworker, module) {
     });
     bind<float>(module, &RowKernels::norm_float32, &RowKernels::rotate_float32);
     bind<BFloat16>(module, &RowKernels::norm_bfloat16, &RowKernels::rotate_bfloat16);
+    module.def("multiply_in_order", multiply_in_order, py::arg("x").noconvert(), py::arg("weight").noconvert(),
+               py::arg("out").noconvert(), py::arg("threads") = 1, py::arg("isa") = "auto");
+    bind_integers(module);
 }

@@ -2,6 +2,8 @@
 // linker may keep such a function's copy with wide instructions for all files.
 #include "row_kernels.hpp"
 
+#include "floats.hpp"
+
 #define SWORKER_TEXT(name) #name
 #define SWORKER_NAME(name) SWORKER_TEXT(name)
 
@@ -10,32 +12,11 @@ namespace {
 
 constexpr std::size_t LANES = 16;
 
-float load(float value) {
-    return value;
-}
-
-float load(BFloat16 value) {
-    return __builtin_bit_cast(float, std::uint32_t(value) << 16);
-}
-
-/// `value` as a T, to the nearest, ties to even.
-template <typename T>
-T as(float value) {
-    return value;
-}
-
-template <>
-BFloat16 as<BFloat16>(float value) {
-    const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, value);
-    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return BFloat16(nan ? 0x7fc0u : rounded);
-}
-
-/// `value` as it is after a visit to memory.
-template <typename T>
-float round_to(float value) {
-    return load(as<T>(value));
+/// The sum of sixteen lanes, pairwise.
+float sum_of(float (&lanes)[LANES]) {
+    for (std::size_t width = LANES / 2; width > 0; width /= 2)
+        for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    return lanes[0];
 }
 
 /// Sixteen sums side by side, then pairwise: the same order whatever the registers hold.
@@ -46,9 +27,7 @@ float mean_square(const T* x, std::size_t dim) {
     for (; i + LANES <= dim; i += LANES)
         for (std::size_t lane = 0; lane < LANES; ++lane) lanes[lane] += load(x[i + lane]) * load(x[i + lane]);
     for (; i < dim; ++i) lanes[i % LANES] += load(x[i]) * load(x[i]);
-    for (std::size_t width = LANES / 2; width > 0; width /= 2)
-        for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    return lanes[0] / float(dim);
+    return sum_of(lanes) / float(dim);
 }
 
 template <typename T>
@@ -83,8 +62,35 @@ void rotate(const Rotation<T>& job) {
                         job.sin + row * job.dim, job.out + (row * job.heads + head) * job.dim, job.dim / 2);
 }
 
+/// Sums of `COLUMNS` neighbouring columns, each in the order that a lone one has.
+template <std::size_t COLUMNS>
+void multiply_columns(const float* __restrict__ x, const float* __restrict__ weight, std::size_t width,
+                      float* __restrict__ out) {
+    float lanes[COLUMNS][LANES] = {};
+    std::size_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        for (std::size_t column = 0; column < COLUMNS; ++column)
+            for (std::size_t lane = 0; lane < LANES; ++lane)
+                lanes[column][lane] += x[i + lane] * weight[column * width + i + lane];
+    for (; i < width; ++i)
+        for (std::size_t column = 0; column < COLUMNS; ++column)
+            lanes[column][i % LANES] += x[i] * weight[column * width + i];
+    for (std::size_t column = 0; column < COLUMNS; ++column) out[column] = sum_of(lanes[column]);
+}
+
+void multiply_row(const OrderedProduct& job, std::size_t row) {
+    const float* x = job.x + row * job.width;
+    float* out = job.out + row * job.columns;
+    std::size_t column = 0;
+    for (; column + 4 <= job.columns; column += 4)
+        multiply_columns<4>(x, job.weight + column * job.width, job.width, out + column);
+    for (; column < job.columns; ++column)
+        multiply_columns<1>(x, job.weight + column * job.width, job.width, out + column);
+}
+
 }  // namespace
 
-const RowKernels kernels{SWORKER_NAME(SWORKER_ISA), norm<float>, norm<BFloat16>, rotate<float>, rotate<BFloat16>};
+const RowKernels kernels{SWORKER_NAME(SWORKER_ISA), norm<float>,      norm<BFloat16>,
+                         rotate<float>,             rotate<BFloat16>, multiply_row};
 
 }  // namespace sworker::SWORKER_ISA

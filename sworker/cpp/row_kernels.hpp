@@ -33,6 +33,15 @@ struct Rotation {
     std::size_t rows, heads, dim, row_stride;
 };
 
+/// out = x · weightᵀ; x [rows, width], weight [columns, width], out [rows, columns]. Each sum has one order of additions,
+/// whatever is computed beside it.
+struct OrderedProduct {
+    const float* x;
+    const float* weight;
+    float* out;
+    std::size_t rows, columns, width;
+};
+
 /// The same code compiled for one instruction set.
 struct RowKernels {
     const char* isa;
@@ -40,6 +49,8 @@ struct RowKernels {
     void (*norm_bfloat16)(const RmsNorm<BFloat16>&);
     void (*rotate_float32)(const Rotation<float>&);
     void (*rotate_bfloat16)(const Rotation<BFloat16>&);
+    /// Row `row` of an ordered product.
+    void (*multiply_row)(const OrderedProduct&, std::size_t row);
 };
 
 namespace scalar {

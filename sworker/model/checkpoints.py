@@ -33,6 +33,10 @@ METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 """Kinds of checkpoints that are unpacked here."""
 
 
+Codes = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Reads the int8 codes of a weight, and the scale of each output."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """A weight that is not read yet; ``weight[...]`` reads and unpacks it, as transformers asks for tensors."""
@@ -200,6 +204,32 @@ def unpacked(model: str, revision: str | None, hf_config: Any, dtype: torch.dtyp
         "%s: %d weights in %s are unpacked to %s", model, packed.num_unpacked, settings["quant_method"], name
     )
     return weights
+
+
+def published_codes(model: str, revision: str | None, settings: Mapping[str, Any]) -> dict[str, Codes]:
+    """Return readers of the int8 weights of a W8A8 checkpoint, by name; {} for a checkpoint of any other kind.
+
+    ``settings``: its ``quantization_config``. A reader returns codes [outputs, inputs] and float32 scales [outputs].
+    """
+    groups = list((settings.get("config_groups") or {}).values())
+    if settings.get("quant_method") != "compressed-tensors" or not groups or not all(map(_is_w8a8, groups)):
+        return {}
+    files = Files(_files(model, revision))
+    names = [name for name in files.places if f"{name}_scale" in files.places]
+    return {name: partial(_codes, files, name) for name in names if f"{name}_zero_point" not in files.places}
+
+
+def _is_w8a8(group: Mapping[str, Any]) -> bool:
+    """Say whether weights have a scale per output, and rows one each that comes with the row."""
+    weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
+    int8 = all(
+        each.get("num_bits") == 8 and each.get("type") == "int" and each.get("symmetric") for each in (weights, rows)
+    )
+    return int8 and weights.get("strategy") == "channel" and rows.get("strategy") == "token" and bool(rows["dynamic"])
+
+
+def _codes(files: Files, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return files.read(name).clone(), files.read(f"{name}_scale").float().reshape(-1)
 
 
 def _check(settings: Mapping[str, Any]) -> None:

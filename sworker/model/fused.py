@@ -111,7 +111,7 @@ def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
     """[1, heads, T, dim], of any strides from row to row."""
     rows = rows_of(heads)
     if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
-        rows = rows.contiguous()
+        rows = rows.clone(memory_format=torch.contiguous_format)  # strides of one row or head may be anything
     out = torch.empty(rows.shape, dtype=rows.dtype)
     _sworker.rotate(_array(rows), cos, sin, _array(out))
     return out.transpose(0, 1)[None]

@@ -175,7 +175,9 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 
 def _is_plain(module: torch.nn.Module) -> bool:
     """A subclass may compute something else."""
-    return type(module) is torch.nn.Linear and module.weight.device.type == "cpu"
+    if type(module) is not torch.nn.Linear or "forward" in vars(module):
+        return False
+    return type(module.weight) is torch.nn.Parameter and module.weight.device.type == "cpu"
 
 
 def _can_share(linears: list[torch.nn.Module]) -> bool:

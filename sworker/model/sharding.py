@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.sworker.adapters.index import plan_of_picked_heads
 from fastdecode.sworker.adapters.latents import plan_of_latent_heads
 from fastdecode.sworker.model.shared_exchange import SharedExchange, SharedMemory, whereabouts
+from fastdecode.sworker.products.codes import codes_of, cut_experts, expert_codes_of
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""
@@ -172,6 +173,8 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
             module.register_forward_hook(lambda module, args, output: output / rank.size)
         elif module is not None:
             _check_style(name, style, SUMS)
+            if expert_codes_of(module, "down_proj"):
+                continue  # their product adds the sums of all ranks
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
         else:
             _cut_parameter(name, owner, style, rank)
@@ -221,21 +224,33 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
     _check_style(name, style, (*COLUMNS, *ROWS))
     if style in COLUMNS:
         width = linear.out_features
-        for part, value in list(linear._parameters.items()):
-            if value is not None:
-                whole = _repeated(value.data, num_kv_heads, rank.size) if num_kv_heads else value.data
-                _set(linear, part, rank.cut(whole, 0))
-        linear.out_features = linear.weight.shape[0]
+        _cut_outputs(linear, lambda whole: rank.cut(_repeated(whole, num_kv_heads, rank.size), 0))
         if style != "colwise":
             linear.register_forward_hook(lambda module, args, output: _gathered(output, width, rank))
         return
     if style != "rowwise":
         linear.register_forward_pre_hook(lambda module, args: (rank.cut(args[0], -1), *args[1:]))
+    if codes := codes_of(linear):  # its product adds the sums of all ranks
+        codes.cut_inputs(name, rank)
+        linear.in_features = codes.codes.shape[1]
+        return
     _set(linear, "weight", rank.cut(linear.weight.data, 1))
     if linear.bias is not None and rank.index:
         _set(linear, "bias", torch.zeros_like(linear.bias.data))  # added once, by the first rank
     linear.in_features = linear.weight.shape[1]
     linear.register_forward_hook(lambda module, args, output: _summed(output, rank))
+
+
+def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Leave a layer the outputs that ``cut`` leaves of each of its tensors."""
+    codes = codes_of(linear)
+    if codes:
+        codes.cut_outputs(cut)
+        linear.out_features = len(codes.codes)
+    for part, value in list(linear._parameters.items()):
+        if value is not None and not (codes and part == "weight"):
+            _set(linear, part, cut(value.data))
+            linear.out_features = len(linear._parameters[part])  # type: ignore[arg-type]
 
 
 def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) -> None:
@@ -245,6 +260,9 @@ def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) ->
     """
     _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
+    if codes := expert_codes_of(owner, part):
+        cut_experts(name, codes, style, rank)
+        return
     weight = getattr(owner, part).data
     dim = -2 if style.endswith("colwise") and weight.dim() > 1 else -1
     halves = weight.chunk(2, dim) if style.startswith("packed") else (weight,)
@@ -256,7 +274,9 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _repeated(rows: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
-    """[num_heads · dim, …] with each head as often as there are ranks for it."""
+    """[num_heads · dim, …] with each head as often as there are ranks for it; as they are where ``num_heads`` is 0."""
+    if not num_heads:
+        return rows
     return rows.unflatten(0, (num_heads, -1)).repeat_interleave(size // num_heads, 0).flatten(0, 1)
 
 

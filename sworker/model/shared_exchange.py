@@ -107,12 +107,13 @@ class SharedExchange:
             take(part, self._exchanged(own[part]))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' contiguous tensors, in ``tensor``'s place, added in float32 or more.
+        """The sum of all ranks' contiguous tensors, in ``tensor``'s place: floats added in float32 or more, integers as
+        such.
 
         In the order of ranks, so a row's bits depend on neither its place nor the number of rows.
         """
         data = tensor.view(-1).view(torch.uint8)
-        wide = torch.promote_types(tensor.dtype, torch.float32)
+        wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
         def take(part: slice, parts: np.ndarray) -> None:
             first, *others = (torch.from_numpy(each).view(tensor.dtype) for each in parts)

@@ -19,6 +19,7 @@ from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.files.generation import generation_defaults
+from fastdecode.sworker.model.checkpoints import published_codes, quantization
 from fastdecode.sworker.model.first_layers import first_layers
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.loader import (
@@ -28,19 +29,32 @@ from fastdecode.sworker.model.loader import (
     model_shape,
     most_positions,
     place_model,
+    resolve_device,
     weights_digest,
 )
 from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.sharding import Rank
-from fastdecode.sworker.model.support import probe_layers, probe_layout, repeats_rows
+from fastdecode.sworker.model.support import probe_layers, probe_layout, repeats_rows, varying_layers
 from fastdecode.sworker.model.tokenizer import HFTokenizer
+from fastdecode.sworker.products.experts import pack_experts, quantize_experts
+from fastdecode.sworker.products.gated import GatedLayers
+from fastdecode.sworker.products.linears import IntegerLinears, num_attention_heads, quantize_linears
+from fastdecode.sworker.products.ordered import order_products
+from fastdecode.sworker.run.staging import allow_few_rows
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
 UNREAD = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a configuration that change nothing of what is computed, or stand elsewhere."""
+
+
+FEW_ROWS = (1, 2, 5, 11)
+"""Numbers of rows that are tried before forwards are no longer padded."""
+
+NAMED_LAYERS = 6
+"""Layers that a warning names."""
 
 
 class SModel:
@@ -55,21 +69,32 @@ class SModel:
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
+        packing = quantization(hf_config)
         whole = load_model(config, hf_config)
         self._weights = weights_digest(whole)
         if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
             raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
         layers = probe_layers(whole, hf_config) if rank and (config.prefill_workers or config.journal) else None
+        if config.quantization:
+            if resolve_device(config.device).type != "cpu":
+                raise ConfigError("quantization: int8 products run on the CPU: give --device cpu as well")
+            published = published_codes(config.model, config.revision, packing)
+            quantize_linears(whole, hf_config, published)
+            quantize_experts(whole, num_attention_heads(hf_config))
         self.model = place_model(config, hf_config, whole, rank)
         self.layout = _replace_and_probe(self.model, hf_config, config)
         self.whole_layout = replace(self.layout, layers=layers or self.layout.layers).absorbed
         self.model_type = str(hf_config.model_type)
         if not repeats_rows(self.model, hf_config):
+            named = ", ".join(varying_layers(self.model)[:NAMED_LAYERS]) or "layers that are no plain products"
             logger.warning(
-                "torch's %s products give a row other bits among other numbers of rows here: a sequence that is "
+                "torch's %s products give a row other bits among other numbers of rows here (%s): a sequence that is "
                 "computed again, after a loss or a preemption, may get other tokens",
                 self.layout.model_dtype,
+                named,
             )
+        elif config.quantization and repeats_rows(self.model, hf_config, FEW_ROWS):
+            allow_few_rows(self.model)
         self._config, self._hf_config, self._rank = config, hf_config, rank
 
     @cached_property
@@ -83,6 +108,7 @@ class SModel:
         """Return the whole model's name, equal in processes with the same layers, dtype, vocabulary and weights."""
         layers = self.whole_layout.with_state_dtype("float32").layers
         text = f"{layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
+        text += f" {self._config.quantization}" if self._config.quantization else ""
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -157,7 +183,10 @@ class SModel:
 
 def _replace_and_probe(model: torch.nn.Module, hf_config: Any, config: EngineConfig) -> KVLayout:
     """Replace what has a faster form, and prove by the probe that the model's code runs with it."""
-    replaced = PackedLinears(model), FusedRows(model)
+    integers = IntegerLinears(model)
+    if pack_experts(model) or integers.num_layers:
+        order_products(model, hf_config)
+    replaced = PackedLinears(model), FusedRows(model), GatedLayers(model, integers)
     try:
         layout = probe_layout(model, hf_config, config.kv_cache_dtype)
     except UnsupportedModelError as error:

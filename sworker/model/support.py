@@ -7,6 +7,7 @@ configuration alone tells, before anything is loaded, is in `refusals.py`.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -88,8 +89,8 @@ def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
             refuse(hf_config, what, "a model whose forward and generate agree")
 
 
-def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
-    """Say whether ``model`` gives rows the same bits in forwards of 16 rows and of more, attention apart.
+def repeats_rows(model: torch.nn.Module, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
+    """Say whether ``model`` gives rows the same bits in forwards of ``counts`` rows and of more, attention apart.
 
     Products may take another order of additions among other numbers of rows; then a sequence that is computed again
     among others rounds differently, which shows in 16 bits.
@@ -97,11 +98,37 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any) -> bool:
     num_rows = len(TOKENS) + MORE_ROWS
     vocab_size = int(hf_config.get_text_config().vocab_size)
     tokens = torch.arange(7, 7 + num_rows) * 31 % vocab_size
-    few, more = (
+    more, *several = (
         _forward(model, hf_config, ModelGreenlet, _Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
-        for count in (len(TOKENS), num_rows)
+        for count in (num_rows, *counts)
     )
-    return torch.equal(few, more[: len(few)])
+    return all(torch.equal(few, more[: len(few)]) for few in several)
+
+
+@torch.inference_mode()
+def varying_layers(model: torch.nn.Module) -> list[str]:
+    """Return the layers whose products give a row other bits among 16 rows than among more, numbers as ``*``."""
+    tried: dict[tuple[object, ...], bool] = {}
+    found: dict[str, None] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
+            continue
+        key = type(module), weight.shape, "forward" in vars(module)
+        if key not in tried:
+            tried[key] = _varies(module, weight.shape[isinstance(module, torch.nn.Linear)], weight.dtype)
+        if tried[key]:
+            found[re.sub(r"\b[0-9]+\b", "*", name)] = None
+    return list(found)
+
+
+def _varies(module: torch.nn.Module, width: int, dtype: torch.dtype) -> bool:
+    rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(dtype)
+    try:
+        few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
+    except Exception:  # no product of rows
+        return False
+    return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 
 
 def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[Layer, ...]:

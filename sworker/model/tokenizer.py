@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -33,6 +33,8 @@ MOST_TEMPLATES = 32
 class HFTokenizer:
     """A transformers tokenizer backed by the tokenizers library."""
 
+    _formats: Mapping[str, dict[str, Format]] = {}  # of each chat template; replaced, never written to
+
     def __init__(self, config: EngineConfig) -> None:
         name = config.tokenizer or config.model
         try:
@@ -52,7 +54,6 @@ class HFTokenizer:
                 "token ids as prompts"
             ) from error
         self.eos_token_id: int | None = self.hf.eos_token_id
-        self._formats: dict[str, dict[str, Format]] = {}  # of each chat template
 
     @functools.cached_property
     def text_bound(self) -> TextBound | None:
@@ -178,8 +179,8 @@ class HFTokenizer:
         except ValueError as error:  # several templates, and none of them for all
             raise RequestError(f"messages: {error}") from None
         if template not in self._formats:
-            self._formats = dict(list(self._formats.items())[-MOST_TEMPLATES:])
-            self._formats[template] = formats_of(template, self.hf.special_tokens_map)
+            kept = dict(list(self._formats.items())[-MOST_TEMPLATES:])
+            self._formats = kept | {template: formats_of(template, self.hf.special_tokens_map)}
         return self._formats[template]
 
 

@@ -19,9 +19,19 @@ from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
 from fastdecode.sworker.run.prompt_scratch import PromptScratch
 from fastdecode.sworker.run.prompts import PromptAttention
-from fastdecode.sworker.run.staging import TORCH_DTYPE, HostStaging, PackedRows, Staging, from_numpy, pack, to_device
+from fastdecode.sworker.run.staging import (
+    TORCH_DTYPE,
+    HostStaging,
+    PackedRows,
+    Staging,
+    from_numpy,
+    least_rows_of,
+    pack,
+    to_device,
+)
 from fastdecode.sworker.run.threads import SharedCores
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
+from fastdecode.sworker.sampling.prompt_scores import PromptScores, ScoredPrompt, score_prompts
 
 Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 """Has other ranks compute a step, with overlap or without, while this one does so within the context."""
@@ -55,6 +65,7 @@ class SWorker:
         self.pipeline = Pipeline(backend, clock, self.staging, self._cores, in_order)
         self._lead = lead
         self._sampler = Sampler()
+        self.prompt_scores: dict[int, PromptScores] = {}
         self.graphs: ModelGraphs | None = None
 
     def beside(
@@ -79,13 +90,15 @@ class SWorker:
         sampling: Mapping[int, Sequence[SamplingRow]],
         overlap: bool = True,
         arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
+        scored: Mapping[int, ScoredPrompt] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
         """Compute ``step`` and sample: for each sequence in ``sampling`` one token per sampling row.
 
         A prompt that grows into several sequences has several rows over the same logits; a sequence with draft tokens
         has a row for each of its logits, the next token's first. ``arrived``: logits of
-        prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. The backend's
-        step must have begun.
+        prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. ``scored``:
+        prompts whose log-probabilities are wanted, which ``prompt_scores`` then has. The backend's step must have
+        begun.
         """
         before = dict(self.clock.seconds)
         with torch.inference_mode():
@@ -93,6 +106,9 @@ class SWorker:
             logits = self._run(step, forwards, overlap)
             self.clock.enter(MODEL)
             self.staging.mark()
+            self.prompt_scores = {}
+            if scored:
+                logits, self.prompt_scores = score_prompts(step.mini_batches, logits, scored)
             counts = {each: n for part in step.mini_batches for each, n in part.num_logits.items()}
             counts |= dict.fromkeys(arrived, 1)
             tokens = self._sample(counts, [*logits, *map(self._own, arrived.values())], sampling)
@@ -141,8 +157,10 @@ class SWorker:
 
     def forwards(self, step: ScheduledStep) -> list[Forward]:
         """Return what computes ``step``, one for each mini-batch that has rows."""
-        mini_batches = enumerate(step.mini_batches)
-        return [self._forward(mini_batch, pack(chunks, self.device)) for mini_batch, chunks in mini_batches if chunks]
+        mini_batches, rows = enumerate(step.mini_batches), least_rows_of(self.model)
+        return [
+            self._forward(mini_batch, pack(chunks, self.device, rows)) for mini_batch, chunks in mini_batches if chunks
+        ]
 
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
         """From CUDA graphs where they fit, else by the model's own code."""

@@ -15,6 +15,9 @@ from fastdecode.core.step import MiniBatch
 MIN_ROWS = 16
 """Smaller forwards are padded: torch's CPU matrix product gives a row the same bits only from 8 rows on."""
 
+LEAST_ROWS = "least_rows"
+"""The attribute of a model whose forwards are padded to another number of rows."""
+
 
 @dataclass(frozen=True)
 class PromptRows:
@@ -30,8 +33,8 @@ class PromptRows:
 class PackedRows:
     """One mini-batch, ready for the model.
 
-    ``input_ids``, ``position_ids``: int64 [1, T], T ≥ MIN_ROWS, padding last. ``logits_rows``: int64, the rows whose
-    logits are wanted, padded to MIN_ROWS unless empty; the first ``num_sampled`` count. ``attending_rows`` selects
+    ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, the rows
+    whose logits are wanted, padded likewise unless empty; the first ``num_sampled`` count. ``attending_rows`` selects
     the rows that attend on an R-worker among the first ``num_rows``.
     """
 
@@ -44,15 +47,28 @@ class PackedRows:
     prompt_rows: tuple[PromptRows, ...]
 
 
-def pack(mini_batch: MiniBatch, device: torch.device) -> PackedRows:
-    """Lay the chunks one after the other; their order is the order of the rows at the seam."""
+def allow_few_rows(model: torch.nn.Module) -> None:
+    """Note that ``model`` gives a row the same bits in forwards of any size: none of them is padded."""
+    model.__dict__[LEAST_ROWS] = 1
+
+
+def least_rows_of(model: torch.nn.Module) -> int:
+    """Return the number of rows that forwards of ``model`` are padded to."""
+    return int(vars(model).get(LEAST_ROWS, MIN_ROWS))
+
+
+def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:
+    """Lay the chunks one after the other; their order is the order of the rows at the seam.
+
+    ``least_rows``: a smaller forward is padded.
+    """
     chunks, tokens = mini_batch.chunks, mini_batch.token_ids
     counts = chunks["num_rows"]
     ends = np.cumsum(counts)
     positions = np.arange(len(tokens)) + np.repeat(chunks["context_len"] - (ends - counts), counts)
     sampled = _logits_rows(chunks, ends)
-    padding = np.zeros(max(0, MIN_ROWS - len(tokens)), np.int64)
-    kept = np.concatenate([sampled, np.repeat(sampled[-1:], max(0, MIN_ROWS - len(sampled)))])
+    padding = np.zeros(max(0, least_rows - len(tokens)), np.int64)
+    kept = np.concatenate([sampled, np.repeat(sampled[-1:], max(0, least_rows - len(sampled)))])
     attending = _attending_rows(chunks)
     parts = [tokens, padding, positions, padding, kept, attending if isinstance(attending, np.ndarray) else padding[:0]]
     on_device = to_device(np.concatenate(parts), device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,10 @@ from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.protocols import StepTime
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import token_budget
-from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS, find_cpu_host, find_gpu, kernel_bytes_per_second, parse_link
+from fastdecode.perfmodel.hardware import Figure, kernel_bytes_per_second, parse_link
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import StepModel
@@ -231,11 +233,13 @@ def test_every_figure_names_its_source() -> None:
         figure
         for preset in (*GPUS.values(), *CPU_HOSTS.values())
         for field in dataclasses.fields(preset)
-        if hasattr(figure := getattr(preset, field.name), "source")
+        if isinstance(figure := getattr(preset, field.name), Figure)
     ]
     assert len(figures) == 3 * len(GPUS) + len(CPU_HOSTS)
     assert all(figure.source for figure in figures)
     assert sum(figure.measured for figure in figures) == 3
+    prices = [preset.price for preset in (*GPUS.values(), *CPU_HOSTS.values()) if preset.price]
+    assert all(re.search(r"20\d\d|comes with", price.source) for price in prices), "a list price has a date"
 
 
 def test_pure_arithmetic_needs_numpy_and_msgspec_only(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from helpers.hardware import LIMITS, PlainMachine
 from fastdecode.core.errors import ConfigError, PlanError, WorkerLostError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import Placing
-from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.gpu_only import GpuStepTime
 from fastdecode.perfmodel.lab.simulate import (
@@ -32,6 +31,7 @@ from fastdecode.perfmodel.lab.simulate import (
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
+from fastdecode.perfmodel.presets import GPUS
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.perfmodel import equations
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 

@@ -14,12 +14,14 @@ from helpers.tiny_configs import tiny_config
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import PlanError, UnsupportedModelError
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu, kernel_bytes_per_second
+from fastdecode.perfmodel.hardware import kernel_bytes_per_second
 from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.gpu_only import GpuServer
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_config import read_shape
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part
@@ -181,7 +183,7 @@ def test_measured_states_with_the_s_worker() -> None:
 def test_states_with_the_s_worker_bound_the_batch() -> None:
     kv_bytes, states = NEXT.kv_bytes_per_token("bfloat16"), StatesHere(1e-7, num_places=300)
     with_room = planner(states=states, capacity_tokens=40e9 / kv_bytes)
-    assert with_room.state_tokens == 0 and with_room.knee_mini_batch() == 150
+    assert with_room.state_tokens == 0 and BatchSearch(with_room).knee() == 150
     plan = with_room.plan(150)
     assert with_room.memory_r_workers(300) == -(-plan.kv_load_limit * kv_bytes // 40e9)
     with pytest.raises(PlanError, match=r"room for 300 states of 79\.04 MB, and 302 sequences in flight"):
@@ -252,11 +254,9 @@ def test_a_simulation_keeps_states_with_the_s_worker(capsys: pytest.CaptureFixtu
     assert "states of max_num_seqs 32 sequences take" in capsys.readouterr().err
 
 
-def test_ranks_share_the_heads_of_states() -> None:
-    rank = rank_shape(NEXT, 2).state
-    assert rank and NEXT.state and 2 * rank.bytes_per_sequence == NEXT.state.bytes_per_sequence
-    with pytest.raises(PlanError, match="3 ranks cannot share"):
-        NEXT.state.of_rank(3, NEXT.name)
+def test_each_rank_has_whole_states() -> None:
+    """As ranks of an engine have: no plan of transformers cuts a recurrent layer."""
+    assert rank_shape(NEXT, 2).state == NEXT.state
 
 
 def test_the_gpu_alone_holds_states_too() -> None:

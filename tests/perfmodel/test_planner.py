@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.perfmodel.equations import largest
-from fastdecode.perfmodel.hardware import find_cpu_host, find_gpu
 from fastdecode.perfmodel.known_models import BUILT_IN
-from fastdecode.perfmodel.lab.gpu_only import GpuOnly, GpuServer, judge
+from fastdecode.perfmodel.lab.batch_search import BatchSearch
+from fastdecode.perfmodel.lab.gpu_only import GpuOnly, GpuServer
 from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.lab.verdict import judge
 from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Prices, Workload
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 
@@ -75,7 +77,7 @@ def test_a_pool_that_is_there_gets_the_batch_at_its_own_knee() -> None:
     """Twice the batch gives less than a tenth more with so many R-workers; the pool's memory bounds it too."""
     for count in (2, 5, 9):
         planner = preset(Workload(1024), num_r_workers=count)
-        size = planner.knee_mini_batch()
+        size = BatchSearch(planner).knee()
         rate = {each: planner.candidate(each, count).output_tokens_per_second for each in (size, 2 * size)}
         assert rate[2 * size] < 1.1 * rate[size]
         if size > 64:
@@ -84,12 +86,12 @@ def test_a_pool_that_is_there_gets_the_batch_at_its_own_knee() -> None:
         plan = planner.plan(size)
         assert (plan.num_r_workers, plan.r_workers_set_by) == (count, "pool")
     small = preset(Workload(1024), num_r_workers=3, capacity_tokens=20_000)
-    size = small.knee_mini_batch()
+    size = BatchSearch(small).knee()
     assert small.memory_r_workers(2 * size) <= 3 < small.memory_r_workers(2 * (size + 1))
     with pytest.raises(PlanError, match=r"3 R-worker\(s\) cannot hold 2048 sequences in flight"):
         small.plan(1024)
     limited = preset(Workload(1024), num_r_workers=3)
-    size = limited.largest_mini_batch(200.0)
+    size = BatchSearch(limited).largest_mini_batch(200.0)
     assert limited.plan(size).sequence_seconds <= 200.0 < limited.plan(size + 1).sequence_seconds
 
 
@@ -148,13 +150,13 @@ def test_the_largest_batch_within_a_latency_limit(limit: float, overlapped: bool
     transport = dataclasses.replace(TRANSPORT, overlapped=overlapped)
     planner = preset(Workload(512, 100), transport=transport)
     try:
-        batch = planner.largest_mini_batch(limit)
+        batch = BatchSearch(planner).largest_mini_batch(limit)
     except PlanError as error:
         assert "too long" in str(error)
         assert planner.plan(1).sequence_seconds > limit * 0.99
         return
     assert planner.plan(batch).sequence_seconds <= limit * (1 + 1e-9)
-    assert batch == 1 << 20 or planner._balanced_sequence_seconds(batch + 1) > limit
+    assert batch == 1 << 20 or 412 * BatchSearch(planner).step_seconds(batch + 1) > limit
 
 
 def test_prompts_rows_cost_s_time_and_no_balance() -> None:
@@ -178,28 +180,28 @@ def test_a_latency_limit_finds_batches_that_can_be_balanced() -> None:
     planner = preset(Workload(17024, 16000, shared_prefix_len=16000))
     with pytest.raises(PlanError, match="no number of R-workers can keep up"):
         planner.balanced_r_workers(1)
-    size = planner.largest_mini_batch(5000.0)
+    size = BatchSearch(planner).largest_mini_batch(5000.0)
     assert planner.plan(size).sequence_seconds <= 5000.0 and size > 1
     with pytest.raises(PlanError, match="cannot be met: with a mini-batch of "):
-        planner.largest_mini_batch(1.0)
+        BatchSearch(planner).largest_mini_batch(1.0)
 
 
 def test_a_latency_limit_below_one_step_says_by_how_much() -> None:
     """2·32 layers of 1.46 ms are 93 ms a step and 95.7 s a sequence."""
     with pytest.raises(PlanError, match=r"1024 steps of 0\.0934 s take 95\.7 s, 45\.7 s too long"):
-        paper().largest_mini_batch(50)
-    assert paper().largest_mini_batch(464.0) == 1024
+        BatchSearch(paper()).largest_mini_batch(50)
+    assert BatchSearch(paper()).largest_mini_batch(464.0) == 1024
     with pytest.raises(ConfigError, match="latency_limit"):
-        paper().largest_mini_batch(0)
+        BatchSearch(paper()).largest_mini_batch(0)
 
 
 def test_the_knee_is_where_doubling_gains_less_than_a_tenth() -> None:
     """T(B) = 1.46 ms + 5.49 µs·B: 2·T(B)/T(2B) − 1 < 0.1 from B = 1196 on, in tiles of 64."""
     s_part = MeasuredSPart((1, 100_000), (1.46e-3, 1.46e-3 + 99_999 * 5.49e-6), (0.0, 0.0))
     planner = Planner(Workload(1024), 32, s_part, RPart(1e-7))
-    assert planner.knee_mini_batch() == 1216
+    assert BatchSearch(planner).knee() == 1216
     flat = MeasuredSPart((256,), (1e-3,), (0.0,))
-    assert dataclasses.replace(planner, s_part=flat).knee_mini_batch() == 256
+    assert BatchSearch(dataclasses.replace(planner, s_part=flat)).knee() == 256
 
 
 def test_memory_may_ask_for_more_r_workers() -> None:
@@ -267,7 +269,8 @@ def test_the_gpu_alone_within_a_latency_limit() -> None:
     assert 0 < alone.max_batch_size < 30 and alone.limited_by == "latency limit"
     assert server(workload).step_seconds(alone.max_batch_size) * 1024 <= 40.0
     assert server(workload).step_seconds(alone.max_batch_size + 1) * 1024 > 40.0
-    assert server(workload).best(1.0) == GpuOnly(0, 0.0, None, "latency limit")
+    lone = server(workload).step_seconds(1)
+    assert server(workload).best(1.0) == GpuOnly(0, 0.0, None, "latency limit", lone_step_seconds=lone)
 
 
 def test_weights_that_do_not_fit_are_refused_by_how_much() -> None:
@@ -282,12 +285,12 @@ def test_verdicts() -> None:
     plan = paper(prices=Prices(1.0, 1.0)).plan(1024)  # 4520 tokens/s with 10 hosts
 
     def verdict(rate: float, batch: int = 30, prices: Prices = NO_PRICES) -> tuple[bool | None, str]:
-        found = judge(plan, GpuOnly(batch, rate, 1.0, "memory"), prices)
+        found = judge(plan, GpuOnly(batch, rate, 1.0 if batch else None, "memory", 1.0), prices)
         return found.use_fastdecode, found.sentence
 
     assert verdict(5000.0)[0] is False and verdict(5000.0)[1].startswith("Do not use FastDecode here: ")
     assert verdict(4000.0)[0] is False and "within their error" in verdict(4000.0)[1]
-    assert verdict(1000.0) == (True, verdict(1000.0)[1]) and "4.5 times" in verdict(1000.0)[1]
+    assert verdict(1000.0) == (True, verdict(1000.0)[1]) and "4.5 x" in verdict(1000.0)[1]
     assert verdict(1000.0, prices=Prices(1.0, 1.0))[0] is False  # 11 per hour for 4.5 times the tokens
     assert verdict(100.0, prices=Prices(1.0, 1.0))[0] is True
     assert verdict(0.0, batch=0)[0] is True

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.hardware import find_gpu
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.partition import even
 from fastdecode.perfmodel.prefill_rates import gpu_prefill_model
@@ -22,6 +21,7 @@ from fastdecode.perfmodel.prefill_times import (
     triangle_pairs,
     tsp_traffic_tokens,
 )
+from fastdecode.perfmodel.presets import find_gpu
 from fastdecode.perfmodel.stages import MeasuredSPart
 
 S_PART = MeasuredSPart((1, 4096), (1e-3, 1.0), (0.5, 0.5))

@@ -137,7 +137,7 @@ def test_simulated_copies_even_the_load(tmp_path: Path, capsys: pytest.CaptureFi
     assert two["steady"]["imbalance_max"] <= 1.05 < one["steady"]["imbalance_max"]
     assert "100.0% of the sequences had two" in capsys.readouterr().out
     transfers = [each["breakdown"]["transfer_seconds"] / each["breakdown"]["wall_seconds"] for each in reports]
-    assert transfers[1] > 1.2 * transfers[0]
+    assert transfers[1] > 1.1 * transfers[0]
     assert main(["simulate", *WHAT, *SIZES, "--kv-replicas", "2", "--kv-shard-tokens", "1024"]) == 0
     assert main(["simulate", *WHAT[:4], *SIZES, "--kv-replicas", "2", "--num-r-workers", "0"]) == 2
     assert "two copies need two R-workers, and there is none" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from helpers.hardware import LIMITS, PlainMachine
 from fastdecode.core.errors import RequestError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.remote_prefill import PrefillPart, RemotePrefill, StoredAt
-from fastdecode.perfmodel.hardware import GPUS
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.gpu_only import GpuStepTime
 from fastdecode.perfmodel.lab.simulate import (
@@ -25,6 +24,7 @@ from fastdecode.perfmodel.lab.simulate import (
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
+from fastdecode.perfmodel.presets import GPUS
 from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler

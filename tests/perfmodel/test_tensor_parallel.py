@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, PlanError, ProfileError
-from fastdecode.perfmodel.hardware import Figure, find_cpu_host, find_gpu
+from fastdecode.perfmodel.hardware import Figure
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.measurements import SPartPoint
+from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.rank_costs import (
     ALONE,

@@ -130,8 +130,6 @@ REFUSED = refused([
     ("worker_cls", "workers are this program's own", "auto"),
     ("worker_extension_cls", "workers are this program's own"),
     ("num_gpu_blocks_override", "give kv_cache_memory"),
-    ("quantization -q", "packed checkpoints and GGUF are unpacked as they are loaded: leave it away; kv_cache_dtype "
-     "quantises caches", "gguf", "none"),
     ("quantization_config", "packed checkpoints say themselves how they are packed"),
     ("reasoning_config", "thoughts have no budget of their own: give max_tokens"),
     ("scheduling_policy", "requests come first in, first out", "fcfs"),

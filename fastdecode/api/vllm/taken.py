@@ -16,6 +16,7 @@ TAKEN = dict.fromkeys(
     ), _SAME,
 ) | {
     "api_key": "several keys too",
+    "quantization": "int8, for products of integers on the CPU; what is packed is unpacked without it",
     "config": "a YAML file with flags of any command that loads a model",
     "dtype": "`half` and `float` too",
     "enable_auto_tool_choice": "a model may always choose tools",

@@ -50,6 +50,8 @@ def translate(name: str, value: Any) -> Any:
         return _count(name, value)
     if name == "kv_cache_memory_bytes" and isinstance(value, str):
         return _count(name, value)
+    if name == "quantization" and value in ("gguf", "none"):
+        return None  # what is packed is unpacked as it is loaded
     if name == "load_format":
         return LOAD_FORMATS.get(value, value)
     if name == "lora_modules" and isinstance(value, list | tuple):

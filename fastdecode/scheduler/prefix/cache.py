@@ -96,7 +96,9 @@ class PrefixCache:
         self.kept.arrive(sequence)
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return for each R-worker with a beginning worth taking the longest, by its index."""
+        """Return for each R-worker with a beginning worth taking the longest, by its index; none of a scored prompt."""
+        if sequence.scored:
+            return {}
         for source in self.sources:
             if found := source.hits(sequence):
                 return found

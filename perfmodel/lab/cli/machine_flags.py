@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastdecode.api.engine_fields import DTYPES, KV_CACHE_DTYPES
 from fastdecode.cli.flags import auto_int
-from fastdecode.perfmodel.hardware import CPU_HOSTS, GPUS
+from fastdecode.perfmodel.model_sizes import FORMATS
+from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, NUMBERS
 
 BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
 """The settings that say in bare numbers how fast S-worker and R-workers are."""
@@ -15,10 +17,18 @@ DEFAULT_LINK = "100Gb"
 """Link of the S-worker where --link is not given."""
 
 
+PRESETS: dict[str, Iterable[str]] = {"gpu": GPUS, "cpu": CPU_HOSTS}
+
+
 def add_machine_flags(group: Any) -> None:
-    """Add the flags of presets by name."""
+    """Add the flags of machines by name, in numbers, or measured here."""
+    group.add_argument(
+        "--weights", choices=tuple(FORMATS), metavar="FORMAT",
+        help=f"of the checkpoint: {', '.join(FORMATS)} (as its configuration says; plain for models by name)",
+    )  # fmt: skip
+    gpus, hosts = (f"{', '.join(presets)}; {NUMBERS[kind]}; here: measured" for kind, presets in PRESETS.items())
     group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
-    group.add_argument("--gpu", metavar="NAME", help=f"of the S-worker: {', '.join(GPUS)}")
+    group.add_argument("--gpu", metavar="GPU", help=f"of the S-worker: {gpus}")
     group.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N",
         help="ranks of the S-worker, a GPU each, with R-workers of their own for their heads (1)",
@@ -26,8 +36,11 @@ def add_machine_flags(group: Any) -> None:
     group.add_argument(
         "--rank-link", metavar="RATE", help="between them, such as 300GB (the GPU's NVLink, or else its PCIe)"
     )
-    group.add_argument("--cpu", metavar="NAME", help=f"hosts of R-workers: {', '.join(CPU_HOSTS)}")
-    group.add_argument("--link", metavar="RATE", help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK})")
+    group.add_argument("--cpu", metavar="HOST", help=f"hosts of R-workers: {hosts}")
+    group.add_argument(
+        "--link", metavar="RATE",
+        help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK}); pcie: R-workers run on the GPU's own host",
+    )  # fmt: skip
     group.add_argument(
         "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
     )
@@ -63,7 +76,14 @@ def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
         "--state-memory", metavar="BYTES", help="of the S-worker, for states (what the weights leave of a GPU's)"
     )
     group.add_argument(
-        "--num-mini-batches", type=auto_int if automatic else int, default=2, metavar="K",
-        help="that take turns (2)" + ("; auto: 2 or 3, whichever takes less time" if automatic else ""),
+        "--num-mini-batches", type=auto_int if automatic else int, default=2 if automatic else None, metavar="K",
+        help="that take turns (" + ("2); auto: 2 or 3, whichever takes less time" if automatic else
+        "2, or 1 or 3 where these give more within the limits)"),
     )  # fmt: skip
-    group.add_argument("--exposed-transport", action="store_true", help="both sides wait for transfers (off)")
+    group.add_argument(
+        "--exposed-transport", action="store_true", help="both sides wait for transfers (off with a profile or numbers)"
+    )
+    group.add_argument(
+        "--overlapped-transport", action="store_true",
+        help="transfers are hidden behind work (off: both sides of named machines wait, as the paper measured)",
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastdecode.api.settings import parse_bytes
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import AskedPlacing
-from fastdecode.perfmodel.hardware import CpuHost, Gpu, find_cpu_host, find_gpu, parse_link
+from fastdecode.perfmodel.hardware import Gpu, parse_link
 from fastdecode.perfmodel.lab.cli.assumptions import (
     absorption_lines,
     figures,
@@ -19,22 +19,28 @@ from fastdecode.perfmodel.lab.cli.assumptions import (
     token_lines,
     window_lines,
 )
-from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
+from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
+from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
+from fastdecode.perfmodel.lab.cli.named_machine import NamedMachine, named_machine, per_host
 from fastdecode.perfmodel.lab.cli.shape_inputs import (
     asked_shape,
+    file_bits,
     gpu_kv_bytes,
     kv_dtype_of,
     mean_row_bytes,
+    named_shape,
     profiled_shape,
+    weight_lines,
 )
-from fastdecode.perfmodel.lab.gpu_only import GpuServer, held_bytes, usable_bytes
+from fastdecode.perfmodel.lab.gpu_only import GpuServer, check_weights, held_bytes, pair_seconds, usable_bytes
 from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.machine_words import gpu_of
 from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape
-from fastdecode.perfmodel.sizing import Prices, Workload
+from fastdecode.perfmodel.sizing import NO_PRICES, Prices, Workload
 from fastdecode.perfmodel.stages import (
     GpuSPart,
     MeasuredSPart,
@@ -53,19 +59,33 @@ HOST_MEMORY_FRACTION = 0.8
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named."""
+    """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named, and
+    ``gpu_name`` empty; so is ``host_name`` where no host was.
+    ``list_prices``: of the presets, where they are known; no plan is chosen by them. ``one_host``: R-workers
+    run on the GPU's own host, so there is one machine. ``shape``: the whole model's; None
+    where it is not known."""
 
     planner: Planner
     server: GpuServer | None
     kv_cache_dtype: str
     title: str
     assumptions: tuple[str, ...]
+    gpu_name: str = ""
+    host_name: str = ""
+    list_prices: Prices = NO_PRICES
+    one_host: bool = False
+    shape: ModelShape | None = None
 
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
     """ConfigError names the flag that is missing or cannot stand beside another."""
+    if args.tensor_parallel_size is None:
+        args = argparse.Namespace(**vars(args) | {"tensor_parallel_size": 1})
     if args.seq_len is None:
         raise ConfigError("seq_len (prompt + output tokens) is needed: --seq-len 1024")
+    check_r_workers(args.num_r_workers)
+    if args.model:
+        check_context(named_shape(args.model), args.seq_len, "seq_len")
     bare = [name for name in BARE_FLAGS if getattr(args, name) is not None]
     if bare and args.profile:
         raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
@@ -89,11 +109,10 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"{name} is needed: --model llama-7b --gpu a10 --cpu epyc-7452, or --profile, or bare numbers "
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
-    shape, host = asked_shape(args), shared_host(args, find_cpu_host(args.cpu))
-    one, group = find_gpu(args.gpu), rank_group(args, find_gpu(args.gpu))
+    shape, machine = asked_shape(args), named_machine(args)
+    host, one, group = machine.host, machine.gpu, rank_group(args, machine.gpu)
     gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
     kv_dtype = kv_dtype_of(args, shape)
-    link = parse_link(args.link or DEFAULT_LINK)
     memory = _beside_weights(
         parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes)), of_rank
     )
@@ -103,25 +122,43 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     r_part = host_r_part(of_rank, kv_dtype, host, share, workload.prompt_context)
     s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
     planner = _planner(
-        args, of_rank, kv_dtype, s_part, r_part,
-        (one.host_bytes_per_second, link / group.size), memory=memory, r_workers_per_host=host.r_workers_per_host,
-        states=_gpu_states(args, shape, gpu, group),
+        args, of_rank, kv_dtype, s_part, r_part, machine.hops(group.size),
+        shape.sent_share * machine.trip_latency_seconds, memory=memory,
+        r_workers_per_host=host.r_workers_per_host, states=_gpu_states(args, shape, gpu, group),
+        pair_seconds=pair_seconds(shape, gpu), overlapped=args.overlapped_transport,
     )  # fmt: skip
-    server = _server(planner, shape, kv_dtype, gpu, group)
+    planner = machine.at_home(replace(planner, waits_for_slowest=True))
+    check_weights(shape, gpu, group)
+    server = _server(planner, replace(shape, weight_bits=file_bits(args)), kv_dtype, gpu, group)
     assumptions = (
-        *figures(gpu),
-        *figures(host),
-        f"link {link / 1e9:.4g} GB/s, PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s (nominal)",
-    )
-    assumptions += (
+        *_machine_lines(args, machine, gpu),
+        *weight_lines(args, shape),
         *rank_lines(group),
         *token_lines(of_rank, kv_dtype, planner),
         *absorption_lines(of_rank),
         *window_lines(shape, planner),
         *state_lines(of_rank, planner),
         f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
+        *machine.price_lines(),
     )
-    return PlanInputs(planner, server, kv_dtype, f"{shape.name} on {gpu.name} and {host.name}", assumptions)
+    title = f"{shape.name} on {gpu.name} and {host.name}"
+    return PlanInputs(
+        planner,
+        server,
+        kv_dtype,
+        title,
+        assumptions,
+        gpu.counted_name,
+        host.name,
+        machine.list_prices(group.size),
+        machine.link_bytes_per_second is None,
+        shape,
+    )
+
+
+def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
+    """Say what machines a plan rests on, and what each layer waits for."""
+    return *figures(gpu), *figures(machine.host), machine.links(gpu), machine.waits(args.overlapped_transport)
 
 
 def _from_profile(args: argparse.Namespace) -> PlanInputs:
@@ -142,11 +179,11 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
             args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None,
             profile.measured_state(kv_dtype) if shape.state else None,
         ),
-        rates, shape.sent_share * link.latency_seconds, memory, _per_host(args, 1),
+        rates, shape.sent_share * link.latency_seconds, memory, per_host(args, 1),
         _profiled_states(args, shape, profile, kv_dtype),
     )  # fmt: skip
     planner = _with_overheads(planner, profile)
-    one = find_gpu(args.gpu) if args.gpu else None
+    one = gpu_of(args.gpu) if args.gpu else None
     group = rank_group(args, one) if one else ALONE
     gpu = one.times(group.size) if one else None
     server = _server(planner, shape, kv_dtype, gpu, group) if gpu else None
@@ -185,7 +222,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
     rates = (parse_link(args.link),) if args.link else ()
     planner = _planner(
         args, shape, kv_dtype, s_part, _of_read_rows(args, shape, RPart(args.r_part_seconds_per_token)), rates,
-        memory=_memory(args), r_workers_per_host=_per_host(args, 1),
+        memory=_memory(args), r_workers_per_host=per_host(args, 1),
     )  # fmt: skip
     assumptions = ("S and R times as given", *(window_lines(shape, planner) if shape else ()))
     return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", assumptions)
@@ -213,6 +250,8 @@ def _planner(
     memory: int | None = None,
     r_workers_per_host: int = 1,
     states: StatesHere | None = None,
+    pair_seconds: float = 0.0,
+    overlapped: bool | None = None,
 ) -> Planner:
     workload = _workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
@@ -223,8 +262,13 @@ def _planner(
         num_layers=shape.num_layers if shape else args.num_layers,
         s_part=s_part,
         r_part=r_part,
-        transport=Transport(row_bytes, hop_bytes_per_second, latency_seconds, not args.exposed_transport),
-        num_mini_batches=args.num_mini_batches,
+        transport=Transport(
+            row_bytes,
+            hop_bytes_per_second,
+            latency_seconds,
+            not args.exposed_transport if overlapped is None else overlapped,
+        ),
+        num_mini_batches=2 if args.num_mini_batches is None else args.num_mini_batches,
         capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
         r_workers_per_host=r_workers_per_host,
         prices=Prices(args.gpu_price, args.cpu_price, args.tensor_parallel_size),
@@ -237,6 +281,7 @@ def _planner(
         storage=StorageCosts.of(shape, r_part),
         state_bytes_per_sequence=shape.state_bytes_per_sequence if shape else 0,
         states=states,
+        pair_seconds=pair_seconds,
     )
 
 
@@ -329,21 +374,6 @@ def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
     return replace(
         planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none
     )
-
-
-def _per_host(args: argparse.Namespace, unless_given: int) -> int:
-    return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
-
-
-def shared_host(args: argparse.Namespace, host: CpuHost) -> CpuHost:
-    """A preset with as many R-workers as were asked for; what more than one per NUMA node get is a part of it."""
-    number = _per_host(args, host.r_workers_per_host)
-    part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
-    read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
-    return replace(
-        host, r_workers_per_host=number, cores=max(1, int(part * host.cores)), read_bytes_per_second=read,
-        memory_bytes=part * host.memory_bytes,
-    )  # fmt: skip
 
 
 def _memory(args: argparse.Namespace) -> int | None:

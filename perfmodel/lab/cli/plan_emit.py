@@ -15,9 +15,8 @@ from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
 from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, ray_lines, slurm_script
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.equations import TILE_TOKENS
-from fastdecode.perfmodel.hardware import find_cpu_host
 from fastdecode.perfmodel.known_models import BUILT_IN
-from fastdecode.perfmodel.lab.cli.machine_inputs import shared_host
+from fastdecode.perfmodel.lab.cli.named_machine import host_of
 from fastdecode.perfmodel.lab.cli.variants import VARIANTS
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.sizing import Plan
@@ -81,7 +80,7 @@ def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
 
 def _r_cores(args: argparse.Namespace) -> int | None:
     """Return the cores of an R-worker; None where the plan does not say."""
-    return shared_host(args, find_cpu_host(args.cpu)).cores if args.cpu else None
+    return host_of(args).cores if args.cpu else None
 
 
 def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from fastdecode.api.config import EngineConfig
@@ -10,6 +11,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.model_sizes import FORMATS, KEPT_PACKED
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.sizing import Workload
 
@@ -24,14 +26,41 @@ def named_shape(name: str) -> ModelShape:
 
 
 def asked_shape(args: argparse.Namespace) -> ModelShape:
-    """The shape of ``--model``, its states in the dtype that is asked for, its latents absorbed where it is."""
+    """The shape of ``--model`` as the S-worker holds its weights, with states in the dtype that is asked for and
+    latents absorbed where it is asked for."""
     dtype = args.mamba_ssm_cache_dtype
-    shape = named_shape(args.model).with_state_dtype("float32" if dtype == "auto" else dtype)
+    shape = replace(named_shape(args.model), weight_bits=_kept_bits(args))
+    shape = shape.with_state_dtype("float32" if dtype == "auto" else dtype)
     if args.latent_absorption == "r" and not shape.latent:
         raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {shape.name} has none")
     if args.state_on == "s" and not shape.state:
         raise ConfigError(f"state_on: s needs recurrent layers, and {shape.name} has none")
     return shape.absorbing(args.latent_absorption == "r").keeping_states(args.state_on == "s")
+
+
+def file_bits(args: argparse.Namespace) -> float:
+    """Return the bits of a layer's weight in the checkpoint; 0 where they are those of the model's dtype."""
+    if args.weights:
+        return FORMATS[args.weights]
+    return named_shape(args.model).weight_bits if args.model else 0.0
+
+
+def _kept_bits(args: argparse.Namespace) -> float:
+    """Return the bits of a layer's weight as the S-worker keeps it."""
+    return file_bits(args) if args.weights in KEPT_PACKED else 0.0
+
+
+def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
+    """Say what is unpacked, and what that takes."""
+    bits = file_bits(args)
+    if not bits:
+        return ()
+    packed = replace(shape, weight_bits=bits)
+    name = args.weights or f"{bits:.3g} bits each"
+    return (
+        f"weights in {name}: the S-worker unpacks them to {shape.dtype}, {shape.weight_bytes / 1e9:.4g} GB; the GPU "
+        f"alone keeps them packed, {packed.weight_bytes / 1e9:.4g} GB",
+    )
 
 
 def check_state_flags(args: argparse.Namespace) -> None:

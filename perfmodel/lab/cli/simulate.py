@@ -5,31 +5,30 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fastdecode.cli.flags import SCHEDULE, add_common_flags, add_flags, add_placing_flags
 from fastdecode.cli.output import check_output_files, progress_bar, write_json
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import StepRecord
+from fastdecode.perfmodel.lab.cli.bounds import check_simulated_time
 from fastdecode.perfmodel.lab.cli.machine_flags import add_machine_flags, add_number_flags, add_pipeline_flags
-from fastdecode.perfmodel.lab.cli.simulate_events import add_event_flags, compared, event_lines, event_report
+from fastdecode.perfmodel.lab.cli.simulate_events import add_event_flags, compared, event_report
 from fastdecode.perfmodel.lab.cli.simulate_inputs import SimulationInputs, read_simulation
+from fastdecode.perfmodel.lab.cli.simulate_report import Simulation, json_number, simulation_lines, simulation_report
 from fastdecode.perfmodel.lab.cli.variants.prefill_workers import add_prefill_flags
 from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_speculation_flags
 from fastdecode.perfmodel.lab.cli.workload_inputs import DATASETS
 from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
-from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun, summary_lines, throughput_report
-from fastdecode.perfmodel.lab.simulate import PrefillFleet, SimulatedRequest, Simulator, Slo, find_capacity
-from fastdecode.scheduler import SchedulerStatistics
+from fastdecode.perfmodel.lab.simulate import Simulator, Slo, find_capacity
+
+RUNS_OF_A_SEARCH = 12
+"""Runs that a search for the capacity takes, about."""
 
 LOOK_EVERY_STEPS = 64
 """Between looks at whether a load in a capacity search is lost already."""
@@ -81,6 +80,11 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
+    runs = RUNS_OF_A_SEARCH if slo else 2 if inputs.events else 1
+    check_simulated_time(
+        inputs.workload.prompt_lens.tolist(), inputs.workload.output_lens, inputs.limits.max_num_seqs,
+        inputs.limits.max_num_batched_tokens, len(inputs.limits.num_blocks), runs,
+    )  # fmt: skip
     print(f"{inputs.title}: {len(inputs.workload)} requests, {inputs.schedule}", flush=True)
     for assumption in inputs.assumptions:
         print(f"  {assumption}", flush=True)
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             report["events"] = compared(report["events"], report, simulation_report(undisturbed, inputs))
     known = {} if capacity is None else {"requests_per_second": json_number(capacity)}
     report["capacity"] = {**vars(slo), **known} if slo else None
-    report["config"] = {name: value for name, value in vars(args).items() if name != "run"}
+    report["config"] = {name: value for name, value in vars(args).items() if name not in ("run", "from_file")}
     report["config"]["request_rate"] = json_number(rate)
     for line in simulation_lines(report):
         print(line)
@@ -185,101 +189,3 @@ def _add_workload_group(group: Any) -> None:
         group, WorkloadSpec, (*LENGTHS, *ARRIVALS), num_prompts={"unset": "64; sarathi-…: 512; trace: all"},
         request_rate={"unset": "a trace's own pace, else inf: all at once"},
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """The outcome of a run. ``elapsed_seconds`` is simulated, ``wall_seconds`` is the time it took to simulate.
-
-    ``doubled``: second copies made between steps. ``events``: what happened to workers and what it cost, None where
-    nothing could.
-    """
-
-    requests: list[SimulatedRequest]
-    steps: list[StepRecord]
-    elapsed_seconds: float
-    wall_seconds: float
-    statistics: SchedulerStatistics
-    kv_load_limit: int | None
-    interrupted: KeyboardInterrupt | None = None
-    prefill: PrefillFleet | None = None
-    doubled: int = 0
-    events: dict[str, Any] | None = None
-
-
-def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
-    """All keys of ``bench throughput`` but ``config``, and what only a simulation knows."""
-    finished = [_output(request) for request in simulation.requests if request.finished]
-    run = ThroughputRun(
-        simulation.elapsed_seconds, finished, simulation.steps, simulation.statistics, simulation.kv_load_limit
-    )
-    started = [r.scheduling_delay_seconds for r in simulation.requests if r.start_seconds is not None]
-    return {
-        **throughput_report(run, separate_cores=True),
-        "scheduling_delay_seconds": {
-            "p50": float(np.median(started)) if started else 0.0,
-            "p99": float(np.percentile(started, 99)) if started else 0.0,
-        },
-        "utilisation": _utilisation(simulation, len(inputs.limits.num_blocks)) | _prefill_utilisation(simulation),
-        "events": simulation.events,
-        "copies_made": simulation.doubled,
-        "simulated_steps": len(simulation.steps),
-        "simulated_steps_per_second": len(simulation.steps) / simulation.wall_seconds,
-        "machine": {"simulated": inputs.title, "assumptions": list(inputs.assumptions)},
-    }
-
-
-def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report for people: latencies first, then as ``bench throughput`` prints it."""
-    first, between, delay = (report[f"{name}_seconds"] for name in ("ttft", "tbt", "scheduling_delay"))
-    yield (
-        f"Time to first token: p50 {first['p50']:.3g} s, p99 {first['p99']:.3g} s "
-        f"(scheduling delay p50 {delay['p50']:.3g} s)"
-    )
-    yield f"Time between tokens: p50 {between['p50'] * 1e3:.3g} ms, p99 {between['p99'] * 1e3:.3g} ms"
-    busy = report["utilisation"]
-    if "prefill_workers" in busy:
-        yield f"Prefill workers: {busy['prefill_workers']:.0%} busy with {busy['remote_prompts']} prompts"
-    yield (
-        f"Busy: S-worker {busy['s_worker']:.0%}, R-workers {busy['r_workers_mean']:.0%} "
-        f"(the busiest {busy['r_workers_max']:.0%}) of {report['elapsed_time']:.4g} simulated seconds, "
-        f"{report['simulated_steps']} steps at {report['simulated_steps_per_second']:.0f} a second"
-    )
-    if report["copies_made"]:
-        yield f"Second copies made between steps: {report['copies_made']}"
-    if report["events"]:
-        yield from event_lines(report["events"])
-    yield from summary_lines(report)
-
-
-def json_number(number: float) -> float | str:
-    """JSON knows no infinity."""
-    return "inf" if math.isinf(number) else number
-
-
-def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]:
-    """Busy parts of the whole simulated time, idle waits for arrivals included; the mean is over ``num_r_workers``,
-    however many places those that were lost and came again had."""
-    columns = list(zip_longest(*(step.r_seconds for step in simulation.steps), fillvalue=0.0))
-    r_seconds = np.ascontiguousarray(np.array(columns).T).sum(axis=0) if columns else np.zeros(1)
-    seconds = simulation.elapsed_seconds or 1.0
-    return {
-        "s_worker": sum(step.s_seconds for step in simulation.steps) / seconds,
-        "r_workers_mean": float(r_seconds.sum()) / num_r_workers / seconds,
-        "r_workers_max": float(r_seconds.max()) / seconds,
-    }
-
-
-def _prefill_utilisation(simulation: Simulation) -> dict[str, float]:
-    """Return the busy part of prefill workers, where there are some, and the number of prompts that they computed."""
-    fleet = simulation.prefill
-    if fleet is None:
-        return {}
-    seconds = simulation.elapsed_seconds * fleet.num_workers or 1.0
-    return {"prefill_workers": fleet.busy_seconds / seconds, "remote_prompts": fleet.num_prompts}
-
-
-def _output(request: SimulatedRequest) -> RequestOutput:
-    completion = CompletionOutput(0, "", (0,) * len(request.token_seconds), "length")
-    metrics = RequestMetrics(request.arrival_seconds, tuple(request.token_seconds.tolist()))
-    return RequestOutput("", None, request.prompt_token_ids, [completion], True, metrics)

@@ -18,10 +18,11 @@ from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import AskedPlacing
 from fastdecode.core.state_room import COUNTED_BLOCKS, StateRoom
-from fastdecode.perfmodel.hardware import find_gpu
+from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
 from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, rank_group, read_inputs
-from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes
+from fastdecode.perfmodel.lab.cli.named_machine import one_gpu
+from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes, named_shape
 from fastdecode.perfmodel.lab.cli.simulate_events import read_timeline
 from fastdecode.perfmodel.lab.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.perfmodel.lab.cli.variants.ranges import check_uncut
@@ -42,6 +43,7 @@ from fastdecode.perfmodel.lab.simulate import (
 )
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
+from fastdecode.perfmodel.service import Service
 from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
@@ -67,6 +69,7 @@ OF_R_WORKERS = (
     "profile",
     *BARE_FLAGS,
     "exposed_transport",
+    "overlapped_transport",
     "kv_shard_tokens",
     "num_prefill_workers",
     "prefill_gpu",
@@ -81,7 +84,8 @@ OF_R_WORKERS = (
 @dataclass(frozen=True)
 class SimulationInputs:
     """``prefill``: predicted times of ``num_prefill_workers`` prefill workers, None where there are none; ``drafting``:
-    likewise. ``events``: makes what happens in a run, the same each time; None where nothing does."""
+    likewise. ``events``: makes what happens in a run, the same each time; None where nothing does. ``alone``: the GPU
+    without R-workers, by the plan's equations; None where no GPU was named."""
 
     machine: Machine
     limits: Limits
@@ -94,6 +98,7 @@ class SimulationInputs:
     num_prefill_workers: int = 0
     drafting: Drafting | None = None
     events: Callable[[], Timeline] | None = None
+    alone: Service | None = None
 
     def simulator(self, on_step: Callable[[StepRecord], None] | None = None) -> Simulator:
         """A new one, with a scheduler of its own."""
@@ -126,10 +131,12 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:
         raise ConfigError(f"num_r_workers must be at least 0, not {args.num_r_workers}")
+    check_r_workers(args.num_r_workers)
     check_state_flags(args)
     workload, rate = read_workload(args)
     if args.max_model_len is not None and workload.longest > args.max_model_len:
         raise ConfigError(f"prompt + output reach {workload.longest} tokens, and max_model_len is {args.max_model_len}")
+    check_context(named_shape(args.model) if args.model else None, workload.longest, "prompt + output")
     chosen = argparse.Namespace(**vars(args) | {"num_mini_batches": _num_mini_batches(args, workload)})
     return (_gpu_alone if args.num_r_workers == 0 else _split)(chosen, workload, rate)
 
@@ -168,8 +175,8 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
-    shape, group = asked_shape(args), rank_group(args, find_gpu(args.gpu))
-    gpu = find_gpu(args.gpu).times(group.size)
+    shape, group = asked_shape(args), rank_group(args, one_gpu(args.gpu))
+    gpu = one_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
     words = _plan_words(args, workload)
     rows = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(
@@ -229,7 +236,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         title += f", {num_prefill} prefill worker(s)"
     return SimulationInputs(
         machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting,
-        read_timeline(args, workers),
+        read_timeline(args, workers), inputs.server.best().service() if inputs.server else None,
     )  # fmt: skip
 
 

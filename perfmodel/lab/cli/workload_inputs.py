@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.lab.cli.bounds import check_simulated_memory
 from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
 from fastdecode.perfmodel.lab.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.lab.simulate import SimulatedWorkload
@@ -29,6 +30,7 @@ def read_workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
     """
     spec = _spec(args)
     if spec.dataset_name in SARATHI:
+        check_simulated_memory(spec.num_prompts, SARATHI[spec.dataset_name].max_total)
         return drawn_workload(SARATHI[spec.dataset_name], spec.num_prompts, spec.seed), spec.request_rate
     if spec.dataset_name == "trace":
         path = Path(str(spec.dataset_path))
@@ -36,9 +38,13 @@ def read_workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read dataset {path}: {error}") from None
-        traced = traced_workload(read_trace(text, str(path))[: args.num_prompts])
+        lines = read_trace(text, str(path))[: args.num_prompts]
+        check_simulated_memory(len(lines), sum(line.prompt_len for line in lines) / max(len(lines), 1))
+        traced = traced_workload(lines)
         return traced, traced.own_rate if args.request_rate is None else spec.request_rate
     vocabulary = named_shape(args.model).vocab_size if args.model else VOCABULARY
+    longest_prompt = spec.random_prefix_len + spec.random_input_len * (1 + spec.random_range_ratio)
+    check_simulated_memory(spec.num_prompts, longest_prompt)
     at_one = WorkloadSpec(**vars(spec) | {"request_rate": 1.0})
     items = make_workload(at_one, vocabulary, UNBOUNDED_TOKENS, None)
     prompts, outputs = [item.prompt_token_ids for item in items], [item.output_len for item in items]

@@ -12,9 +12,6 @@ import numpy as np
 
 from fastdecode.core.errors import naming
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
-from fastdecode.perfmodel.lab.gpu_only import GpuOnly
-from fastdecode.perfmodel.lab.planner import Planner
-from fastdecode.perfmodel.sizing import Candidate, Plan
 
 if TYPE_CHECKING:  # plans are drawn without torch
     from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillRow
@@ -24,9 +21,12 @@ COLOURS = ("#2f6db3", "#e08a2e", "#4c9f70", "#a05195")
 STATE_COLOURS = {WAIT: "#eeeeee", HOST: "#9a9a9a"}
 SHOWN_LAYERS = 8
 
+LABEL_SHARE = 0.018
+"""Part of the picture's time that a bar needs for its label."""
+
 
 @contextmanager
-def _picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
+def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
     """The axes of a figure, which is saved at ``path`` in the format of its suffix; OSError where that fails."""
     import matplotlib
 
@@ -58,9 +58,9 @@ def plot_timeline(events: Sequence[Event], path: str) -> None:
     layers = f"the first {SHOWN_LAYERS} of {num_layers}" if num_layers > SHOWN_LAYERS else f"all {num_layers}"
     start = _start(shown)
     lanes = sorted({event.lane for event in shown})
-    with _picture(path, figsize=(12, 1.2 + 0.7 * len(lanes))) as axes:
+    with picture(path, figsize=(12, 1.2 + 0.7 * len(lanes))) as axes:
         for event in shown:
-            _draw(axes, event, lanes.index(event.lane), start)
+            _draw(axes, event, lanes.index(event.lane), start, (_end(shown) - start) * 1e3)
         axes.set_yticks(range(len(lanes)), [lane_name(lane) for lane in lanes])
         axes.invert_yaxis()
         axes.set_xlabel("ms")
@@ -75,13 +75,15 @@ def _first_layers(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.interval.layer < SHOWN_LAYERS and event.interval.start_seconds < end]
 
 
-def _draw(axes: Any, event: Event, row: int, start: float) -> None:
+def _draw(axes: Any, event: Event, row: int, start: float, shown_milliseconds: float) -> None:
+    """Draw a bar, and its label where the label fits it."""
     interval = event.interval
     left, width = (interval.start_seconds - start) * 1e3, (interval.end_seconds - interval.start_seconds) * 1e3
     axes.barh(row, width, left=left, height=0.7, color=_colour(event), edgecolor="white", linewidth=0.4)
-    if interval.state in (MODEL, R_BUSY) and interval.mini_batch >= 0 and interval.layer >= 0:
+    wide = width >= LABEL_SHARE * shown_milliseconds
+    if wide and interval.state in (MODEL, R_BUSY) and interval.mini_batch >= 0 and interval.layer >= 0:
         label = f"{mini_batch_name(interval.mini_batch)}{interval.layer}"
-        axes.text(left + width / 2, row, label, ha="center", va="center", color="white", fontsize=7, clip_on=True)
+        axes.text(left + width / 2, row, label, ha="center", va="center", color="white", fontsize=7)
 
 
 def _colour(event: Event) -> str:
@@ -109,12 +111,13 @@ def _end(events: Sequence[Event]) -> float:
 
 def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str) -> None:
     """Draw the steps of a run; OSError when the file cannot be written."""
-    with _picture(path, 2, 1, figsize=(10, 6), sharex=True) as (load, seconds):
-        load.plot([step.kv_load for step in steps], color="#3b6ea5")
+    with picture(path, 2, 1, figsize=(10, 6.4), sharex=True) as (load, seconds):
+        load.figure.suptitle("KV load and time of every step", fontsize=11)
+        load.plot([step.kv_load for step in steps], color="#3b6ea5", label="KV load")
         load.set_ylabel("KV tokens attended")
         load.set_ylim(bottom=0)
         if kv_load_limit and kv_load_limit < 2 * max(step.kv_load for step in steps):
-            load.axhline(kv_load_limit, color="#9a9a9a", linewidth=0.8, linestyle="--")
+            load.axhline(kv_load_limit, color="#9a9a9a", linewidth=0.8, linestyle="--", label="its limit")
         for label, color, values in (
             ("step", "#555555", [step.wall_seconds for step in steps]),
             ("S-worker", "#d98c3f", [step.s_seconds for step in steps]),
@@ -122,12 +125,10 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
             ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
         ):
             seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)
-        decode_only = [step.wall_seconds * 1e3 for step in steps if step.is_decode]
-        if decode_only:
-            seconds.set_ylim(0, 2 * max(sorted(decode_only)[: max(1, len(decode_only) * 99 // 100)]))
+        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # all steps, those of prompts too
         seconds.set_ylabel("milliseconds")
         seconds.set_xlabel("step")
-        seconds.legend(loc="upper left", frameon=False, fontsize=8)
+        load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
 
 
 LINE_KEYS = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
@@ -138,7 +139,7 @@ NAMES = {"head_dim": "head dim {}", "threads": "{} thread(s)", "q_len": "q_len {
 
 def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
     """Draw the rows; OSError when the file cannot be written."""
-    with _picture(path, figsize=(10, 5)) as axes:
+    with picture(path, figsize=(10, 5)) as axes:
         for label, points in roofline_lines(rows).items():
             contexts = sorted(points)
             axes.plot(contexts, [points[context] for context in contexts], marker="o", label=label)
@@ -174,58 +175,30 @@ def _mean_context(row: dict[str, Any]) -> float:
     return statistics.fmean(int(part) for part in str(row["context_len"]).split("-"))
 
 
-MOST_POINTS = 100
-
-
-def plot_plan(planner: Planner, plan: Plan, alone: GpuOnly | None, path: str) -> None:
-    """Draw from one R-worker to twice the plan's; OSError when the file cannot be written."""
-    from matplotlib.ticker import MaxNLocator
-
-    rows = plan_curve(planner, plan)
-    workers = [row.num_r_workers for row in rows]
-    with _picture(path, figsize=(8, 4.5)) as axes:
-        axes.plot(workers, [row.output_tokens_per_second for row in rows], color="#2f6db5", label="throughput")
-        axes.axvline(plan.num_r_workers, color="#9a9a9a", linewidth=0.8)
-        axes.plot(plan.num_r_workers, plan.output_tokens_per_second, "o", color="#2f6db5", label="the plan (knee)")
-        if alone and alone.max_batch_size:
-            axes.axhline(alone.output_tokens_per_second, color="#b5542f", linestyle="--", label="GPU alone")
-        axes.set(xlabel="R-workers", ylabel="output tokens/s", ylim=(0, None))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        prices = [row.price_per_million_tokens for row in rows if row.price_per_million_tokens is not None]
-        if prices:
-            right = axes.twinx()
-            right.plot(workers, prices, color="#4a9a5b", label="price")
-            right.set(ylabel="price per million output tokens", ylim=(0, None))
-        axes.figure.legend(loc="outside upper center", ncols=4, frameon=False)
-
-
-def plan_curve(planner: Planner, plan: Plan) -> list[Candidate]:
-    """The candidates of the picture."""
-    workers = np.unique(np.linspace(1, 2 * plan.num_r_workers, MOST_POINTS).round().astype(int))
-    return [planner.candidate(plan.mini_batch_size, int(number)) for number in sorted({*workers, plan.num_r_workers})]
-
-
 def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
     """Draw measured over predicted, on logarithms, with bands of 10 % and 25 %; OSError when it cannot be written."""
-    with _picture(path, figsize=(6, 6)) as axes:
+    with picture(path, figsize=(6, 6)) as axes:
         seconds = np.array([(row.predicted_step_seconds, row.measured_step_seconds) for row in rows]) * 1e3
         ends = np.array([seconds.min() * 0.7, seconds.max() * 1.4])
         for part, shade in ((0.25, 0.12), (0.10, 0.22)):
-            axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color="tab:blue", alpha=shade, lw=0)
-        axes.plot(ends, ends, color="black", lw=0.8)
+            band = f"within {part:.0%}"
+            axes.fill_between(
+                ends, ends * (1 - part), ends * (1 + part), color="tab:blue", alpha=shade, lw=0, label=band
+            )
+        axes.plot(ends, ends, color="black", lw=0.8, label="as predicted")
         for name in dict.fromkeys(row.configuration.name for row in rows):
             mine = [row.configuration.name == name for row in rows]
             axes.scatter(*seconds[mine].T, s=24, label=name)
         axes.set(
             xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="predicted step, ms", ylabel="measured step, ms"
         )
-        axes.legend(title="S and R")
+        axes.legend(title="bands; cores of S and R", fontsize=8)
 
 
 def plot_prefill(rows: Sequence[PrefillRow], path: str) -> None:
     """Draw the time to the first token over the context, measured and predicted (dashed), a line for each method and
     number of workers; OSError when the file cannot be written."""
-    with _picture(path, figsize=(8, 5)) as axes:
+    with picture(path, figsize=(8, 5)) as axes:
         for index, key in enumerate(dict.fromkeys((row.num_workers, row.method) for row in rows)):
             own = [row for row in rows if (row.num_workers, row.method) == key]
             lengths, colour = [row.prefill_len for row in own], f"C{index}"

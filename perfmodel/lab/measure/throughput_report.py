@@ -17,6 +17,10 @@ RIPPLE = 1.1
 """A load further above a limit than this is no ripple of micro-batches: the scheduler found the limit and left it."""
 
 
+AGREE = 0.03
+"""Difference of the steady rate from the whole run's up to which both are the same figure."""
+
+
 @dataclass
 class ThroughputRun:
     """Everything a run left behind. ``elapsed_seconds`` is from its start to the last token."""
@@ -125,6 +129,7 @@ def steady_figures(
     return {
         "seconds": seconds,
         "tokens_per_second": _rate(sum(step.num_output_tokens for step in steady), seconds),
+        "tpot_seconds": _rate(seconds, len(steady)),
         "mean_kv_tokens": float(np.mean([step.kv_load for step in steady])) if steady else 0.0,
         "limit_kv_tokens": kv_load_limit,
         "imbalance": float(np.mean(uneven)) if uneven else 0.0,
@@ -133,13 +138,20 @@ def steady_figures(
 
 
 def latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Time to first token and time between tokens, over all requests."""
+    """Time to first token and time between tokens, over all requests; time per output token (TPOT) of each request."""
     first = [out.metrics.token_seconds[0] - out.metrics.arrival_seconds for out in outputs if out.metrics.token_seconds]
+    each = [_mean_gap(out.metrics.token_seconds) for out in outputs if len(out.metrics.token_seconds) > 1]
     between = [gap for out in outputs for gap in np.diff(out.metrics.token_seconds).tolist()]
     return {
         "ttft_seconds": {"p50": _percentile(first, 50), "p99": _percentile(first, 99)},
         "tbt_seconds": {"p50": _percentile(between, 50), "p99": _percentile(between, 99)},
+        "tpot_seconds": {"mean": float(np.mean(each)) if each else 0.0, "p99": _percentile(each, 99)},
     }
+
+
+def _mean_gap(token_seconds: Sequence[float]) -> float:
+    """Return the time per output token of a request, after its first one."""
+    return (token_seconds[-1] - token_seconds[0]) / (len(token_seconds) - 1)
 
 
 def summary_lines(report: dict[str, Any]) -> Iterable[str]:
@@ -167,13 +179,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
             limit += " (R time equals S time there), exceeded: starts are only spread where the run ends sooner by it"
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
-    if (steady := report.get("steady")) and steady["seconds"]:
-        yield (
-            f"Steady: {steady['tokens_per_second']:.1f} output tokens/s beside prompts, a mean output length after "
-            f"the first start to the last one, {steady['seconds']:.4g} s; mean KV load "
-            f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
-            f"(at most {steady['imbalance_max']:.3f})"
-        )
+    yield from _steady_lines(report)
     if (drafts := report.get("speculative")) and drafts["drafts"]:
         yield (
             f"Drafts: {drafts['accepted_tokens']} of {drafts['drafted_tokens']} tokens accepted "
@@ -192,6 +198,27 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
         f"Throughput: {report['requests_per_second']:.2f} requests/s, "
         f"{report['tokens_per_second']:.2f} total tokens/s, {report['output_tokens_per_second']:.2f} output tokens/s"
     )
+
+
+def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
+    """Yield the figures of the steady part of the run, and the reason where the whole run differs."""
+    steady = report.get("steady")
+    if not steady or not steady["seconds"]:
+        return
+    yield (
+        f"Steady: {steady['tokens_per_second']:.1f} output tokens/s, {steady['tpot_seconds'] * 1e3:.3g} ms per token, "
+        f"beside prompts, a mean output length after "
+        f"the first start to the last one, {steady['seconds']:.4g} s; mean KV load "
+        f"{steady['mean_kv_tokens']:.0f}, busiest over mean R-worker {steady['imbalance']:.3f} "
+        f"(at most {steady['imbalance_max']:.3f})"
+    )
+    overall = report["output_tokens_per_second"]
+    if abs(overall / steady["tokens_per_second"] - 1.0) > AGREE:
+        part = _rate(steady["seconds"], report["elapsed_time"])
+        yield (
+            f"Throughput is {overall / steady['tokens_per_second']:.0%} of Steady: it counts the whole run, in "
+            f"which seats fill at the start and empty at the end; {part:.0%} of the time was steady"
+        )
 
 
 _STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")

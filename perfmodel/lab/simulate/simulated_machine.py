@@ -60,7 +60,7 @@ class SplitMachine:
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
-        model = self.model
+        model = replace(self.model, context_spread=None)  # each R-worker's own load is known
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds

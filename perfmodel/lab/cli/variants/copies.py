@@ -8,6 +8,11 @@ from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.sizing import Plan
+
+RESTART_SECONDS = 60.0
+"""Seconds until a lost R-worker is replaced, as `simulate` takes it unless ``--restart-seconds`` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class ReplicaPlan:
     bytes on the way to R-workers; None where the model is not known. A lost R-worker leaves ``speed_after_loss`` of the
     speed, None where it was the only one; with one copy ``lost_sequences`` stop until ``recomputed_tokens`` are
     computed again, which takes the S-worker ``recompute_seconds`` at least; with two copies all these are 0.
+    ``lost_tokens_per_second_at_one_hour``: output tokens that losses cost in a second where each R-worker is lost once
+    an hour in the mean, and replaced after ``RESTART_SECONDS``; with an MTBF of h hours it is one h-th of that.
     """
 
     kv_replicas: int
@@ -39,6 +46,7 @@ class ReplicaPlan:
     recomputed_tokens: float
     recompute_seconds: float
     speed_after_loss: float | None
+    lost_tokens_per_second_at_one_hour: float
     lacks: str | None = None
 
 
@@ -56,23 +64,33 @@ class CopyVariant(Variant[ReplicaPlan]):
         except PlanError as error:
             lacks = str(error)
         has_one = plan.kv_replicas == 1
-        tokens = planner.recomputed_tokens(plan.in_flight, plan.num_r_workers) if has_one else 0.0
+        tokens = _recomputed_tokens(case) if has_one else 0.0
+        recompute = planner.num_layers * planner.s_part.layer_seconds(tokens) if has_one else 0.0
+        speed = _speed_after_loss(case)
         return ReplicaPlan(
             kv_replicas=plan.kv_replicas,
             one=_need(case, 1),
             two=two,
-            link_growth=planner.link_growth(),
+            link_growth=_link_growth(planner),
             lost_sequences=_lost_sequences(case) if has_one else 0.0,
             recomputed_tokens=tokens,
-            recompute_seconds=planner.num_layers * planner.s_part.layer_seconds(tokens) if has_one else 0.0,
-            speed_after_loss=_speed_after_loss(case),
+            recompute_seconds=recompute,
+            speed_after_loss=speed,
+            lost_tokens_per_second_at_one_hour=_lost_in_an_hour(plan, recompute, speed),
             lacks=lacks,
         )
 
     def lines(self, case: PlanCase, figures: ReplicaPlan) -> Iterator[Line]:
-        """Yield what two copies cost, and what a loss costs."""
+        """Yield what two copies cost, and what a loss costs; nothing on one host, which is lost as a whole."""
+        if case.inputs.one_host:
+            return
         yield "copies", _cost(figures)
         yield "a lost R-worker", _loss(figures)
+        lost = figures.lost_tokens_per_second_at_one_hour
+        yield (
+            "losses cost",
+            f"{lost:.3g} tokens/s where each R-worker is lost once an hour (MTBF), {lost / 720:.2g} once a month",
+        )
 
     def s_flags(self, case: PlanCase, figures: ReplicaPlan) -> dict[str, object]:
         """Return the number of copies where it is not the engine's own."""
@@ -93,6 +111,25 @@ def _lost_sequences(case: PlanCase) -> float:
     in_flight, planner = case.plan.in_flight, case.planner
     ranges = max(1, math.ceil(planner.workload.mean_context / planner.placing.segment_tokens))
     return min(in_flight, in_flight * ranges / case.plan.num_r_workers)
+
+
+def _recomputed_tokens(case: PlanCase) -> float:
+    """Return the tokens that a lost R-worker alone held: a shared prefix is in the others' caches."""
+    workload, plan = case.planner.workload, case.plan
+    return plan.in_flight / plan.num_r_workers * (workload.mean_context - workload.shared_prefix_len)
+
+
+def _link_growth(planner: Planner) -> float | None:
+    """Return the part that second copies add to the bytes to and from R-workers; None where these are not known."""
+    row_bytes = planner.transport.row_bytes
+    return planner.storage.copied_bytes / row_bytes if row_bytes else None
+
+
+def _lost_in_an_hour(plan: Plan, recompute_seconds: float, speed_after_loss: float | None) -> float:
+    """Return the output tokens per second that losses cost where each R-worker is lost once an hour."""
+    seconds_of_each = recompute_seconds + RESTART_SECONDS * (1.0 - (speed_after_loss or 0.0))
+    losses_per_second = plan.total_r_workers / 3600.0
+    return plan.output_tokens_per_second * min(1.0, losses_per_second * seconds_of_each)
 
 
 def _speed_after_loss(case: PlanCase) -> float | None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.hardware import find_gpu, parse_link
+from fastdecode.perfmodel.hardware import parse_link
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS, DEFAULT_LINK
+from fastdecode.perfmodel.lab.cli.named_machine import one_gpu
 from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape, profiled_shape
 from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.perfmodel.partition import NO_TABLE, Forecast, PartitionTable, closed_form
@@ -50,7 +51,7 @@ def prefill_forecast(args: argparse.Namespace) -> Forecast | None:
     if args.profile and not args.prefill_gpu:
         return _measured(args)
     shape, link = named_shape(args.model), parse_link(args.prefill_link or args.link or DEFAULT_LINK)
-    gpu = find_gpu(args.prefill_gpu or args.gpu).times(args.tensor_parallel_size)
+    gpu = one_gpu(args.prefill_gpu or args.gpu).times(args.tensor_parallel_size)
     return Forecast(gpu_prefill_model(shape, gpu, PrefillLink(link), args.kv_cache_dtype), NO_TABLE)
 
 

@@ -36,10 +36,11 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
     def figures(self, case: PlanCase) -> tuple[RankPlan, ...]:
         """Return the plans of COMPARED and of what was asked for.
 
-        There are none unless a GPU and a model are named: then nothing says what other ranks would take.
+        There are none unless a GPU and a model are named: then nothing says what other ranks would take. Nor are there
+        on one host, which has the GPUs it has.
         """
         args = case.args
-        if not (args.gpu and args.model) or args.profile:
+        if not (args.gpu and args.model) or args.profile or case.inputs.one_host:
             return ()
         return tuple(_rank_plan(args, count) for count in sorted({*COMPARED, args.tensor_parallel_size}))
 
@@ -48,7 +49,7 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
         if not figures:
             return
         priced = any(row.price_per_million_tokens is not None for row in figures)
-        yield f"  ranks  mini-batch  R-workers  hosts   step ms  tokens/s  {'price/1M' if priced else '':>9s}".rstrip()
+        yield f"  ranks  mini-batch  R-workers  hosts   TPOT ms  tokens/s  {'price/1M' if priced else '':>9s}".rstrip()
         for row in figures:
             mark = "*" if row.tensor_parallel_size == case.plan.tensor_parallel_size else " "
             if row.lacks:

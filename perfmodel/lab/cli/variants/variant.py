@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fastdecode.core.errors import PlanError
+from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, read_inputs
-from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
+from fastdecode.perfmodel.lab.cli.named_machine import one_gpu_or_cpu
+from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, named_shape
+from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.profile_json import load_profile
+from fastdecode.perfmodel.service import DEFAULT_TPOT_SECONDS, NO_LIMITS, ServiceLimits
 from fastdecode.perfmodel.sizing import Plan
+
+USUAL_MINI_BATCHES = 2
+"""Mini-batches that take turns unless another number gives clearly more: the paper's."""
+
+WORTH_DOUBLING = 1.25
+"""The factor by which twice the R-workers must give more within the limits."""
+
+STEP_DOUBLING = 1.1
+"""The factor by which twice the R-workers must shorten steps that are too long for the limits."""
+
+BY_LIMITS = "limits"
+"""The cause of a plan's number of R-workers where users' times want more than keep up with the S-worker."""
+
+USUAL_BONUS = 1.05
+"""The factor by which another number of mini-batches must give more."""
 
 Line = tuple[str, str]
 """A line of the printed plan: its name and its text."""
@@ -28,10 +48,15 @@ class PlanCase:
     args: argparse.Namespace
     inputs: PlanInputs
     plan: Plan
+    limits: ServiceLimits = NO_LIMITS
 
     @staticmethod
     def of(args: argparse.Namespace) -> PlanCase:
-        """Read the flags and plan; ConfigError or ProfileError for bad flags, PlanError where no plan can be."""
+        """Read the flags and plan; ConfigError or ProfileError for bad flags, PlanError where no plan can be.
+
+        Among several ways to plan, one that keeps to the limits wins, and then the one of most worth.
+        """
+        args = with_enough_gpus(args)
         cases: list[PlanCase] = []
         errors: list[PlanError] = []
         for each in _alternatives(args):
@@ -41,12 +66,49 @@ class PlanCase:
                 errors.append(error)
         if not cases:
             raise errors[0]
-        return max(cases, key=lambda case: case.worth)
+        best = max(cases, key=PlanCase._merit)
+        asked = argparse.Namespace(**vars(best.args) | {"num_mini_batches": args.num_mini_batches})
+        return replace(best, args=asked)  # features that plan anew choose their own number
 
     @staticmethod
     def _as_asked(args: argparse.Namespace) -> PlanCase:
-        inputs = read_inputs(args)
-        return PlanCase(args, inputs, inputs.planner.plan(_mini_batch_size(args, inputs.planner)))
+        inputs, limits = read_inputs(args), service_limits(args)
+        case = PlanCase._planned(args, inputs, limits)
+        if limits == NO_LIMITS or inputs.planner.num_r_workers or args.mini_batch_size is not None:
+            return case
+        return case._with_more_r_workers()
+
+    @staticmethod
+    def _planned(args: argparse.Namespace, inputs: PlanInputs, limits: ServiceLimits) -> PlanCase:
+        size = _mini_batch_size(args, BatchSearch(inputs.planner), limits)
+        return PlanCase(args, inputs, inputs.planner.plan(size), limits)
+
+    def _with_more_r_workers(self) -> PlanCase:
+        """Double the R-workers while that gives clearly more within the limits: shorter R-parts leave users' time for a
+        larger batch, where R-workers that only keep up with the S-worker do not."""
+        best = self
+        while True:
+            count = 2 * best.plan.num_r_workers
+            inputs = replace(self.inputs, planner=replace(self.planner, num_r_workers=count))
+            try:
+                more = PlanCase._planned(self.args, inputs, self.limits)
+            except PlanError:
+                return best
+            if not _helps(more, best):
+                return best
+            best = replace(more, plan=replace(more.plan, r_workers_set_by=BY_LIMITS))
+
+    @property
+    def keeps_limits(self) -> bool:
+        """True where the plan's time per token and time to the first token are within the limits."""
+        return self.limits.kept_by(self.plan.step_seconds, self.plan.ttft_seconds)
+
+    def _merit(self) -> tuple[bool, float]:
+        """Order plans: two mini-batches, the paper's number, stay unless another number gives clearly more. Of plans
+        that cannot keep to the limits the fastest one counts."""
+        if not self.keeps_limits:
+            return False, 1.0 / self.plan.step_seconds
+        return True, self.worth * (USUAL_BONUS if self.plan.num_mini_batches == USUAL_MINI_BATCHES else 1.0)
 
     @property
     def worth(self) -> float:
@@ -64,7 +126,17 @@ class PlanCase:
         """Return this case as ``planner`` plans it, for the same mini-batch size."""
         if planner is self.planner:
             return self
-        return PlanCase(self.args, replace(self.inputs, planner=planner), planner.plan(self.plan.mini_batch_size))
+        plan = planner.plan(self.plan.mini_batch_size)
+        if self.plan.r_workers_set_by == BY_LIMITS:
+            plan = replace(plan, r_workers_set_by=BY_LIMITS)
+        return PlanCase(self.args, replace(self.inputs, planner=planner), plan, self.limits)
+
+
+def _helps(more: PlanCase, best: PlanCase) -> bool:
+    """Return whether twice the R-workers bring a plan within its limits, or clearly nearer, or give clearly more."""
+    if not best.keeps_limits:
+        return more.keeps_limits or more.plan.step_seconds * STEP_DOUBLING < best.plan.step_seconds
+    return more.keeps_limits and more.worth > WORTH_DOUBLING * best.worth
 
 
 class Variant(Generic[Figures]):
@@ -101,13 +173,43 @@ def as_json(figures: Any) -> Any:
     return asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else [asdict(f) for f in figures]
 
 
+def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags with the fewest GPUs, a power of two, that hold the weights, where no number was given."""
+    if args.tensor_parallel_size is not None:
+        return args
+    number = 1
+    if args.model and args.gpu and not args.profile:
+        number = fewest_gpus(asked_shape(args), one_gpu_or_cpu(args.gpu)) or 1
+    return argparse.Namespace(**vars(args) | {"tensor_parallel_size": number})
+
+
+def service_limits(args: argparse.Namespace) -> ServiceLimits:
+    """Return the limits that the flags set; 100 ms per token unless another flag says how many sequences run."""
+    sized = args.mini_batch_size is not None or args.latency_limit is not None
+    tpot = math.inf if sized else DEFAULT_TPOT_SECONDS
+    if args.tpot is not None:
+        tpot = args.tpot / 1e3
+    return ServiceLimits(tpot, math.inf if args.ttft is None else args.ttft)
+
+
 def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The flags with each of the sides that may multiply K and V of latents, or keep states."""
-    for each in _absorptions(args):
-        is_open = args.state_on == "auto"
-        yield argparse.Namespace(**vars(each) | ({"state_on": "r"} if is_open else {}))
-        if is_open and _knows_states_here(args):
-            yield argparse.Namespace(**vars(each) | {"state_on": "s"})
+    """The flags with each number of mini-batches, and each of the sides that may multiply K and V of latents, or keep
+    states."""
+    for number in _mini_batch_counts(args):
+        counted = argparse.Namespace(**vars(args) | {"num_mini_batches": number})
+        for each in _absorptions(counted):
+            is_open = args.state_on == "auto"
+            yield argparse.Namespace(**vars(each) | ({"state_on": "r"} if is_open else {}))
+            if is_open and _knows_states_here(args):
+                yield argparse.Namespace(**vars(each) | {"state_on": "s"})
+
+
+def _mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
+    """As asked; else the paper's two, and where the plan chooses the batch also one and three."""
+    if args.num_mini_batches is not None:
+        return (args.num_mini_batches,)
+    sized = args.mini_batch_size is not None or args.latency_limit is not None or args.tpot == math.inf
+    return (USUAL_MINI_BATCHES,) if sized else (USUAL_MINI_BATCHES, 1, 3)
 
 
 def _knows_states_here(args: argparse.Namespace) -> bool:
@@ -132,10 +234,12 @@ def _knows_both(args: argparse.Namespace) -> bool:
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)
 
 
-def _mini_batch_size(args: argparse.Namespace, planner: Planner) -> int:
-    """As asked; else the largest within the latency limit; else at the knee of E(B)."""
+def _mini_batch_size(args: argparse.Namespace, search: BatchSearch, limits: ServiceLimits) -> int:
+    """As asked; else the largest within the limits, up to the knee of E(B); the smallest where none is within them."""
     if args.mini_batch_size is not None:
         return int(args.mini_batch_size)
-    if args.latency_limit is not None:
-        return planner.largest_mini_batch(args.latency_limit)
-    return planner.knee_mini_batch()
+    most = None if args.latency_limit is None else search.largest_mini_batch(args.latency_limit)
+    if limits == NO_LIMITS:
+        return most or search.knee()
+    within = search.within(limits) or search.smallest()
+    return min(within, most or within)

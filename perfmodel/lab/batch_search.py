@@ -1,0 +1,106 @@
+"""The search for a plan's mini-batch: at the knee of throughput, and within limits of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.errors import ConfigError, PlanError
+from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.service import ServiceLimits
+
+KNEE_GAIN = 0.1
+"""The batch is large enough when doubling it would raise E(B) by less than this."""
+
+KNEE_TILE = 64
+"""Granularity of the batch sizes tried for the knee: GPUs multiply in tiles."""
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """Finds mini-batch sizes for one planner, with balanced R-workers, or with those of a pool that is there."""
+
+    planner: Planner
+
+    def knee(self) -> int:
+        """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8).
+
+        With a pool that is there, the tokens per second of all stages stand for E(B), and the pool must hold the batch.
+        """
+        sizes = range(KNEE_TILE, MOST_SEQUENCES // 2, KNEE_TILE)
+        knee = next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
+        return max(1, largest(self._fits_pool, knee))
+
+    def within(self, limits: ServiceLimits) -> int | None:
+        """Return the largest batch up to the knee that keeps to ``limits``; None where no batch does.
+
+        Throughput rises with the batch up to the knee, so this batch is the best one within the limits.
+        """
+        least = self.smallest()
+        if not self._keeps(least, limits):
+            return None
+        return max(least, largest(lambda size: size <= least or self._keeps(size, limits), self.knee()))
+
+    def smallest(self) -> int:
+        """Return the smallest batch that some number of R-workers keeps up with: it has the shortest steps."""
+        if self.planner.num_r_workers:
+            return 1
+        return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
+
+    def largest_mini_batch(self, latency_limit_seconds: float) -> int:
+        """The largest batch whose sequences take at most that long, R-workers balanced (eq. 7, with every stage)."""
+        if not latency_limit_seconds > 0:
+            raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
+        output_len, smallest = self.planner.workload.output_len, self.smallest()
+        least = output_len * self.step_seconds(smallest)
+        if least > latency_limit_seconds:
+            raise PlanError(
+                f"a latency limit of {latency_limit_seconds:g} s cannot be met: with a mini-batch of {smallest}, "
+                f"{output_len:g} steps of {least / output_len:.3g} s take {least:.3g} s, "
+                f"{least - latency_limit_seconds:.3g} s too long"
+            )
+        most = max(1, largest(self._fits_pool, MOST_SEQUENCES))
+        return largest(
+            lambda size: size < smallest or output_len * self.step_seconds(size) <= latency_limit_seconds, most
+        )
+
+    def step_seconds(self, mini_batch_size: int) -> float:
+        """Return the seconds of the mean step with balanced R-workers, unrounded: no shorter than with whole ones."""
+        planner = self.planner
+        in_flight = equations.in_flight(mini_batch_size, planner.num_mini_batches)
+        return planner.mean_step_seconds(in_flight, self._workers(mini_batch_size))
+
+    def _workers(self, mini_batch_size: int) -> float:
+        return self.planner.num_r_workers or max(self.planner.enough_r_workers(mini_batch_size), 1.0)
+
+    def _keeps(self, mini_batch_size: int, limits: ServiceLimits) -> bool:
+        if not self._fits_pool(mini_batch_size):
+            return False
+        in_flight = equations.in_flight(mini_batch_size, self.planner.num_mini_batches)
+        first = self.planner.first_token_seconds(in_flight, self._workers(mini_batch_size))
+        return limits.kept_by(self.step_seconds(mini_batch_size), first)
+
+    def _fits_pool(self, mini_batch_size: int) -> bool:
+        planner = self.planner
+        in_flight = equations.in_flight(mini_batch_size, planner.num_mini_batches)
+        if not planner.has_places(in_flight):
+            return False
+        return planner.num_r_workers is None or planner.memory_r_workers(in_flight) <= planner.num_r_workers
+
+    def _can_be_balanced(self, mini_batch_size: int) -> bool:
+        """Say whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
+        planner = self.planner
+        indivisible = equations.indivisible_seconds(
+            planner.r_part.seconds_per_token, planner.workload.shared_prefix_len, planner.r_part.call_seconds
+        )
+        return indivisible < planner.other_stages(mini_batch_size)
+
+    def _gain_of_doubling(self, mini_batch_size: int) -> float:
+        planner = self.planner
+        if planner.num_r_workers:
+            sizes = (mini_batch_size, 2 * mini_batch_size)
+            once, twice = (planner.candidate(size, planner.num_r_workers) for size in sizes)
+            return twice.output_tokens_per_second / once.output_tokens_per_second - 1.0
+        rows = mini_batch_size * planner.workload.rows_per_output_token
+        return 2.0 * planner.s_seconds(rows) / planner.s_seconds(2 * rows) - 1.0

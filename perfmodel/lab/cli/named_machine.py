@@ -1,0 +1,150 @@
+"""The machine that ``--gpu``, ``--cpu`` and ``--link`` describe: presets, numbers, or what was measured here."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import cache
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.hardware import CpuHost, Gpu, parse_link
+from fastdecode.perfmodel.lab.cli.machine_flags import DEFAULT_LINK
+from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.machine_words import cpu_host_of, gpu_of
+from fastdecode.perfmodel.sizing import Prices
+from fastdecode.perfmodel.stages import NO_CONTENTION, SHARED, Contention
+
+HERE_WORD = "here"
+"""The value of ``--gpu`` and ``--cpu`` that stands for this machine, which is measured."""
+
+HOST_TRIP_SECONDS, NETWORK_TRIP_SECONDS = 113e-6, 159e-6
+"""Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI (docs/performance.md)."""
+
+PCIE_LINK = "pcie"
+"""The value of ``--link`` that puts R-workers on the GPU's own host."""
+
+
+@dataclass(frozen=True)
+class NamedMachine:
+    """``link_bytes_per_second``: of the network; None where R-workers are on the GPU's own host. ``contention``: of an
+    S-worker and R-workers on the same cores."""
+
+    gpu: Gpu
+    host: CpuHost
+    link_bytes_per_second: float | None
+    contention: Contention = NO_CONTENTION
+
+    def hops(self, num_ranks: int) -> tuple[float, ...]:
+        """Rates of the hops between a rank and its R-workers: PCIe, and its part of the network."""
+        pcie = self.gpu.host_bytes_per_second
+        return (pcie,) if self.link_bytes_per_second is None else (pcie, self.link_bytes_per_second / num_ranks)
+
+    @property
+    def trip_latency_seconds(self) -> float:
+        """Seconds of a layer's way to R-workers and back that no byte takes, as this engine measured them."""
+        if self.contention != NO_CONTENTION:
+            return 0.0
+        return HOST_TRIP_SECONDS if self.link_bytes_per_second is None else NETWORK_TRIP_SECONDS
+
+    def waits(self, overlapped: bool) -> str:
+        """Say what a layer waits for beside the work of both sides."""
+        trip = f"{self.trip_latency_seconds * 1e6:.0f} us for a layer's way there and back (docs/performance.md)"
+        hidden = "hidden behind work (--overlapped-transport)" if overlapped else "not hidden, as the paper measured"
+        return f"{trip}; transfers are {hidden}; each layer waits for the slowest R-worker (arXiv 2601.21351)"
+
+    def at_home(self, planner: Planner) -> Planner:
+        """Return the planner of one host that has the GPU: its R-workers are all there are."""
+        if self.link_bytes_per_second is not None:
+            return planner
+        number = planner.num_r_workers or max(1, self.host.r_workers_per_host // planner.num_ranks)
+        return replace(planner, num_r_workers=number, contention=self.contention)
+
+    def links(self, gpu: Gpu) -> str:
+        """Say what lies between S-worker and R-workers."""
+        pcie = f"PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s"
+        if self.contention != NO_CONTENTION:
+            return "S-worker and R-workers share the same cores: what one does, the other cannot"
+        if self.link_bytes_per_second is None:
+            return f"{pcie} (nominal); R-workers run on the GPU's own host (--link pcie)"
+        return f"link {self.link_bytes_per_second / 1e9:.4g} GB/s, {pcie} (nominal)"
+
+    def list_prices(self, num_gpus: int) -> Prices:
+        """Return the list prices of the presets; None where they are not known. A rented GPU comes with its host."""
+        gpu, host = self.gpu.price, self.host.price
+        included = 0.0 if self.link_bytes_per_second is None else None  # who rents a GPU gets its host
+        return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
+
+    def price_lines(self) -> tuple[str, ...]:
+        """Say whose list prices they are, and when."""
+        return tuple(f"{each.name}: {each.price}" for each in (self.gpu, self.host) if each.price)
+
+
+def named_machine(args: argparse.Namespace) -> NamedMachine:
+    """Return the machine that the flags name; ConfigError for words that are not understood."""
+    gpu, is_gpu = _gpu(args.gpu)
+    host = host_of(args)
+    if not is_gpu and not args.cpu == HERE_WORD:
+        raise ConfigError("gpu: there is no GPU here, so the S-worker runs on this CPU: give --cpu here too, or a GPU")
+    link = _link(args.link, host)
+    return NamedMachine(gpu, host, link, NO_CONTENTION if is_gpu else SHARED)
+
+
+def host_of(args: argparse.Namespace) -> CpuHost:
+    """Return the host of ``--cpu``, with as many R-workers as were asked for; where it holds the GPUs, each of their
+    ranks has a part of it."""
+    host, ranks = _cpu_host(args.cpu), args.tensor_parallel_size or 1
+    at_home = _link(args.link, host) is None
+    number = max(host.r_workers_per_host, ranks) if at_home else host.r_workers_per_host
+    return _shared_host(host, per_host(args, number))
+
+
+def one_gpu_or_cpu(words: str) -> Gpu:
+    """Return the device of an S-worker: of this machine it may be the CPU."""
+    return _gpu(words)[0]
+
+
+def one_gpu(words: str) -> Gpu:
+    """Return the GPU of a preset's name, of numbers, or of this machine; ConfigError where it has none."""
+    gpu, is_gpu = _gpu(words)
+    if not is_gpu:
+        raise ConfigError("gpu: there is no GPU here; name one, or give numbers")
+    return gpu
+
+
+def _link(words: str | None, host: CpuHost) -> float | None:
+    if words is None:
+        return None if host.holds_gpu else parse_link(DEFAULT_LINK)
+    return None if words.strip().lower() == PCIE_LINK else parse_link(words)
+
+
+@cache
+def _gpu(words: str) -> tuple[Gpu, bool]:
+    if words.strip().lower() != HERE_WORD:
+        return gpu_of(words), True
+    from fastdecode.perfmodel.lab.measure.here import gpu_here
+
+    return gpu_here()
+
+
+@cache
+def _cpu_host(words: str) -> CpuHost:
+    if words.strip().lower() != HERE_WORD:
+        return cpu_host_of(words)
+    from fastdecode.perfmodel.lab.measure.here import cpu_here
+
+    return cpu_here()
+
+
+def per_host(args: argparse.Namespace, unless_given: int) -> int:
+    """Return the R-workers on a host, as asked."""
+    return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
+
+
+def _shared_host(host: CpuHost, number: int) -> CpuHost:
+    """A host with so many R-workers; what more than one per NUMA node get is a part of it."""
+    part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
+    read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
+    return replace(
+        host, r_workers_per_host=number, cores=max(1, int(part * host.cores)), read_bytes_per_second=read,
+        memory_bytes=part * host.memory_bytes,
+    )  # fmt: skip

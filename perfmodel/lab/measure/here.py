@@ -1,0 +1,50 @@
+"""This machine for a plan, measured in a few seconds: an R-worker's own reads, the S-worker's products, the link."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+
+from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cores
+from fastdecode.perfmodel.hardware import CpuHost, Figure, Gpu
+from fastdecode.perfmodel.lab.measure.attention_cache import FilledCache
+from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape, ContextLen
+from fastdecode.sworker.run.device_speed import DeviceSpeed, measure_device
+
+CACHE_BYTES = 384 << 20
+"""Size of the cache that is read: above last-level caches, and filled within a second."""
+
+CALLS = 7
+
+MEASURED = "measured here"
+
+NUM_HEADS, HEAD_DIM, CONTEXT = 8, 128, ContextLen(1024, 1024)
+"""The attention that is timed: each head has keys and values of its own, so that reading binds."""
+
+
+def cpu_here() -> CpuHost:
+    """Return this host as R-workers see it: the bytes of a cache that attention reads in a second, with all cores."""
+    threads = len(usable_cores())
+    shape = AttentionShape("auto", "bfloat16", NUM_HEADS, NUM_HEADS, HEAD_DIM, CONTEXT, None, 1, threads)
+    cache_bytes = min(CACHE_BYTES, available_memory_bytes() // 8)
+    lengths = shape.lengths(cache_bytes, seed=0)
+    with closing(FilledCache(shape, lengths, seed=0)) as cache:
+        cache.call()
+        seconds = float(np.median([cache.call()[1] for _ in range(CALLS)]))
+    rate = int(lengths.sum()) * shape.layout.kv_bytes_per_token / seconds
+    reading = Figure(rate, 1.0, True, f"{MEASURED}: attention of an R-worker with {threads} threads")
+    return CpuHost(f"this machine ({cpu_name()})", 1, threads, reading, available_memory_bytes(), holds_gpu=True)
+
+
+def gpu_here() -> tuple[Gpu, bool]:
+    """Return this machine's S-worker, and whether it is a GPU: where there is none, the CPU is."""
+    found = measure_device()
+    return _as_gpu(found), found.is_gpu
+
+
+def _as_gpu(found: DeviceSpeed) -> Gpu:
+    reading = Figure(found.bytes_per_second, 1.0, True, f"{MEASURED}: reading on {found.name}")
+    flops = Figure(found.flops_per_second, 1.0, True, f"{MEASURED}: bfloat16 products on {found.name}")
+    name = f"this machine's {found.name}" if found.is_gpu else f"this machine's CPU ({found.name}), for want of a GPU"
+    return Gpu(name, flops, reading, reading, found.memory_bytes, found.host_bytes_per_second)

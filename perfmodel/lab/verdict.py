@@ -1,0 +1,94 @@
+"""The verdict on a plan: FastDecode or the GPU alone, with the throughput of all and the time per token of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.perfmodel.lab.gpu_only import GpuOnly
+from fastdecode.perfmodel.service import NO_LIMITS, Service, ServiceLimits
+from fastdecode.perfmodel.sizing import Plan, Prices
+
+MARGIN = 1.2
+"""Ratios of throughput below this are within the error of figures that were not measured on the machine at hand."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``use_fastdecode`` is None where nothing is known of the GPU alone; ``sentence`` says it in words."""
+
+    use_fastdecode: bool | None
+    sentence: str
+
+
+def judge(plan: Plan, alone: GpuOnly | None, prices: Prices, limits: ServiceLimits = NO_LIMITS) -> Verdict:
+    """Judge within ``limits`` by throughput, and by the price of a token where prices are known.
+
+    Every sentence names the time per token of each user.
+    """
+    service = plan.service
+    if alone is None:
+        return Verdict(None, f"FastDecode: {_whole(service)}. The GPU alone was not compared: name it with --gpu.")
+    beside = _alone(alone, limits)
+    if not limits.kept_by(service.tpot_seconds, service.ttft_seconds):
+        return Verdict(
+            False,
+            f"Do not use FastDecode here: it cannot keep to {limits}. Its fastest plan: {_whole(service)}; {beside}.",
+        )
+    if alone.max_batch_size == 0:
+        return Verdict(True, f"FastDecode: {_whole(service)}; {beside}.")
+    return _compared(service, alone, prices, beside)
+
+
+def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> Verdict:
+    """Compare two ways that both work."""
+    ratio = service.tokens_per_second / alone.output_tokens_per_second
+    times = f"{ratio:.2g} x the tokens per second of the GPU alone, {_each(service)}; {beside}"
+    if ratio <= 1:
+        return Verdict(False, f"Do not use FastDecode here: it gives {times}.")
+    price = service.price_per_million_tokens
+    alone_price = prices.per_million_tokens(0, alone.output_tokens_per_second)
+    if price is not None and alone_price is not None:
+        times += f"; {price:.3g} against {alone_price:.3g} per million tokens"
+        if price >= alone_price:
+            return Verdict(False, f"Do not use FastDecode here, unless for speed at any price: it gives {times}.")
+    if ratio < MARGIN:
+        return Verdict(
+            False,
+            f"Do not use FastDecode here on these figures alone, the gain is within their error: it gives {times}.",
+        )
+    return Verdict(True, f"FastDecode gives {times}.")
+
+
+def _alone(alone: GpuOnly, limits: ServiceLimits) -> str:
+    """Say what the GPU alone does, as a clause."""
+    service = alone.service()
+    if service:
+        return f"the GPU alone serves {users(service.users)} at {milliseconds(service.tpot_seconds)} per token"
+    if alone.limited_by == "memory":
+        return "the GPU alone cannot run one such sequence (its memory is too small)"
+    lone = (
+        "" if alone.lone_step_seconds is None else f": one user waits {milliseconds(alone.lone_step_seconds)} per token"
+    )
+    return (
+        f"the GPU alone cannot keep to {limits if alone.limited_by == 'time per token' else 'the latency limit'}{lone}"
+    )
+
+
+def _each(service: Service) -> str:
+    of_each = "each of " if service.users > 1 else ""
+    return f"at {milliseconds(service.tpot_seconds)} per token for {of_each}{users(service.users)}"
+
+
+def _whole(service: Service) -> str:
+    return f"{service.tokens_per_second:.4g} tokens/s in all, {_each(service)}"
+
+
+def users(number: int) -> str:
+    """Return a number of users in words."""
+    return f"{number:,} user" + ("" if number == 1 else "s")
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds, with three digits where it has fewer."""
+    value = seconds * 1e3
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

@@ -1,0 +1,189 @@
+"""The sizes of a transformer, and the parameters and bytes that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastdecode.core.dtypes import ITEM_BYTES
+from fastdecode.core.errors import ConfigError
+from fastdecode.perfmodel.index_shape import IndexShape
+from fastdecode.perfmodel.latent_shape import LatentShape
+from fastdecode.perfmodel.state_shape import StateShape
+
+FORMATS = {
+    "fp8": 8.02,
+    "mxfp4": 4.25,
+    "awq": 4.16,
+    "gptq": 4.16,
+    "int8": 8.06,
+    "gguf-q8_0": 8.5,
+    "gguf-q6_k": 6.56,
+    "gguf-q5_k_m": 5.7,
+    "gguf-q4_k_m": 4.85,
+    "gguf-q4_0": 4.5,
+}
+"""Bits of a weight with its scales: of blocks of 128 x 128 (fp8), of 32 (mxfp4), of groups of 128 (awq, gptq) and of
+rows (int8); of GGUF as llama.cpp gives them. Embeddings and the head stay in the model's dtype."""
+
+KEPT_PACKED: frozenset[str] = frozenset()
+"""Formats that the S-worker keeps as they are; it unpacks all others as it reads them."""
+
+
+def format_of(quantization: Mapping[str, Any]) -> str | None:
+    """Return the format that a ``quantization_config`` describes; None where the equations do not know it."""
+    method = str(quantization.get("quant_method", "")).lower()
+    if method == "compressed-tensors":
+        groups = quantization.get("config_groups") or {}
+        bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)}
+        return "int8" if bits == {8} else "gptq" if bits == {4} else None
+    if method in ("awq", "gptq") and quantization.get("bits", 4) != 4:
+        return "int8" if quantization.get("bits") == 8 else None
+    return method if method in FORMATS else None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A decoder-only transformer, dense or a mixture of experts; norms and biases (below 0.1 %) are left out.
+
+    ``mlp_matrices``: 3 where the MLP is gated, else 2. ``num_experts`` copies of the MLP exist, of which each token
+    visits ``experts_per_token``; ``shared_intermediate_size`` is the width of a further MLP that every token visits.
+    ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all, or
+    lengths of chunks, where ``chunked``, of which it sees its own up to itself; empty where all layers see all.
+    ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
+    ``index``: of the index that picks the tokens which queries see; these count as windows. ``dense_layers`` of the
+    layers have one MLP of ``dense_intermediate_size`` in place of experts. ``state``: of recurrent layers, which are
+    among ``num_layers``; the others attend, and the windows are theirs. ``mlp_layers``: MLPs in all, where not each
+    layer has one. ``gated_attention``: queries are projected twice, for a gate of the output. ``beside_attention``:
+    parameters that an attending layer has beyond its projections and MLP. ``max_context``: tokens of the longest
+    context that the model was made for; 0 where that is not known. ``weight_bits``: of a weight of a layer as
+    it is kept; 0: as many as ``dtype`` has. ``multiplies_int8``: linear layers multiply int8 codes, so that times of a
+    model in ``dtype`` are not theirs.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    mlp_matrices: int = 3
+    tied_embeddings: bool = False
+    num_experts: int = 1
+    experts_per_token: int = 1
+    shared_intermediate_size: int = 0
+    dtype: str = "bfloat16"
+    windows: tuple[int, ...] = ()
+    chunked: bool = False
+    latent: LatentShape | None = None
+    dense_layers: int = 0
+    dense_intermediate_size: int = 0
+    index: IndexShape | None = None
+    state: StateShape | None = None
+    mlp_layers: int = 0
+    gated_attention: bool = False
+    beside_attention: int = 0
+    max_context: int = 0
+    weight_bits: float = 0.0
+    multiplies_int8: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for field in (*sizes, "vocab_size", "mlp_matrices", "num_experts", "experts_per_token"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{self.name}: {field} must be a whole number of at least 1, not {value!r}")
+        if not all(isinstance(each, int) and each >= 0 for each in self.windows):
+            raise ConfigError(f"{self.name}: a window must be a whole number of tokens, not {self.windows!r:.80}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.name}: {self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"{self.name}: experts_per_token ({self.experts_per_token}) is above num_experts ({self.num_experts})"
+            )
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(f"{self.name}: dtype must be one of {', '.join(ITEM_BYTES)}, not {self.dtype!r}")
+
+    @property
+    def attention_parameters(self) -> int:
+        """The mean layer's projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1): q, k, v, o.
+
+        What latents are projected by and what an index and recurrent layers have is counted too.
+        """
+        if self.latent:
+            own = self.latent.parameters(self.hidden_size, self.num_heads)
+        else:
+            heads = self.num_heads * (3 if self.gated_attention else 2) + 2 * self.num_kv_heads
+            own = self.hidden_size * self.head_dim * heads
+        of_layers = self.attention_layers * (own + self.beside_attention)
+        for beside in (self.index, self.state):
+            of_layers += beside.num_layers * beside.parameters(self.hidden_size) if beside else 0
+        return of_layers // self.num_layers
+
+    @property
+    def mlp_parameters(self) -> int:
+        """One layer's MLP, or one of several experts, has 3·D·F when gated (Question 1)."""
+        return self.mlp_matrices * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """One layer has these parameters with all its experts (Question 5)."""
+        return self.attention_parameters + self._of_mlps(self.num_experts * self.mlp_parameters)
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """One token meets these parameters of one layer (Question 5)."""
+        return self.attention_parameters + self._of_mlps(self.experts_per_token * self.mlp_parameters)
+
+    @property
+    def head_parameters(self) -> int:
+        """The output projection, which every sampled row meets, has D·V."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def parameters(self) -> int:
+        """The whole model has L·D·(3F + 2H(N + K)) + D·V when dense, gated and tied (Question 1)."""
+        return self._all_layers(self.layer_parameters) + self._vocabulary_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """One token meets these parameters, both embeddings counted (Question 5)."""
+        return self._all_layers(self.active_layer_parameters) + self._vocabulary_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        vocabulary = self._vocabulary_parameters * self.item_bytes
+        return vocabulary + round((self.parameters - self._vocabulary_parameters) * self.layer_item_bytes)
+
+    @property
+    def layer_item_bytes(self) -> float:
+        """Bytes per weight of a layer, scales included."""
+        return self.weight_bits / 8 if self.weight_bits else self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per weight, and per element of q, k, v, o."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that attend; the others are recurrent."""
+        return self.num_layers - (self.state.num_layers if self.state else 0)
+
+    def _all_layers(self, layer_parameters: int) -> int:
+        """Parameters of all layers, of which all but the dense ones have so many."""
+        dense = self.attention_parameters + self.mlp_matrices * self.hidden_size * self.dense_intermediate_size
+        return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
+
+    def _of_mlps(self, parameters: int) -> int:
+        """Parameters of the mean layer, whose MLPs have so many beside the one that every token visits."""
+        shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
+        return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
+
+    @property
+    def _vocabulary_parameters(self) -> int:
+        return self.head_parameters * (1 if self.tied_embeddings else 2)

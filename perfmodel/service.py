@@ -1,0 +1,73 @@
+"""The service that users get: time per token, time to the first token, users at once, and limits on these."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastdecode.core.errors import ConfigError
+
+DEFAULT_TPOT_SECONDS = 0.1
+"""Longest time per token of a plan unless asked otherwise: ten tokens a second, faster than people read."""
+
+CHUNK_TOKENS = 2048
+"""Rows of a prompt that one step computes: the engine's default ``max_num_batched_tokens``."""
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """The longest time per output token and the longest time to the first token that users accept."""
+
+    tpot_seconds: float = math.inf
+    ttft_seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.tpot_seconds > 0:
+            raise ConfigError(f"tpot must be above 0 ms for each token, not {self.tpot_seconds * 1e3:g}")
+        if not self.ttft_seconds > 0:
+            raise ConfigError(f"ttft must be above 0 seconds to the first token, not {self.ttft_seconds:g}")
+
+    def kept_by(self, tpot_seconds: float, ttft_seconds: float) -> bool:
+        """Return whether both times are within the limits."""
+        return tpot_seconds <= self.tpot_seconds and ttft_seconds <= self.ttft_seconds
+
+    def __str__(self) -> str:
+        parts = []
+        if self.tpot_seconds < math.inf:
+            parts.append(f"{self.tpot_seconds * 1e3:g} ms per token")
+        if self.ttft_seconds < math.inf:
+            parts.append(f"{self.ttft_seconds:g} s to the first token")
+        return " and ".join(parts) or "no limit"
+
+
+NO_LIMITS = ServiceLimits()
+
+
+@dataclass(frozen=True)
+class Service:
+    """One way to serve as its users see it; ``ttft_seconds``: of a request that finds a free seat and no other prompt.
+
+    ``price_per_million_tokens`` is None where a price is not known.
+    """
+
+    users: int
+    tokens_per_second: float
+    tpot_seconds: float
+    ttft_seconds: float
+    price_per_million_tokens: float | None = None
+
+    @property
+    def tokens_per_second_per_user(self) -> float:
+        """Tokens that one user gets in a second."""
+        return 1.0 / self.tpot_seconds if self.tpot_seconds else 0.0
+
+
+def prompt_chunks(num_tokens: float) -> list[tuple[float, float]]:
+    """Return the steps in which a prompt is computed: pairs of a number of steps and the rows of each."""
+    whole, rest = divmod(max(num_tokens, 1.0), CHUNK_TOKENS)
+    return [(count, rows) for count, rows in ((whole, float(CHUNK_TOKENS)), (1.0, rest)) if count and rows]
+
+
+def prompt_pairs(num_tokens: float, shared_tokens: float) -> float:
+    """Return the pairs of a query and a key that the attention of a prompt multiplies, beside a cached prefix."""
+    return num_tokens * (shared_tokens + num_tokens / 2.0)

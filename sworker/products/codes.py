@@ -1,0 +1,132 @@
+"""The weight of a linear layer as int8 codes, from when it is quantized until ranks have cut it and it is packed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fastdecode import _sworker
+from fastdecode.core.errors import ConfigError
+from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
+
+NAME = "integer_codes"
+"""The attribute of a linear layer that holds its codes."""
+
+EXPERTS = "expert_codes"
+"""The attribute of an experts' module that holds the codes of each expert, by parameter."""
+
+MOST_BLOCK = 256
+"""Elements that one Hadamard matrix mixes, at most."""
+
+DEGREES = range(1, 17)
+"""Numbers of ranks for all of which a rotation stays within each rank's part of a row."""
+
+
+class Ranks(Protocol):
+    """The ranks that share a model, as one of them sees them (``sharding.Rank``)."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def cut(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of ``tensor``."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' tensors."""
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return all ranks' tensors, in order."""
+
+
+@dataclass
+class IntegerCodes:
+    """``codes``: int8 [outputs, inputs], rotated in ``block``s; ``scales``: float32 [outputs].
+
+    ``rank``: whose part of the inputs this is; the sums of all ranks are added before they are scaled.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block: int
+    rank: Ranks | None = None
+
+    def cut_outputs(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Keep what ``cut`` leaves of the outputs."""
+        self.codes, self.scales = cut(self.codes).contiguous(), cut(self.scales).contiguous()
+
+    def cut_inputs(self, name: str, rank: Ranks) -> None:
+        """Keep the part of the inputs of ``rank``; ConfigError where a block would lie on two ranks."""
+        width = self.codes.shape[1]
+        if width % (rank.size * self.block):
+            raise ConfigError(
+                f"tensor_parallel_size: with quantization int8, {rank.size} ranks cannot share the {width} inputs of "
+                f"{name} in whole blocks of {self.block}"
+            )
+        self.codes, self.rank = rank.cut(self.codes, 1).contiguous(), rank
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight that the codes stand for, [outputs, inputs]."""
+        return unrotated(self.codes.float() * self.scales[:, None], self.block).to(dtype)
+
+
+def codes_of(linear: torch.nn.Module) -> IntegerCodes | None:
+    """Return the codes of a quantized layer that is not packed yet."""
+    return linear.__dict__.get(NAME)
+
+
+def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
+    """Rotate and quantize ``weight``, [outputs, inputs] on the CPU."""
+    rows = as_rows(weight.detach())
+    codes = torch.empty(rows.shape, dtype=torch.int8)
+    scales = torch.empty(len(rows))
+    _sworker.quantize(array(rows), block, codes.numpy(), scales.numpy(), integer_isa(), torch.get_num_threads())
+    return IntegerCodes(codes, scales, block)
+
+
+def block_of(width: int, num_heads: int) -> int:
+    """Return the block for rows of ``width``: it divides the share of every number of ranks that the heads allow."""
+    shares = [width // degree for degree in DEGREES if num_heads % degree == 0 and width % degree == 0]
+    common = math.gcd(*shares)
+    return min(common & -common, MOST_BLOCK)
+
+
+def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Undo the rotation of ``rows``, float32 [rows, width]: a Hadamard matrix is its own inverse but for a factor."""
+    mixed = rows.reshape(len(rows), -1, block)
+    apart = 1
+    while apart < block:
+        pairs = mixed.unflatten(-1, (-1, 2, apart))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        mixed = torch.stack((first + second, first - second), -2).flatten(-3)
+        apart *= 2
+    return (mixed / block).reshape(rows.shape)
+
+
+def set_codes(linear: Any, codes: IntegerCodes) -> None:
+    """Attach ``codes`` to ``linear``."""
+    linear.__dict__[NAME] = codes
+
+
+def expert_codes_of(module: torch.nn.Module, part: str) -> list[IntegerCodes] | None:
+    """Return the codes of each expert that are not packed yet."""
+    found: dict[str, list[IntegerCodes]] = module.__dict__.get(EXPERTS, {})
+    return found.get(part)
+
+
+def cut_experts(name: str, codes: list[IntegerCodes], style: str, rank: Ranks) -> None:
+    """Leave each expert the part of ``rank``; gates and values are cut apart where they are packed."""
+    for each in codes:
+        if style.endswith("rowwise"):
+            each.cut_inputs(name, rank)
+            continue
+
+        def cut(whole: torch.Tensor) -> torch.Tensor:
+            halves = whole.chunk(2) if style.startswith("packed") else (whole,)
+            return torch.cat([rank.cut(half, 0) for half in halves])
+
+        each.cut_outputs(cut)

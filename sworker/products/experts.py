@@ -1,0 +1,209 @@
+"""Mixtures of experts in int8: rows are grouped by expert, and no row is added to fill a group.
+
+The experts' module is untouched: transformers looks up who computes experts by name, as in `experts.py` of 16 bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fastdecode import _sworker
+from fastdecode.sworker.adapters.experts import EXPERTS_NAME, experts_forward
+from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.products.codes import EXPERTS, IntegerCodes, Ranks, block_of, quantized
+from fastdecode.sworker.products.gated import ACTIVATIONS
+from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
+
+logger = logging.getLogger(__name__)
+
+INTEGER_EXPERTS = "fastdecode_int8"
+"""The ``experts_implementation`` under which models call :func:`integer_experts_forward`."""
+
+PRODUCTS = "expert_products"
+"""The attribute of an experts' module that holds its :class:`ExpertProducts`."""
+
+PARTS = ("gate_up_proj", "down_proj")
+"""Parameters of experts: [experts, outputs, inputs], or [experts, inputs, outputs] where ``is_transposed``."""
+
+
+def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
+    """Quantize the experts of every module whose weights are known, one expert after the other."""
+    maps, count = FileMaps(), 0
+    for module in _known_experts(model):
+        module.__dict__[EXPERTS] = {}
+        for part in PARTS:
+            weight = getattr(module, part)
+            codes = [_quantized(each, module.is_transposed, num_heads) for each in weight.data]
+            module.__dict__[EXPERTS][part] = codes
+            setattr(module, part, PackedWeight.of(weight, _unpacker(codes, weight.dtype, module.is_transposed)))
+            maps.let_go(weight)
+            del weight
+        count += 1
+    logger.info("experts of %d layers in int8", count)
+
+
+def _quantized(weight: torch.Tensor, is_transposed: bool, num_heads: int) -> IntegerCodes:
+    own = weight.T if is_transposed else weight
+    return quantized(own, block_of(own.shape[1], num_heads))
+
+
+def _unpacker(codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool) -> Callable[[], torch.Tensor]:
+    def unpack() -> torch.Tensor:
+        whole = torch.stack([each.weight(dtype) for each in codes])
+        return whole.mT.contiguous() if is_transposed else whole
+
+    return unpack
+
+
+def _known_experts(model: torch.nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) != EXPERTS_NAME or not hasattr(module, "_apply_gate"):
+            continue
+        weights = [getattr(module, part, None) for part in PARTS]
+        is_known = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
+        if is_known and all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in weights):
+            yield module
+
+
+def pack_experts(model: torch.nn.Module) -> int:
+    """Pack the codes of all experts; return the number of layers."""
+    count = 0
+    for module in model.modules():
+        codes = module.__dict__.pop(EXPERTS, None)
+        if codes:
+            if not count:
+                ALL_EXPERTS_FUNCTIONS.register(INTEGER_EXPERTS, integer_experts_forward)
+            module.__dict__[PRODUCTS] = ExpertProducts(module, codes)
+            config: Any = module.config
+            config._experts_implementation = INTEGER_EXPERTS
+            count += 1
+    return count
+
+
+class ExpertProducts:
+    """The packed experts of one layer."""
+
+    def __init__(self, module: Any, codes: dict[str, list[IntegerCodes]]) -> None:
+        """``codes`` of each part; those of an expert go once it is packed."""
+        self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
+        self._rank = codes["down_proj"][0].rank
+        self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
+        self._width = codes["gate_up_proj"][0].codes.shape[1]
+        self.codes = codes  # without their memory, once packed
+        self._gates, self._downs = (_packed(codes[part]) for part in PARTS)
+        for part, packed in zip(PARTS, (self._gates, self._downs), strict=True):
+            own = _standing_for(packed, codes[part], self._dtype, module.is_transposed)
+            setattr(module, part, own)
+        self._activation = self._proven_activation(module)
+
+    def forward(self, experts: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``rows`` [rows, hidden] through each row's experts ``index``, int64 [rows, k], weighted."""
+        x, k, chosen = as_rows(rows), index.shape[1], index.reshape(-1)
+        order = torch.argsort(chosen, stable=True)
+        ends = torch.bincount(chosen, minlength=len(self._gates)).cumsum(0).tolist()
+        groups = [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a < b]
+        gates = self._multiplied(self._gates, groups, x[order // k], self._num_columns["gate_up_proj"])
+        if experts.has_bias:
+            gates += experts.gate_up_proj_bias[chosen[order]]
+        inner = gates if self._activation else experts._apply_gate(gates.to(rows.dtype)).to(x.dtype).contiguous()
+        found = self._multiplied(self._downs, groups, inner, self._num_columns["down_proj"], self._activation)
+        if experts.has_bias:
+            found += experts.down_proj_bias[chosen[order]]
+        in_order = torch.empty_like(found)
+        in_order[order] = found * weights.reshape(-1)[order, None].to(found.dtype)
+        return _sum_in_order(in_order.view(len(rows), k, -1)).to(rows.dtype)
+
+    def _multiplied(
+        self, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
+    ) -> torch.Tensor:
+        """Each group's rows through its expert's weights."""
+        out = torch.empty(len(x), columns, dtype=x.dtype)
+        rows, kind, threads = array(x), activation or "none", torch.get_num_threads()
+        if packed is self._downs and self._rank:
+            self._multiply_with_ranks(self._rank, groups, rows, array(out), kind)
+            return out
+        results = array(out)
+        for expert, own in groups:
+            packed[expert].multiply(rows[own], results[own], kind, self._isa, threads)
+        return out
+
+    def _multiply_with_ranks(
+        self, rank: Ranks, groups: list[tuple[int, slice]], rows: Any, out: Any, kind: str
+    ) -> None:
+        """One scale for a row over all ranks, and one sum, as in ``IntegerProduct``."""
+        peaks, sums = torch.empty(len(rows)), torch.empty(out.shape, dtype=torch.int32)
+        threads = torch.get_num_threads()
+        for expert, own in groups:
+            self._downs[expert].find_peaks(rows[own], peaks.numpy()[own], kind, self._isa, threads)
+        peaks = torch.stack(rank.gather(peaks)).amax(0)
+        for expert, own in groups:
+            self._downs[expert].add_up(rows[own], peaks.numpy()[own], sums.numpy()[own], kind, self._isa, threads)
+        sums = rank.sum(sums)
+        for expert, own in groups:
+            self._downs[expert].scale(sums.numpy()[own], peaks.numpy()[own], out[own], self._isa, threads)
+
+    def _proven_activation(self, experts: Any) -> str:
+        """Return the kernels' activation that gives what the module's own gate gives; "" where none does."""
+        if self._rank or experts.has_bias:
+            return ""
+        x = as_rows(torch.randn(PROOF_ROWS, self._width, generator=torch.Generator()).to(self._dtype))
+        group, columns = [(0, slice(0, len(x)))], self._num_columns["down_proj"]
+        gates = self._multiplied(self._gates, group, x, self._num_columns["gate_up_proj"])
+        with torch.inference_mode():
+            inner = experts._apply_gate(gates).contiguous()
+            wanted = self._multiplied(self._downs, group, inner, columns)
+            for activation in ACTIVATIONS:
+                found = self._multiplied(self._downs, group, gates, columns, activation)
+                if equal_within_rounding(found, wanted):
+                    return activation
+        return ""
+
+
+def integer_experts_forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """See ``ExpertProducts.forward``; experts that were not quantized are computed as they are without it."""
+    products = experts.__dict__.get(PRODUCTS)
+    compute = products.forward if products else experts_forward
+    found: torch.Tensor = compute(experts, hidden_states, top_k_index, top_k_weights)
+    return found
+
+
+def _packed(codes: list[IntegerCodes]) -> list[Any]:
+    """Pack each expert; its plain codes go at once."""
+    threads, packed = torch.get_num_threads(), []
+    for each in codes:
+        packed.append(_sworker.IntegerWeights(each.codes.numpy(), each.scales.numpy(), None, each.block, threads))
+        each.codes = each.codes.new_empty((*each.codes.shape,), device="meta")
+    return packed
+
+
+def _standing_for(
+    packed: list[Any], codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool
+) -> PackedWeight:
+    """A stand-in for the experts' parameter."""
+
+    def unpack() -> torch.Tensor:
+        each = zip(packed, codes, strict=True)
+        found = [IntegerCodes(torch.from_numpy(p.unpack()), c.scales, c.block).weight(dtype) for p, c in each]
+        whole = torch.stack(found)
+        return whole.mT.contiguous() if is_transposed else whole
+
+    rows, columns = codes[0].codes.shape
+    shape = (len(codes), columns, rows) if is_transposed else (len(codes), rows, columns)
+    return PackedWeight.of(torch.empty(shape, dtype=dtype, device="meta"), unpack)
+
+
+def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """The sum over dim 1 in float32, the first part first: its bits depend on no other row."""
+    total = parts[:, 0].float()
+    for index in range(1, parts.shape[1]):
+        total = total + parts[:, index].float()
+    return total

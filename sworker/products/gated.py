@@ -1,0 +1,96 @@
+"""Gated feed-forward layers in two calls: gate and up in one product; activation, rotation and product of down in one.
+
+The module's code is untouched: it gets a ``forward`` of its own where that proves equal on random rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
+
+logger = logging.getLogger(__name__)
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "gate_up_proj", "down_proj"))
+"""Names of a module's layers: gate, up, down."""
+
+
+class GatedLayers:
+    """The gated layers of a model that were replaced; they can be put back."""
+
+    def __init__(self, model: torch.nn.Module, linears: IntegerLinears) -> None:
+        """Replace whatever proves equal."""
+        self._linears = linears
+        self._replaced: list[torch.nn.Module] = []
+        self._forms: dict[tuple[object, ...], str | None] = {}
+        for module in model.modules():
+            self._replace(module)
+        logger.info("%d gated layers in two calls", len(self._replaced))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that were replaced."""
+        return len(self._replaced)
+
+    def undo(self) -> None:
+        """Give every module its class's ``forward`` back."""
+        for module in self._replaced:
+            del module.__dict__["forward"]
+        self._replaced.clear()
+
+    def _replace(self, module: torch.nn.Module) -> None:
+        found = self._products_of(module)
+        if not found:
+            return
+        first, second = found
+        function = str(getattr(module, "act_fn", getattr(module, "activation_fn", None)))
+        key = type(module), function, first.width, first.num_outputs, second.num_outputs
+        if key not in self._forms:
+            self._forms[key] = self._proven(module, first, second)
+        activation = self._forms[key]
+        if activation is not None:
+            module.__dict__["forward"] = _forward(first, second, activation)
+            self._replaced.append(module)
+
+    def _products_of(self, module: torch.nn.Module) -> tuple[IntegerProduct, IntegerProduct] | None:
+        """The products of gate and up, and of down, where all are of integers, fit, and nothing is hooked to them."""
+        children = dict(module.named_children())
+        for names in NAMES:
+            layers = [children.get(name) for name in names]
+            products = [self._linears.products.get(id(layer)) for layer in layers]
+            gate, up, down = products
+            if gate is None or gate is not up or down is None or any(_is_hooked(layer) for layer in layers):
+                continue
+            if gate.num_outputs == 2 * down.width:
+                return gate, down
+        return None
+
+    def _proven(self, module: Any, first: IntegerProduct, second: IntegerProduct) -> str | None:
+        """Return the activation with which two calls give what the module's own code gives; None where none does."""
+        dtype = first.dtype
+        rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(dtype)
+        try:
+            with torch.inference_mode():
+                wanted = type(module).forward(module, rows)
+                for activation in ACTIVATIONS:
+                    if equal_within_rounding(_forward(first, second, activation)(rows), wanted):
+                        return activation
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            logger.info("%s is left as it is: %s", type(module).__name__, error)
+            return None
+        logger.info("%s is left as it is: no known activation gives the same", type(module).__name__)
+        return None
+
+
+def _forward(first: IntegerProduct, second: IntegerProduct, activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda rows: second.compute(first.compute(rows), activation)
+
+
+def _is_hooked(layer: Any) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)

@@ -1,0 +1,83 @@
+"""The C++ products of integers: which instruction set this process uses, proven exact before it is used."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdecode import _sworker
+from fastdecode.core.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+LIMIT = "FASTDECODE_ISA"
+"""The variable that holds R-workers to an instruction set; products of integers heed it, too."""
+
+LIMITED_TO = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
+"""Kernels that each value of the variable allows; any other allows all."""
+
+PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)), (8192, 3))
+"""Widths and numbers of rows that are tried: every number that one pass may have, and several passes."""
+
+PROOF_COLUMNS = 70
+
+
+@functools.cache
+def integer_isa() -> str:
+    """Return the fastest instruction set of this CPU whose products prove exact; ModelLoadError where none does."""
+    use_openmp()
+    limit = os.environ.get(LIMIT, "")
+    allowed = LIMITED_TO.get(limit, tuple(_sworker.integer_isas()))
+    for isa in reversed(_sworker.integer_isas()):
+        if isa not in allowed:
+            continue
+        if is_exact(isa):
+            logger.info("products of integers: %s", isa)
+            return isa
+        logger.warning("products of integers with %s are wrong on this CPU and are not used", isa)
+    raise ModelLoadError("quantization: no product of integers is exact on this CPU: leave --quantization out")
+
+
+def use_openmp() -> None:
+    """Have the kernels run on the threads of the OpenMP that torch brought into the process, if any."""
+    region = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if region is not None:
+        _sworker.use_openmp(ctypes.cast(region, ctypes.c_void_p).value or 0)
+
+
+def is_exact(isa: str) -> bool:
+    """Say whether products with ``isa`` are those of exact integers, for the largest codes of either sign as well."""
+    return all(_is_exact(isa, width, num_rows) for width, num_rows in PROOF_SHAPES)
+
+
+def _is_exact(isa: str, width: int, num_rows: int) -> bool:
+    rng = np.random.default_rng(width)
+    codes = rng.integers(-127, 128, (PROOF_COLUMNS, width), dtype=np.int8)
+    codes[:4] = [[127], [-127], [127], [-127]]
+    codes[2:4, ::2] *= -1
+    rows = rng.integers(-127, 128, (num_rows, width)).astype(np.float32)
+    rows[0] = 127.0
+    rows[num_rows // 2] = -127.0
+    rows[num_rows // 3, ::2] = 127.0
+    weights = _sworker.IntegerWeights(codes, np.ones(PROOF_COLUMNS, np.float32), None, 1, 1)
+    sums = np.empty((num_rows, PROOF_COLUMNS), np.int32)
+    weights.add_up(rows, np.full(num_rows, 127.0, np.float32), sums, "none", isa, 1)
+    # float64 holds these integers exactly
+    return bool((sums == rows.astype(np.float64) @ codes.T.astype(np.float64)).all())
+
+
+def as_rows(rows: torch.Tensor) -> torch.Tensor:
+    """``rows`` [..., width] as contiguous [rows, width], in float32 where the kernels do not know their dtype."""
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
+    return flat if flat.dtype in (torch.float32, torch.bfloat16) else flat.float()
+
+
+def array(rows: torch.Tensor) -> Any:
+    """Return the memory of a contiguous tensor as a numpy array; bfloat16 as its bits."""
+    return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()

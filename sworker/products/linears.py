@@ -1,0 +1,246 @@
+"""The linear layers of a model, quantized as it is loaded and packed once ranks have cut them.
+
+A layer's code is untouched: it gets a ``forward`` of its own, and layers that read the same rows share one product.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastdecode import _sworker
+from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.model.checkpoints import Codes
+from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
+from fastdecode.sworker.model.prepack import SharedProduct
+from fastdecode.sworker.products.codes import (
+    NAME,
+    IntegerCodes,
+    Ranks,
+    block_of,
+    codes_of,
+    quantized,
+    set_codes,
+    unrotated,
+)
+from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
+
+logger = logging.getLogger(__name__)
+
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of sibling layers that read the same rows, which are quantized once."""
+
+LEAST_OUTPUTS = 16
+"""Layers with fewer outputs, such as gates of experts, stay as they are: they take no time, and decide much."""
+
+MOST_INPUTS = 130_000
+"""Sums of more codes might exceed 32 bits."""
+
+KEPT_NAMES = ("router", "indexer", "kv_b_proj")
+"""Parts of names of layers that stay as they are: they choose experts or tokens, or R-workers multiply them."""
+
+
+def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
+    """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read.
+
+    ``published``: codes that the checkpoint has, by the name of the weight; they are kept and not rotated.
+    """
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    maps, num_heads = FileMaps(), num_attention_heads(hf_config)
+    kept = expert_counts(hf_config)
+    layers = [(name, module) for name, module in model.named_modules() if _is_quantized(name, module, kept)]
+    for name, linear in layers:
+        weight, own = linear.weight, published.get(f"{name}.weight")
+        codes = IntegerCodes(*own(), 1) if own else quantized(weight, block_of(linear.in_features, num_heads))
+        set_codes(linear, codes)
+        if owners[id(weight)] == 1:
+            linear.weight = _stand_in(weight, codes)
+            maps.let_go(weight)
+    num_kept = sum(f"{name}.weight" in published for name, _ in layers)
+    logger.info("%d linear layers in int8, %d of them as the checkpoint has them", len(layers), num_kept)
+
+
+def _stand_in(weight: torch.Tensor, codes: IntegerCodes) -> PackedWeight:
+    dtype = weight.dtype
+    return PackedWeight.of(weight, lambda: codes.weight(dtype))
+
+
+def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -> bool:
+    if not isinstance(module, torch.nn.Linear) or module.weight.device.type != "cpu":
+        return False
+    kind: Any = type(module)
+    if not multiplies_alone(kind):
+        return False
+    if module.out_features < LEAST_OUTPUTS or module.in_features > MOST_INPUTS or module.out_features in expert_counts:
+        return False
+    return not any(part in name for part in KEPT_NAMES)
+
+
+@functools.cache
+def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
+    """Say whether layers of ``kind`` compute what ``nn.Linear`` computes: a subclass may do something else."""
+    if kind is torch.nn.Linear:
+        return True
+    rows, weight, bias = (torch.randn(shape, generator=torch.Generator()) for shape in ((3, 8), (5, 8), (5,)))
+    try:
+        layer = kind(8, 5)
+        layer.weight.data, layer.bias.data = weight, bias
+        with torch.inference_mode():
+            return torch.allclose(layer(rows), F.linear(rows, weight, bias), atol=1e-6)
+    except Exception:  # a kind that is made otherwise
+        return False
+
+
+def expert_counts(hf_config: Any) -> set[int]:
+    """Return the numbers of experts of the model: a layer with so many outputs is a router."""
+    text_config = hf_config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return {int(getattr(text_config, name, None) or 0) for name in names} - {0}
+
+
+def num_attention_heads(hf_config: Any) -> int:
+    """Return the number of query heads, which ranks share."""
+    return int(getattr(hf_config.get_text_config(), "num_attention_heads", 1) or 1)
+
+
+class IntegerLinears:
+    """The quantized linear layers of a model, packed; nothing gives them their weights back."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Pack every layer that has codes; ModelLoadError where a product is not exact."""
+        self.num_layers = 0
+        self._proven: set[tuple[object, ...]] = set()
+        self.products: dict[int, IntegerProduct] = {}
+        """By ``id`` of the layer."""
+        for linears in list(_groups(model)):
+            self._pack(linears)
+        if self.num_layers:
+            logger.info("%d linear layers multiply integers", self.num_layers)
+
+    def _pack(self, linears: Sequence[torch.nn.Linear]) -> None:
+        codes = [found for linear in linears if (found := codes_of(linear))]
+        product = IntegerProduct(linears, codes)
+        key = (product.width, product.block, *(len(each.codes) for each in codes))
+        if key not in self._proven:
+            product.check(torch.cat([each.codes for each in codes]))
+            self._proven.add(key)
+        for index, linear in enumerate(linears):
+            linear.__dict__["forward"] = product.forward_of(index)
+            if isinstance(linear.weight, PackedWeight):
+                shape, dtype = codes[index].codes.shape, linear.weight.dtype
+                like = torch.empty(shape, dtype=dtype, device="meta")
+                linear.weight = PackedWeight.of(like, functools.partial(product.weight, index))
+            del linear.__dict__[NAME]
+            self.products[id(linear)] = product
+        self.num_layers += len(linears)
+
+
+class IntegerProduct(SharedProduct):
+    """One product of integers for the layers that read the same rows."""
+
+    def __init__(self, linears: Sequence[torch.nn.Linear], codes: Sequence[IntegerCodes]) -> None:
+        """``codes``: of each layer, all with one block."""
+        self._own_dtype = linears[0].weight.dtype
+        self._widths = [len(each.codes) for each in codes]
+        self.width, self.block, self._rank = codes[0].codes.shape[1], codes[0].block, codes[0].rank
+        self._scales = torch.cat([each.scales for each in codes])
+        biases = [linear.bias.data.float() for linear in linears if linear.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        self._weights = _sworker.IntegerWeights(
+            torch.cat([each.codes for each in codes]).numpy(),
+            self._scales.numpy(),
+            None if self._bias is None else self._bias.numpy(),
+            self.block,
+            torch.get_num_threads(),
+        )
+        self._isa = integer_isa()
+        self._rows: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the layers' rows."""
+        return self._own_dtype
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of all its layers."""
+        return sum(self._widths)
+
+    def weight(self, index: int) -> torch.Tensor:
+        """See ``SharedProduct.weight``: what the codes stand for."""
+        first = sum(self._widths[:index])
+        own = slice(first, first + self._widths[index])
+        codes = torch.from_numpy(self._weights.unpack())[own]
+        return unrotated(codes.float() * self._scales[own, None], self.block).to(self._own_dtype)
+
+    def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
+        """[..., inputs] → [..., outputs]; with an activation, inputs are gates and then values."""
+        x = as_rows(rows)
+        out = torch.empty(len(x), self.num_outputs, dtype=x.dtype)
+        threads = torch.get_num_threads()
+        if self._rank is None:
+            self._weights.multiply(array(x), array(out), activation, self._isa, threads)
+        else:
+            self._multiply_with_ranks(self._rank, array(x), array(out), activation, threads)
+        return out.view(*rows.shape[:-1], -1).to(rows.dtype)
+
+    def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
+        """One scale for a row over all ranks, and one sum: the same bits as one rank has."""
+        peaks, sums = torch.empty(len(x)), torch.empty(out.shape, dtype=torch.int32)
+        self._weights.find_peaks(x, peaks.numpy(), activation, self._isa, threads)
+        peaks = torch.stack(rank.gather(peaks)).amax(0)
+        self._weights.add_up(x, peaks.numpy(), sums.numpy(), activation, self._isa, threads)
+        sums = rank.sum(sums)
+        self._weights.scale(sums.numpy(), peaks.numpy(), out, self._isa, threads)
+
+    def check(self, codes: torch.Tensor, num_outputs: int = 512) -> None:
+        """ModelLoadError where the sums of extreme and random rows are not those of exact integers."""
+        rows = torch.randint(-127, 128, (16, self.width), generator=torch.Generator()).float()
+        rows[0], rows[1], rows[2, ::2] = 127.0, -127.0, 127.0
+        sums = torch.empty(len(rows), self.num_outputs, dtype=torch.int32)
+        peaks = torch.empty(len(rows))
+        threads = torch.get_num_threads()
+        self._weights.find_peaks(rows.numpy(), peaks.numpy(), "none", self._isa, threads)
+        self._weights.add_up(rows.numpy(), peaks.numpy(), sums.numpy(), "none", self._isa, threads)
+        own = quantized(rows, self.block).codes.double()
+        if not torch.equal(own @ codes[:num_outputs].double().T, sums[:, :num_outputs].double()):
+            raise ModelLoadError(
+                f"quantization: products of {self.width} x {self.num_outputs} integers are wrong with {self._isa}: "
+                f"leave --quantization out"
+            )
+
+    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.compute(rows)
+
+
+def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
+    """Every layer with codes, together with those that share its rows."""
+    seen: set[int] = set()
+    for module in model.modules():
+        children = dict(module.named_children())
+        for names in SHARED_INPUTS:
+            linears = [children[name] for name in names if name in children]
+            if len(linears) == len(names) and _can_share(linears):
+                seen.update(map(id, linears))
+                yield linears  # type: ignore[misc]
+        if codes_of(module) and id(module) not in seen:
+            seen.add(id(module))
+            yield [module]  # type: ignore[list-item]
+
+
+def _can_share(linears: Sequence[Any]) -> bool:
+    """Layers of one input size, all with codes and with a bias or none, whose rows no other rank shares."""
+    codes = [codes_of(linear) for linear in linears]
+    kinds = {
+        (each.codes.shape[1], each.block, linear.bias is None)
+        for each, linear in zip(codes, linears, strict=True)
+        if each and each.rank is None
+    }
+    return all(each and each.rank is None for each in codes) and len(kinds) == 1

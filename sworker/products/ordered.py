@@ -1,0 +1,65 @@
+"""Small products of floats in one fixed order: routers and gates, whose rows then get the same bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastdecode import _sworker
+from fastdecode.sworker.model.packed_weight import PackedWeight
+from fastdecode.sworker.products.linears import expert_counts
+
+MOST_ELEMENTS = 1 << 22
+"""Of a weight; torch is much faster with larger ones."""
+
+
+class OrderedWeight(torch.nn.Parameter):
+    """A weight [outputs, inputs] whose ``F.linear`` adds in one order; whatever else is done with it is torch's."""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> OrderedWeight:
+        """Return ``weight`` as such; its memory is shared."""
+        ordered: OrderedWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
+        return ordered
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Every use of the parameter comes here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear and not kwargs and args[1].ndim == 2:
+                return ordered_linear(*args)
+            return func(*args, **(kwargs or {}))
+
+
+def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear`` in float32, in one order, rounded to the rows' dtype."""
+    x = rows.detach().reshape(-1, rows.shape[-1]).float().contiguous()
+    out = torch.empty(len(x), len(weight))
+    own = weight.detach().float().contiguous()
+    _sworker.multiply_in_order(x.numpy(), own.numpy(), out.numpy(), torch.get_num_threads())
+    found = out if bias is None else out + bias.float()
+    return found.view(*rows.shape[:-1], -1).to(rows.dtype)
+
+
+def order_products(model: torch.nn.Module, hf_config: Any) -> int:
+    """Have routers and small linear layers that are not quantized multiply in one order; return their number."""
+    counts, found = expert_counts(hf_config), 0
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim != 2 or isinstance(weight, PackedWeight | OrderedWeight):
+            continue
+        is_router = "Router" in type(module).__name__ or len(weight) in counts
+        is_small = type(module) is torch.nn.Linear and "forward" not in vars(module)
+        if (is_router or is_small) and weight.numel() <= MOST_ELEMENTS and weight.device.type == "cpu":
+            module.weight = OrderedWeight.of(weight)
+            found += 1
+    return found

@@ -1,0 +1,83 @@
+"""The speed of the device that an S-worker would use here, measured within seconds: products, reading, the link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cores
+
+REPEATS = 5
+
+PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
+"""Rows, columns and depth of the product that is timed."""
+
+READ_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
+
+LINK_BYTES = 256 << 20
+
+INPROC_BYTES_PER_SECOND = 1e12
+"""Rate of the way to R-workers that are threads of the same process: nothing is copied."""
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Rates that were measured, in base units; ``host_bytes_per_second``: to the host's memory, one direction."""
+
+    name: str
+    is_gpu: bool
+    flops_per_second: float
+    bytes_per_second: float
+    host_bytes_per_second: float
+    memory_bytes: float
+
+
+def measure_device() -> DeviceSpeed:
+    """Measure the first GPU, or this machine's CPU where there is none."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        properties = torch.cuda.get_device_properties(device)
+        link = LINK_BYTES / _copy_seconds(device)
+        return DeviceSpeed(
+            properties.name, True, _flops(device), _read_rate(device), link, float(properties.total_memory)
+        )
+    device, before = torch.device("cpu"), torch.get_num_threads()
+    torch.set_num_threads(len(usable_cores()))
+    try:
+        flops, reading = _flops(device), _read_rate(device)
+    finally:
+        torch.set_num_threads(before)
+    return DeviceSpeed(cpu_name(), False, flops, reading, INPROC_BYTES_PER_SECOND, float(available_memory_bytes()))
+
+
+def _flops(device: torch.device) -> float:
+    size = PRODUCT_SIZES[device.type]
+    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    return 2.0 * size**3 / _median_seconds(lambda: left @ right, device)
+
+
+def _read_rate(device: torch.device) -> float:
+    """A sum reads everything once and writes next to nothing, as products with few rows do."""
+    numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    return numbers.numel() * 4 / _median_seconds(numbers.sum, device)
+
+
+def _copy_seconds(device: torch.device) -> float:
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    return _median_seconds(lambda: here.copy_(there, non_blocking=True), device)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of ``work``, after one run that does not count."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds[1:])[REPEATS // 2]

@@ -1,0 +1,94 @@
+"""Products of int8 codes in plain torch, operation by operation: what the C++ kernels must equal bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+ROUNDER = 12582912.0
+LEAST_PEAK = 1e-30
+
+
+def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Butterflies in float32, those of neighbours first."""
+    apart = 1
+    while apart < block:
+        pairs = rows.unflatten(-1, (-1, 2, apart))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        rows = torch.stack((first + second, first - second), -2).flatten(-3)
+        apart *= 2
+    return rows
+
+
+def codes_and_scales(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers of -127 to 127 as float64 [rows, width], and float32 scales [rows]."""
+    mixed = rotated(rows.float(), block)
+    peaks = mixed.abs().amax(-1)
+    small = peaks < LEAST_PEAK
+    inverse = torch.where(small, torch.zeros(()), torch.tensor(127.0) / peaks)
+    scales = torch.where(small, torch.zeros(()), peaks / torch.tensor(127.0))
+    return (mixed * inverse[:, None]).round().double(), scales
+
+
+def multiplied(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows [rows, inputs] times the quantized ``weight`` [outputs, inputs], in ``dtype``."""
+    codes, scales = codes_and_scales(rows, block)
+    weight_codes, weight_scales = codes_and_scales(weight, block)
+    sums = (codes @ weight_codes.T).float()  # exact in float64, rounded once
+    product = sums * (weight_scales / block) * scales[:, None]
+    return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def exponential(x: torch.Tensor) -> torch.Tensor:
+    """The kernels' polynomial."""
+    x = x.clamp(-87.0, 87.0)
+    shifted = x * 1.44269504 + ROUNDER
+    whole = shifted - ROUNDER
+    rest = (x - whole * 0.693359375) - whole * -2.12194440e-4
+    power = torch.full_like(x, 1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        power = power * rest + factor
+    power = power * rest * rest + rest + 1.0
+    return power * torch.exp2(whole.double()).float()
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) · up, rounded to their dtype after each."""
+    x = gate.float()
+    if activation == "silu":
+        found = x / (1.0 + exponential(-x))
+    else:
+        z = 0.7978845608 * (x + 0.044715 * x * x * x)
+        found = x / (1.0 + exponential(-2.0 * z))
+    return (found.to(gate.dtype).float() * up.float()).to(gate.dtype)
+
+
+def experts_multiplied(
+    self: Any, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
+) -> torch.Tensor:
+    """What ``ExpertProducts._multiplied`` must give."""
+    out = torch.empty(len(x), columns, dtype=x.dtype)
+    part = self.codes["down_proj" if packed is self._downs else "gate_up_proj"]
+    for expert, own in groups:
+        rows = gated(*x[own].chunk(2, -1), activation) if activation else x[own]
+        codes, scales = codes_and_scales(rows, part[expert].block)
+        weights = torch.from_numpy(packed[expert].unpack()).double()
+        sums = (codes @ weights.T).float()
+        out[own] = (sums * (part[expert].scales / part[expert].block) * scales[:, None]).to(x.dtype)
+    return out
+
+
+def compute(product: Any, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
+    """What ``IntegerProduct.compute`` must give, from the codes that it keeps."""
+    x = rows.reshape(-1, rows.shape[-1])
+    if activation != "none":
+        x = gated(*x.chunk(2, -1), activation)
+    codes, scales = codes_and_scales(x, product.block)
+    weights = torch.from_numpy(product._weights.unpack()).double()
+    found = (codes @ weights.T).float() * (product._scales / product.block) * scales[:, None]
+    if product._bias is not None:
+        found = found + product._bias
+    return found.to(rows.dtype).view(*rows.shape[:-1], -1)
