@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import NamedTuple
 
 from fastdecode.core.placing import Placing
@@ -84,3 +86,29 @@ def _range_parts(step: ScheduledStep) -> RangeParts:
             local = int(chunk["context_len"] - chunk["base"] + chunk["num_rows"])
             tails += int(chunk["num_rows"]) * tail_partials(local)
     return RangeParts(reads, reads + tails)
+
+
+BLOM = 0.375
+"""Blom's constant: the quantile (P - a) / (P - 2a + 1) of a normal is near the expected largest of P normals."""
+
+
+def expected_largest(number: float) -> float:
+    """Return the expected largest of ``number`` standard normal values: 0 for one, 1.42 for eight."""
+    number = max(number, 1.0)
+    return NormalDist().inv_cdf((number - BLOM) / (number - 2.0 * BLOM + 1.0))
+
+
+def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float:
+    """Return how many times the mean load the largest load of ``num_r_workers`` R-workers is.
+
+    ``sequences_each``: sequences, or ranges of them, of one mini-batch on one R-worker in the mean. Where there are
+    fewer than one, some R-workers have one and others none.
+
+    Sequences of random ages lie on R-workers at random (arXiv 2601.21351). A load is a sum of n contexts, so it is
+    nearly normal with a spread of s / sqrt(n) of its mean, and the largest of P such loads exceeds the mean by the
+    expected largest of P normals times that. A scheduler that looks ahead does better; a plan does not count on it.
+    """
+    if num_r_workers <= 1 or sequences_each <= 0:
+        return 1.0
+    largest = 1.0 + expected_largest(num_r_workers) * spread / math.sqrt(max(sequences_each, 1.0))
+    return largest * max(1.0, 1.0 / sequences_each)

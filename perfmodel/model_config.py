@@ -9,7 +9,6 @@ from typing import Any
 
 from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.perfmodel.hub_names import cached_config, known_name
 from fastdecode.perfmodel.index_shape import (
     BLOCK_SPARSE,
     INDEXED,
@@ -17,9 +16,10 @@ from fastdecode.perfmodel.index_shape import (
     read_index_shape,
     with_transformers_names,
 )
-from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.known_models import BUILT_IN, cached_config, known_name
 from fastdecode.perfmodel.latent_shape import read_latent_shape
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.model_sizes import FORMATS, format_of
 from fastdecode.perfmodel.state_shape import (
     NONE_ATTENDS,
     RECURRENT,
@@ -28,7 +28,6 @@ from fastdecode.perfmodel.state_shape import (
     read_hybrid_layers,
     read_state_shape,
 )
-from fastdecode.perfmodel.weight_formats import FORMATS, format_of
 
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),

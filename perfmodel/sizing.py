@@ -68,6 +68,18 @@ class Workload:
         return self.prompt_len + self.output_len * (1.0 + self.output_len_cv**2) / 2.0
 
     @property
+    def context_spread(self) -> float:
+        """The standard deviation of a running sequence's context over its mean.
+
+        An output of length o is seen at an age that is uniform over it, and long outputs are seen for longer. With
+        gamma-distributed lengths E[age] = o(1 + v)/2 and E[age^2] = o^2(1 + v)(1 + 2v)/3, where v is the square of
+        ``output_len_cv``.
+        """
+        squared = self.output_len_cv**2
+        variance = (1.0 + squared) * (1.0 + 2.0 * squared) / 3.0 - ((1.0 + squared) / 2.0) ** 2
+        return self.output_len * math.sqrt(variance) / self.mean_context
+
+    @property
     def prompt_context(self) -> float:
         """Tokens before the mean row of a prompt that is computed: those of a shared prefix are not."""
         return (self.shared_prefix_len + self.prompt_len) / 2.0

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.barrier import barrier
-from fastdecode.perfmodel.load import Load
+from fastdecode.perfmodel.load import Load, barrier
 from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Stages, Transport
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts

@@ -330,3 +330,23 @@ def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> N
         assert text.text == wanted
         found = read(readings.of(request, [prompt]), text.text)
         assert [each["function"]["name"] for each in found["tool_calls"]] == (["stop"] if tools else [])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        [],
+        {"properties": 3},
+        {"properties": {"place": 3}},
+        {"properties": {"place": {"type": 3, "enum": 4, "anyOf": True, "const": {}}}},
+        {"properties": {"place": {"$ref": "#/properties/place"}}},
+        {"properties": {"place": {"$ref": "#/nowhere/0"}}, "$ref": 5, "$defs": [1]},
+    ],
+)
+def test_schemas_that_say_nothing_leave_arguments_as_text(parameters: Any) -> None:
+    family = FAMILIES["qwen3_coder"]
+    prompt, text = rendered(family, message(family, False, "", [("get_weather", {"place": "7"})]))
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    (call,) = read(AnswerReading(syntax=syntax_of(family), tools=tools, prompt=prompt), text)["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"place": "7"}

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import re
 import runpy
 import signal
+import socket
+import socketserver
 import subprocess
+import threading
+import urllib.error
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers.servers import serving
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +68,56 @@ def test_shared_documents_are_computed_once(capfd: pytest.CaptureFixture[str]) -
     found = re.search(r"(\d+) tokens of prompts computed, (\d+) without", printed)
     assert found and int(found[1]) < 0.45 * int(found[2])
     assert "6 of 6 answers are the same" in printed
+
+
+def forward(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+
+
+@contextlib.contextmanager
+def cut_off(url: str, num_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """The address of a door to ``url`` that breaks the first connection after so many bytes, each later one after as
+    many more, since an event holds all that is new; and what each one brought."""
+    address = urllib.parse.urlsplit(url)
+    brought: list[int] = []
+
+    class Door(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            brought.append(0)
+            with socket.create_connection((address.hostname, address.port)) as server:
+                threading.Thread(target=forward, args=(self.request, server), daemon=True).start()
+                most = num_bytes * len(brought)
+                while brought[-1] < most and (data := server.recv(most - brought[-1])):
+                    brought[-1] += len(data)
+                    self.request.sendall(data)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Door) as door:
+        threading.Thread(target=door.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{door.server_address[1]}", brought
+        door.shutdown()
+
+
+def test_a_stream_outlives_its_connections(tmp_path: Path) -> None:
+    """Each event comes once, wherever a connection breaks; a request that is wrong is not repeated for ever."""
+    stream = runpy.run_path(str(EXAMPLES / "reconnect.py"))["stream"]
+    asked = {"prompt": "def f(x):\n", "max_tokens": 24, "temperature": 0, "stream": True, "logprobs": 1}
+    with serving(tmp_path, "--journal", str(tmp_path / "journal")) as server:
+        whole = list(stream(f"{server.url}/v1/completions", json.dumps(asked).encode()))
+        with cut_off(server.url, 1501) as (url, brought):
+            found = list(stream(f"{url}/v1/completions", json.dumps(asked).encode()))
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            next(stream(f"{server.url}/v1/completions", b"{}"))
+    texts, tokens = zip(*(_said(events) for events in (whole, found)), strict=True)
+    assert texts[0] == texts[1] and tokens[0] == tokens[1] and len(tokens[0]) == 24 and len(brought) > 1
+
+
+def _said(events: list[Any]) -> tuple[str, list[str]]:
+    """Text and tokens, however they were cut."""
+    choices = [event["choices"][0] for event in events]
+    told = [choice["logprobs"]["tokens"] for choice in choices if choice["logprobs"]]
+    return "".join(choice["text"] for choice in choices), [token for tokens in told for token in tokens]
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/*.sh")], ids=lambda path: path.name)

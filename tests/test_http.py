@@ -13,8 +13,7 @@ from helpers.servers import MODEL, PATIENCE_SECONDS, RunningServer
 from starlette.types import Message
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.cors import with_cors
-from fastdecode.server.guards import KeyGuard
+from fastdecode.server.guards import KeyGuard, with_cors
 from fastdecode.server.server_settings import ServerSettings
 
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
@@ -167,5 +166,5 @@ def test_the_scheme_of_a_key_may_be_written_in_any_case(given: bytes, status: in
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", given)]}
-    asyncio.run(KeyGuard(answer, "KEY")(scope, nothing, send))  # type: ignore[arg-type]
+    asyncio.run(KeyGuard(answer, ["OTHER", "KEY"])(scope, nothing, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == status

@@ -295,6 +295,17 @@ def test_drafts_of_the_first_layers_outlive_preemption(saved: Any) -> None:
         assert llm.engine.scheduler.lifecycle.num_preemptions > 0
 
 
+def test_drafts_of_the_first_layers_keep_states_of_16_bits(saved: Any) -> None:
+    """Tokens may differ from those of float32, but not by drafts."""
+    folder, _ = saved("lfm2")
+    with make_llm(folder, mamba_ssm_cache_dtype="bfloat16") as llm:
+        expected = generated(llm)
+    drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}
+    with make_llm(folder, mamba_ssm_cache_dtype="bfloat16", speculative_config=drafts) as llm:
+        always_draft(llm.engine)
+        assert generated(llm) == expected
+
+
 def test_early_exit_says_where_layers_cannot_be_told_apart(saved: Any) -> None:
     drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}
     with pytest.raises(UnsupportedModelError, match="early_exit finds no list of"):

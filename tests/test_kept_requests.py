@@ -15,19 +15,25 @@ from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.core.errors import RequestError
 from fastdecode.journal.journal import Journal
 from fastdecode.journal.records import Kept
+from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.answers import AnswerForm, GrowingChoice
 from fastdecode.server.kept_files import Failure, KeptFiles, KeptRequest, kept_outputs, outputs_of
 from fastdecode.server.kept_records import MOST_REQUEST_BYTES, KeptRecords
+from fastdecode.server.response_templates import answer_syntax
 from fastdecode.server.streams import TextStreamPlace
 from fastdecode.server.tool_calls import ForcedCalls
 
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {}}}
 CALLED = 'a <tool_call>{"name": "look", "arguments": {"b": "é"}}</tool_call> c'
 FORMS = {
     "text": (AnswerForm(False, "m", "1"), "def f(x):"),
     "chat": (AnswerForm(True, "m", "1", return_token_ids=True), "hello, é"),
-    "free": (AnswerForm(True, "m", "1", offered=frozenset({"look"})), CALLED),
+    "free": (
+        AnswerForm(True, "m", "1", reading=AnswerReading(syntax=answer_syntax("", "", None, "hermes"), tools=[LOOK])),
+        CALLED,
+    ),
     "forced": (
-        AnswerForm(True, "m", "1", forced=ForcedCalls(None, StructuredOutputsParams(regex="x"))),
+        AnswerForm(True, "m", "1", reading=AnswerReading(ForcedCalls(None, StructuredOutputsParams(regex="x")))),
         '[{"name":"look","parameters":{}},{"name":"look","parameters":{"a":1}}]',
     ),
 }

@@ -158,6 +158,10 @@ async def watch_in_browser(server: RunningServer, picture: Path) -> None:
     async with browser() as tab:
         await tab.open(server.url + "/", 390, 844)
         await tab.wait_for("$('status').textContent === 'API key wanted' && !$('ask').hidden")
+        empty = (
+            "[...document.querySelectorAll('.bar i, #timeline')].every(each => !each.offsetWidth || !each.offsetHeight)"
+        )
+        assert await tab.ask(empty) and await tab.ask("$('step').textContent") == "none yet"
         await type_key(tab, "wrong")
         await tab.wait_for("!$('refused').hidden")
         await type_key(tab, "secret")
@@ -179,6 +183,9 @@ async def watch_in_browser(server: RunningServer, picture: Path) -> None:
         assert await tab.ask("$('gone').textContent.includes('spawn-') && $('log').textContent.includes('nothing')")
         server.process.terminate()
         await tab.wait_for("$('status').textContent === 'no connection'")
+        states = "[...document.querySelectorAll('.worker .pill, #rate')].map(each => each.textContent).join()"
+        assert await tab.ask(states) == "–,unknown,unknown"
+        assert await tab.ask("[...document.querySelectorAll('.bar i')].every(each => !each.offsetWidth)")
 
 
 async def type_key(tab: Tab, key: str) -> None:

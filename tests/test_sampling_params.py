@@ -61,6 +61,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("allowed_token_ids", [[]], "a list of token ids (integers of at least 0), not an empty one, or None"),
     ("allowed_token_ids", [5, "5", [-1], [1.0], [True]], "a list of token ids (integers of at least 0)"),
     ("logprobs", [-2, *NOT_INTEGERS], "an integer of at least 0, -1 for the whole vocabulary, or None"),
+    ("prompt_logprobs", [-2, *NOT_INTEGERS], "an integer of at least 0, -1 for the whole vocabulary, or None"),
     (
         "logit_bias",
         [[1], "x", {"1": 1.0}, {-1: 1.0}, {True: 1.0}, {1: NAN}, {1: INF}, {1: -INF}, {1: "2"}, {1: True}, {1: 1e7}],
@@ -80,7 +81,7 @@ def test_defaults_are_vllms() -> None:
 
 
 def test_every_field_has_a_refusal() -> None:
-    assert {name for name, _, _ in REFUSED} | {"prompt_logprobs"} == set(VLLM_DEFAULTS)
+    assert {name for name, _, _ in REFUSED} == set(VLLM_DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +108,6 @@ def test_the_message_shows_the_value() -> None:
         SamplingParams(top_p="0.9")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^logit_bias must be .*, got {3: nan}$"):
         SamplingParams(logit_bias={1: 1.0, 3: NAN})
-
-
-@pytest.mark.parametrize("value", [0, 1, -1, True])
-def test_prompt_logprobs_are_refused(value: int) -> None:
-    with pytest.raises(ConfigError, match=r"^prompt_logprobs is not supported: .*leave it None"):
-        SamplingParams(prompt_logprobs=value)
 
 
 @pytest.mark.parametrize(

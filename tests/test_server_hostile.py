@@ -80,7 +80,7 @@ def completion(**body: Any) -> bytes:
         (completion(logit_bias={"x": 1}), "logit_bias must be"),
         (completion(logit_bias={"99999": 1}), "logit_bias must hold token ids"),
         (completion(stream_options={"include_usage": True}), "stream_options belong to a stream"),
-        (completion(echo=True, logprobs=1), "logprobs of an echoed prompt"),
+        (completion(echo=True, logprobs=-5), "logprobs must be"),
         (completion(response_format={"type": "poem"}), "response_format.type"),
         (completion(max_tokens=63), "max_tokens is too large: 63; max_model_len is 64 tokens, and the prompt has 2"),
         (completion(**{f"k{number}": 1 for number in range(1100)}), "the body has 1102 fields: it may have 1024"),

@@ -106,6 +106,12 @@ class CompletionOutput(_Snapshot):
         text, ends = self.text[:num_shown], self.text_ends[:num_tokens]
         return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends)
 
+    def cut(self) -> CompletionOutput:
+        """The same without its tokens, ended as it is by their number."""
+        ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
+        reason = self.stop_reason if ended == "error" else None
+        return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())
+
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The output's tokens."""
@@ -156,7 +162,8 @@ class RequestMetrics(_Snapshot):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with everything it has produced so far."""
+    """A request with everything it has produced so far. ``prompt_logprobs``: per token of the prompt, where they were
+    asked for; None of the first one."""
 
     request_id: str
     prompt: str | None
@@ -165,7 +172,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
     num_cached_tokens: int | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     lora_request: None = None
 
     def to_dict(self) -> dict[str, Any]:

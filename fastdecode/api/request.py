@@ -13,6 +13,7 @@ from fastdecode.scheduler import TokenSequence
 from fastdecode.sworker import SModel
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
 from fastdecode.sworker.sampling.grammar import Matcher
+from fastdecode.sworker.sampling.prompt_scores import PromptScores
 
 
 @dataclass
@@ -108,6 +109,8 @@ class Request:
         self.arrival_seconds = time.perf_counter()
         self.started_seconds: float | None = None
         self.token_seconds: list[float] = []
+        asks = params.prompt_logprobs is not None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] * len(prompt_token_ids) if asks else None
         self.num_growing = len(completions)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         self._sampling_rows = [
@@ -128,6 +131,19 @@ class Request:
         """True when every completion has ended."""
         return not self.num_growing
 
+    @property
+    def num_prompt_top(self) -> int:
+        """How many likeliest tokens are told of each position of the prompt; -1: all."""
+        return self.params.prompt_logprobs or 0
+
+    def take_prompt_scores(self, scores: PromptScores) -> None:
+        """Keep what a step told of the prompt; what it told before of the same tokens is forgotten."""
+        stream = self.completions[0].text
+        text = stream.decode_one if stream else lambda token: None
+        if self.prompt_logprobs is not None:
+            for position, found in enumerate(scores.logprobs, scores.start):
+                self.prompt_logprobs[position] = {token: Logprob(*each, text(token)) for token, each in found.items()}
+
     def sampling_row(self, completion: Completion) -> SamplingRow:
         """What the sampler needs for this completion's next token; made once, as the tokens so far are one list."""
         return self._sampling_rows[completion.index]
@@ -144,7 +160,7 @@ class Request:
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, metrics,
-            self.completions[0].sequence.num_hit_tokens,
+            self.completions[0].sequence.num_hit_tokens, self.prompt_logprobs,
         )  # fmt: skip
 
 
@@ -168,6 +184,7 @@ def make_request(
     grammars = [None if form is None else model.grammars.matcher(form) for _ in range(params.n)]
     sequences = [TokenSequence(first_sequence_id + index, prompt_token_ids, max_tokens) for index in range(params.n)]
     sequences[0].siblings = tuple(sequences[1:])
+    sequences[0].scored = params.prompt_logprobs is not None
     for sequence in sequences:
         sequence.may_stop = not params.ignore_eos or bool(params.stop or params.stop_token_ids or form)
     seed = params.seed if params.seed is not None else (engine_seed << 32) + first_sequence_id

@@ -70,7 +70,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Likeliest tokens to report per position besides the chosen one; -1 is the whole vocabulary."""
     prompt_logprobs: int | None = None
-    """Refused: not supported."""
+    """The same of the prompt's tokens, which are then all computed anew; None tells none."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of the given token ids."""
     allowed_token_ids: Collection[int] | None = None
@@ -148,11 +148,9 @@ class SamplingParams:
             self._set("seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
             self._integer("max_tokens", 1, None, "an integer of at least 1, or None for up to the model's length")
-        if self.logprobs is not None:
-            self._integer("logprobs", -1, None, "an integer of at least 0, -1 for the whole vocabulary, or None")
-        if self.prompt_logprobs is not None:
-            why = "logits are computed only for tokens that are sampled; leave it None"
-            raise ConfigError(f"prompt_logprobs is not supported: {why}, got {reprlib.repr(self.prompt_logprobs)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, -1, None, "an integer of at least 0, -1 for the whole vocabulary, or None")
 
     def _check_lists(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop

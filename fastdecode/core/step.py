@@ -175,8 +175,9 @@ class MiniBatch:
 
     @property
     def num_logits(self) -> dict[int, int]:
-        """Rows of logits that each of ``sampled_ids`` gets: those of all its tokens where they are scored, else one."""
-        counts = np.where(self.chunks["scored"], self.chunks["num_rows"], 1)[self.chunks["samples"]]
+        """Rows of logits that each of ``sampled_ids`` samples from: those of its draft tokens too, else one."""
+        drafted = self.chunks["scored"] & self.chunks["is_decode"]
+        counts = np.where(drafted, self.chunks["num_rows"], 1)[self.chunks["samples"]]
         return dict(zip(self.sampled_ids, counts.tolist(), strict=True))
 
 
@@ -229,6 +230,12 @@ class ScheduledStep:
     def num_prompt_rows(self) -> int:
         """Rows of prompts."""
         return 0 if self.is_decode else sum(int(each.prompts["num_rows"].sum()) for each in self.mini_batches)
+
+    @cached_property
+    def scored_prompts(self) -> list[int]:
+        """Sequences that have rows of a scored prompt in this step."""
+        parts = [] if self.is_decode else [each.prompts for each in self.mini_batches]
+        return [int(each) for part in parts for each in part["sequence_id"][part["scored"]]]
 
     @property
     def only_decodes_attend(self) -> bool:

@@ -25,6 +25,7 @@ from fastdecode.scheduler import TokenSequence, Transfer
 from fastdecode.sworker import SWorker
 from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
+from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,14 @@ class LiveWorld:
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self._prefills.logits(step.arrived) if self._prefills else {}
         sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
-        return self.s_worker.run(step, sampling, self.overlap, arrived)
+        if not step.scored_prompts:
+            return self.s_worker.run(step, sampling, self.overlap, arrived)
+        requests = {each: self._in_flight.family(each)[0] for each in step.scored_prompts}
+        scored = {each: ScoredPrompt(it.prompt_token_ids, it.num_prompt_top) for each, it in requests.items()}
+        tokens = self.s_worker.run(step, sampling, self.overlap, arrived, scored)
+        for sequence_id, found in self.s_worker.prompt_scores.items():
+            requests[sequence_id].take_prompt_scores(found)
+        return tokens
 
     def score(self, step: ScheduledStep) -> np.ndarray:
         """Log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].

@@ -33,7 +33,8 @@ Shape = tuple[int, int]
 
 Way = Literal[
     "ranges", "ranks", "parking", "prefill workers", "tsp", "gpu", "scratch", "early-exit drafts", "sessions", "copies",
-    "moves", "states", "states here",
+    "moves", "states", "states here", "states here, sessions", "states here, prefill workers", "states here, ranks",
+    "states there, memory here",
 ]  # fmt: skip
 """What an engine may do with a model's layers, and some kinds cannot be put through.
 
@@ -41,7 +42,8 @@ ranges: a sequence lies on several R-workers. ranks: several S-workers share eac
 disks. tsp: every prefill worker computes with all keys of a prompt. scratch: prompts attend on the S-worker. early-exit
 drafts: the first layers draft. sessions: R-workers keep sequences for the next engine. copies: a second R-worker has a
 sequence too. moves: sequences move between R-workers. states: settings say how
-states are kept. states here: the S-worker keeps them.
+states are kept. states here: the S-worker keeps them, and what that is
+beside. states there, memory here: memory is set aside on the S-worker for states that R-workers keep.
 """
 
 

@@ -65,7 +65,7 @@ class RemotePrompts:
         Of one that goes on from a kept prefix, which they read from its R-workers, they compute the rest. What they
         compute goes to each copy of each segment.
         """
-        if self.policy is None:
+        if self.policy is None or sequence.scored:
             return False
         parts = self._parts(self.policy, sequence.num_prefill - sequence.num_cached, sequence.num_cached)
         if not parts:

@@ -22,7 +22,8 @@ class TokenSequence:
     ``num_hit_tokens``: tokens of its prompt that were in the prefix cache when it began. ``outputs_at_start``: output
     tokens that it had when it last began, None before its first start. ``may_stop``: its
     output may end before ``max_tokens``. ``job_id``: under which prefill workers compute its prompt; 0: the S-worker
-    does, or has. ``woken_on``: the R-worker that read its prefix from disk for it, where it waits since; -1: none has.
+    does, or has. ``scored``: its prompt's logits are wanted, so that the S-worker computes all of it. ``woken_on``:
+    the R-worker that read its prefix from disk for it, where it waits since; -1: none has.
     """
 
     sequence_id: int
@@ -39,6 +40,7 @@ class TokenSequence:
     outputs_at_start: int | None = None
     may_stop: bool = False
     was_preempted: bool = False
+    scored: bool = False
     segments: list[Segment] = field(default_factory=list, repr=False)
     num_closed: int = 0
     table: Columns | None = field(default=None, repr=False)

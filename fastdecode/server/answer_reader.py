@@ -92,7 +92,8 @@ class ParsedReader:
         self._parallel, self._answer, self._syntax = reading.parallel, answer, syntax
         self._template = syntax.without if reading.tools is None else syntax.with_calls
         functions = [tool.get("function") for tool in reading.tools or ()]
-        self._names = {each.get("name") for each in functions if isinstance(each, Mapping)}
+        names = [each.get("name") for each in functions if isinstance(each, Mapping)]
+        self._names = {name for name in names if isinstance(name, str)}
         self._types = argument_types(reading.tools or ())
         prompt = "" if reading.is_json else reading.prompt
         self._cutter = AnswerCutter(self._template, prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
@@ -13,7 +13,7 @@ from fastdecode.api.sampling_params import NO_TOKEN
 from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.chat_messages import ChatWriter
-from fastdecode.server.logprobs import LogprobForm, TextOffsets, chosen
+from fastdecode.server.logprobs import Chosen, LogprobForm, TextOffsets, chosen, prompt_chosen
 from fastdecode.server.protocol import ChatRequest, CompletionRequest
 
 INVALID = "invalid_request_error"
@@ -23,8 +23,8 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """How the answers of one request look: a chat's, or a completion's.
 
-    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with. ``reading``: of a
-    chat's text. ``tells_thoughts``: a chat's message has them.
+    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with; ``only_echoes``:
+    nothing follows. ``reading``: of a chat's text. ``tells_thoughts``: a chat's message has them.
     """
 
     chat: bool
@@ -36,11 +36,16 @@ class AnswerForm:
     tells_thoughts: bool = True
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
+    only_echoes: bool = False
 
     @property
     def id(self) -> str:
         """As OpenAI's begin."""
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
+
+    def shown(self, output: RequestOutput) -> RequestOutput:
+        """Return ``output`` as it is told: without its one token where only the prompt was asked for."""
+        return replace(output, outputs=[each.cut() for each in output.outputs]) if self.only_echoes else output
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
         """What is answered for a completion's."""
@@ -66,7 +71,8 @@ def answer_form(
         (request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs) or 0
     )
     reading = reading or AnswerReading()
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created)
+    only = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
+    return AnswerForm(chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created, only)
 
 
 def new_id() -> str:
@@ -84,23 +90,23 @@ def is_refusal(reason: str) -> bool:
     return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 
-def usage(num_prompt: int, num_new: int) -> dict[str, int]:
-    """Token counts of a request."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Token counts of a request's prompts and completions so far."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(each.tokens) for output in outputs for each in output.outputs)
-    return usage(sum(len(output.prompt_token_ids) for output in outputs), num_new)
+    cached = sum(output.num_cached_tokens or 0 for output in outputs)
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The answer of a finished request; ``outputs``: of its prompts, in order."""
     choices: list[dict[str, Any]] = []
+    outputs = [form.shown(output) for output in outputs]
     for number, output in enumerate(outputs):
+        prompt = prompt_chosen(output) if form.echoes else []
         for each in output.outputs:
-            choice = _whole_choice(form, each, form.echoes[number] if form.echoes else "")
+            choice = _whole_choice(form, each, form.echoes[number] if form.echoes else "", prompt)
             if form.return_token_ids:
                 choice |= {"token_ids": list(each.token_ids), "prompt_token_ids": output.prompt_token_ids}
             choices.append({"index": len(choices), **choice})
@@ -114,7 +120,7 @@ def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str
     }
 
 
-def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, int] | None = None) -> dict[str, Any]:
+def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> dict[str, Any]:
     """One event of a stream."""
     found: dict[str, Any] = {
         "id": form.id,
@@ -126,12 +132,18 @@ def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, int
     return found if counts is None else {**found, "usage": counts}
 
 
-def first_choice(form: AnswerForm, index: int, echo: str) -> dict[str, Any] | None:
-    """What a choice's stream begins with, before any token: a chat's role, or the echoed prompt."""
+def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: GrowingChoice) -> dict[str, Any] | None:
+    """What a choice's stream begins with, before any token: a chat's role, or the echoed prompt.
+
+    ``growing`` goes on after it.
+    """
     if form.chat:
         delta = {"role": "assistant", "content": None if form.reading.forced else ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-    return {"index": index, "text": echo, "logprobs": None, "finish_reason": None} if echo else None
+    if not form.echoes:
+        return None
+    echo = form.echoes[index // len(output.outputs)]
+    return {"index": index, "text": echo, "logprobs": growing.logprobs_of_prompt(output), "finish_reason": None}
 
 
 class GrowingChoice:
@@ -152,6 +164,12 @@ class GrowingChoice:
         """The first chunk, and those of so many tokens, were handed out before, or all."""
         self.begun, self.finished = True, finished
         self.num_tokens = self._num_known = num_tokens
+
+    def logprobs_of_prompt(self, output: RequestOutput) -> dict[str, Any] | None:
+        """The echoed prompt's, before any of the completion; None where they are not told."""
+        if output.prompt_logprobs is None:
+            return None
+        return self._form.logprobs.of_completion(prompt_chosen(output), self._offsets)
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """The choice of the next chunk; None when nothing is new."""
@@ -203,14 +221,15 @@ class GrowingChoice:
         return told.of_completion(chosen(completion, self.num_tokens), self._offsets)
 
 
-def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str) -> dict[str, Any]:
+def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str, prompt: Chosen) -> dict[str, Any]:
+    """``prompt``: its tokens with their log-probabilities, where these are told."""
     told = None
     if completion.logprobs is not None:
         logprobs = form.logprobs
         told = (
             {"content": logprobs.of_chat(completion)}
             if form.chat
-            else logprobs.of_completion(chosen(completion), TextOffsets())
+            else logprobs.of_completion([*prompt, *chosen(completion)], TextOffsets())
         )
     said = {"message": _message(form, completion)} if form.chat else {"text": echo + completion.text}
     has_called = form.chat and "tool_calls" in said["message"]

@@ -30,7 +30,7 @@ REFUSED = {
     "modalities": "there are only texts",
     "priority": "requests come first in, first out",
     "prompt_embeds": "give text or token ids",
-    "prompt_logprobs": "logits are computed only for tokens that are sampled",
+    "prompt_logprobs": "give echo and logprobs to /v1/completions",
     "return_tokens_as_token_ids": "give return_token_ids, and token ids come beside the text",
     "structural_tag": "give structured_outputs with a grammar",
     "suffix": "texts only grow at their end",

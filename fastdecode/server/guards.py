@@ -1,20 +1,27 @@
-"""What a request passes before its route: the API key, and HEAD, which is a GET without its body."""
+"""What a request passes before its route: the API key, HEAD, which is a GET without its body, and pages of other
+origins, which browsers let ask only where this server allows it."""
 
 from __future__ import annotations
 
 import hmac
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastdecode.api.settings import is_loopback
+from fastdecode.core.errors import ConfigError
 from fastdecode.server.errors import ApiError
 from fastdecode.server.live import PAGE
 from fastdecode.server.messages_errors import is_messages, message_error_response
+from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.streams import error_response
 
 HEALTH = "/health"
+ANY = ("*",)
 REQUEST_ID = b"x-request-id"
 
 
@@ -87,3 +94,43 @@ class HeadAsGet:
 
         told: dict[str, Any] = {**scope, "method": "GET"}
         await self._app(told, receive, send_header)
+
+
+def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+    """Return ``app`` as the pages that ``settings`` allow may ask it; ConfigError for lists that are none.
+
+    Where no origins are named, pages of any may ask a server that only this machine reaches and that has no key.
+    """
+    is_open = is_loopback(settings.host) and not settings.api_keys
+    origins = _read("allowed_origins", settings.allowed_origins, ANY if is_open else ())
+    methods = _read("allowed_methods", settings.allowed_methods, ANY)
+    headers = _read("allowed_headers", settings.allowed_headers, ANY)
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        origins,
+        methods,
+        headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=[REQUEST_ID.decode()],
+    )
+
+
+def _read(name: str, given: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+    """The values of a flag: one each, several with commas, or a JSON list as vLLM takes it."""
+    if not given:
+        return tuple(default)
+    found: list[str] = []
+    for each in given:
+        if not each.lstrip().startswith("["):
+            found += filter(None, map(str.strip, each.split(",")))
+            continue
+        try:
+            read = json.loads(each)
+        except ValueError:
+            read = None
+        if not isinstance(read, list) or not all(isinstance(one, str) for one in read):
+            raise ConfigError(f"{name}: {each!r:.80} is no JSON list of texts, such as '[\"https://a.example\"]'")
+        found += read
+    return tuple(found)

@@ -1,8 +1,10 @@
-"""Bodies of requests as JSON: how much one may hold, counted before Python holds up all other requests to read it."""
+"""Bodies of requests as JSON: how much one may hold, counted before Python holds up all other requests to read it, and
+which of their numbers are whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -61,3 +63,38 @@ def _too_many(pieces: Iterable[bytes]) -> str:
         if num_values + num_nodes > MOST_VALUES:
             return f"{MOST_VALUES} values"
     return ""
+
+
+ANY_INTS = frozenset({"prompt"})
+"""Fields of any type in which numbers are token ids."""
+
+
+def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return ``body`` with ints for numbers such as 4.0 where ``kind`` wants ints; all else stays as it is.
+
+    JSON has one kind of number, and some clients write 4 so.
+    """
+    return {name: _whole(value) if name in _int_fields(kind) else value for name, value in body.items()}
+
+
+@cache
+def _int_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    told = msgspec.inspect.type_info(kind)
+    fields = told.fields if isinstance(told, msgspec.inspect.StructType) else ()
+    return frozenset(each.encode_name for each in fields if _takes_ints(each.type) or each.name in ANY_INTS)
+
+
+def _takes_ints(told: msgspec.inspect.Type) -> bool:
+    kinds = told.types if isinstance(told, msgspec.inspect.UnionType) else (told,)
+    if any(isinstance(each, msgspec.inspect.FloatType) for each in kinds):
+        return False
+    lists = [each.item_type for each in kinds if isinstance(each, msgspec.inspect.ListType)]
+    return any(isinstance(each, msgspec.inspect.IntType) for each in (*kinds, *lists))
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and {float, list} & set(map(type, value)):
+        return [_whole(each) for each in value]
+    return value

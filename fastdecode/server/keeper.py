@@ -12,7 +12,7 @@ from fastdecode.api.settings import parse_bytes
 from fastdecode.server.api_request import ApiRequest
 from fastdecode.server.errors import ApiError, api_error
 from fastdecode.server.exchanges import DisconnectedError, EngineDeadError, Exchange, ShutdownError
-from fastdecode.server.kept_files import Failure, KeptRequest, RequestStore, kept_outputs
+from fastdecode.server.kept_files import Failure, KeptRequest, RequestStore, kept_outputs, kept_prompt_logprobs
 from fastdecode.server.server_settings import ServerSettings
 
 CANCELLED = "cancelled"
@@ -156,6 +156,8 @@ class Keeper:
             kept = held.request.kept()
             if exchange.error is None:
                 kept.outputs = kept_outputs(exchange.outputs)
+                kept.cached_tokens = [output.num_cached_tokens or 0 for output in exchange.outputs if output]
+                kept.prompt_logprobs = kept_prompt_logprobs(exchange.outputs)
             else:
                 failed = api_error(exchange.error)
                 kept.failure = Failure(failed.status, str(failed), failed.kind)

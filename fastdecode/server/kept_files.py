@@ -29,6 +29,10 @@ _FOLDER = re.compile(r"requests-([0-9]{1,18})")
 logger = logging.getLogger(__name__)
 
 
+KeptLogprobs = list[dict[int, tuple[float, int, str | None]] | None]
+"""Rank and text by token id, with the log-probability, per token; None of a token that has none."""
+
+
 class KeptCompletion(msgspec.Struct, frozen=True, array_like=True):
     """A ``CompletionOutput`` that has ended; logprobs with rank and text, by token id."""
 
@@ -37,7 +41,7 @@ class KeptCompletion(msgspec.Struct, frozen=True, array_like=True):
     text_ends: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
-    logprobs: list[dict[int, tuple[float, int, str | None]]] | None
+    logprobs: KeptLogprobs | None
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +55,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 class KeptRequest(msgspec.Struct):
     """What was asked, and the token ids and text of its prompts; of a response the ``messages`` of its conversation.
 
-    ``outputs``: per prompt, once all have ended; ``failure`` where it ended otherwise. ``created``: seconds of Unix.
+    ``outputs``: per prompt, once all have ended, as ``prompt_logprobs`` where these were asked for;
+    ``failure`` where it ended otherwise. ``created``: seconds of Unix.
     """
 
     answer_id: str
@@ -61,6 +66,8 @@ class KeptRequest(msgspec.Struct):
     prompts: list[tuple[list[int], str | None]]
     messages: list[dict[str, Any]] = []
     outputs: list[list[KeptCompletion]] | None = None
+    prompt_logprobs: list[KeptLogprobs | None] = []
+    cached_tokens: list[int] = []
     failure: Failure | None = None
 
     @property
@@ -161,26 +168,46 @@ def kept_outputs(outputs: Sequence[RequestOutput | None]) -> list[list[KeptCompl
 
 
 def _kept(completion: CompletionOutput) -> KeptCompletion:
-    logprobs = completion.logprobs and [
-        {token: (each.logprob, each.rank, each.decoded_token) for token, each in row.items()}
-        for row in completion.logprobs
-    ]
+    logprobs = _kept_logprobs(completion.logprobs)
     ends, reasons = list(completion.text_ends), (completion.finish_reason, completion.stop_reason)
     return KeptCompletion(completion.text, list(completion.tokens), ends, *reasons, logprobs or None)
+
+
+def kept_prompt_logprobs(outputs: Sequence[RequestOutput | None]) -> list[KeptLogprobs | None]:
+    """What is kept of the log-probabilities of prompts; nothing where none were asked for."""
+    found = [_kept_logprobs(output.prompt_logprobs) for output in outputs if output is not None]
+    return found if any(found) else []
+
+
+def _kept_logprobs(rows: Sequence[dict[int, Logprob] | None] | None) -> KeptLogprobs | None:
+    if not rows:
+        return None
+    return [
+        None if row is None else {token: (each.logprob, each.rank, each.decoded_token) for token, each in row.items()}
+        for row in rows
+    ]
 
 
 def outputs_of(kept: KeptRequest) -> list[RequestOutput]:
     """The outputs again."""
     return [
         RequestOutput(
-            f"{kept.answer_id}-{number}", text, token_ids, [_completion(*each) for each in enumerate(completions)], True
+            f"{kept.answer_id}-{number}", text, token_ids, [_completion(*each) for each in enumerate(completions)],
+            True, num_cached_tokens=kept.cached_tokens[number] if kept.cached_tokens else None,
+            prompt_logprobs=_logprobs(kept.prompt_logprobs[number]) if kept.prompt_logprobs else None,
         )
         for number, ((token_ids, text), completions) in enumerate(zip(kept.prompts, kept.outputs or (), strict=True))
-    ]
+    ]  # fmt: skip
+
+
+def _logprobs(rows: KeptLogprobs | None) -> list[dict[int, Logprob] | None] | None:
+    if rows is None:
+        return None
+    return [None if row is None else {token: Logprob(*found) for token, found in row.items()} for row in rows]
 
 
 def _completion(index: int, kept: KeptCompletion) -> CompletionOutput:
-    rows = [{token: Logprob(*found) for token, found in row.items()} for row in kept.logprobs or ()]
+    rows = [row or {} for row in _logprobs(kept.logprobs) or ()]
     return CompletionOutput(
         index, kept.text, kept.token_ids, kept.finish_reason, kept.stop_reason, rows or None, kept.text_ends
     )

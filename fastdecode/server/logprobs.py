@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.api.outputs import CompletionOutput, Logprob
+from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import Tokenizer
 
@@ -107,6 +107,14 @@ def logprob_form(tokenizer: Tokenizer | None, params: SamplingParams) -> Logprob
 def chosen(completion: CompletionOutput, start: int = 0) -> Chosen:
     """Return the tokens of ``completion`` from ``start`` on, those whose log-probabilities were asked for."""
     return list(zip(completion.tokens[start:], (completion.all_logprobs or ())[start:], strict=False))
+
+
+def prompt_chosen(output: RequestOutput) -> Chosen:
+    """Return the tokens of the prompt, those whose log-probabilities were asked for."""
+    known = output.prompt_logprobs
+    if known is None:
+        return []
+    return [(token_id, found or {}) for token_id, found in zip(output.prompt_token_ids, known, strict=True)]
 
 
 def _rank(item: tuple[int, Logprob]) -> int:

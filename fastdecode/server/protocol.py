@@ -12,9 +12,9 @@ from msgspec import Meta
 from fastdecode.api.sampling_params import MAX_SAMPLES, SamplingParams
 from fastdecode.core.errors import RequestError
 from fastdecode.server.foreign_fields import IGNORED, check_fields
+from fastdecode.server.json_bounds import with_whole_numbers
 from fastdecode.server.text_forms import ResponseFormat, asked_form, form_of_text
 from fastdecode.server.tool_calls import ForcedCalls, forced_calls
-from fastdecode.server.whole_numbers import with_whole_numbers
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -181,8 +181,9 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
             asked.pop("logprobs", None)
     else:
         asked = {**defaults, **asked}
-        if request.echo and request.logprobs is not None:
-            raise RequestError("logprobs of an echoed prompt are not supported: leave out echo or logprobs")
+        if request.echo:
+            asked |= {"prompt_logprobs": request.logprobs}
+            asked["max_tokens"] = 1 if request.max_tokens == 0 else asked.get("max_tokens", 16)
     if request.logit_bias is not None:
         asked["logit_bias"] = _token_keys(request.logit_bias)
     return SamplingParams(**asked, **_structure(request))

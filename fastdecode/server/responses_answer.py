@@ -79,7 +79,7 @@ def _usage(output: RequestOutput, num_thoughts: int) -> dict[str, Any]:
     counts = usage_of([output])
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": counts["total_tokens"],

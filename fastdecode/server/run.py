@@ -18,8 +18,8 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.app import make_app
 from fastdecode.server.connection import LimitedProtocol
-from fastdecode.server.cors import with_cors
 from fastdecode.server.engine_thread import EngineThread
+from fastdecode.server.guards import with_cors
 from fastdecode.server.observer import EngineWatch
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.service import Service

@@ -138,13 +138,17 @@ def _types(schema: Any, whole: Schema, hops: int = 0) -> list[str]:
         return []
     schema = _followed(schema, whole)
     declared = schema.get("type")
-    found = [declared] if isinstance(declared, str) else [each for each in declared or () if isinstance(each, str)]
+    found = [declared] if isinstance(declared, str) else [each for each in _list(declared) if isinstance(each, str)]
     for name in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(name) or ():
+        for each in _list(schema.get(name)):
             found += _types(each, whole, hops + 1)
-    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else ())]
     found += [] if found else [_type_of(value) for value in values]
     return list(dict.fromkeys([*found, *(["null"] if schema.get("nullable") else [])]))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _followed(schema: Schema, whole: Schema) -> Schema:

@@ -136,10 +136,12 @@ class TextResponse(GenerationResponse):
         form, exchange, place = self._form, self._request.exchange, self._place
         count = exchange.params.n
         news = await self._reading.news()
+        if form.echoes:
+            while not all(exchange.outputs):  # what is told of each prompt
+                news |= await self._reading.news()
         for index, choice in enumerate(place.choices):
-            first = (
-                None if choice.begun else first_choice(form, index, form.echoes[index // count] if form.echoes else "")
-            )
+            output = exchange.outputs[index // count] or next(iter(news.values()))
+            first = None if choice.begun else first_choice(form, index, output, choice)
             choice.begun = True
             if first:
                 yield self._event(chunk(form, [first]))
@@ -153,18 +155,21 @@ class TextResponse(GenerationResponse):
         outputs = check_finished(exchange.outputs)
         if self._options.include_usage and not place.told_usage:
             place.told_usage = True
-            yield self._event(chunk(form, [], usage_of(outputs)))
+            yield self._event(chunk(form, [], usage_of([self._form.shown(each) for each in outputs])))
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
         return _event(body)
 
     def _new_events(self, first: int, output: RequestOutput) -> Iterator[bytes]:
         outputs = self._request.exchange.outputs
+        output = self._form.shown(output)
         for each in output.outputs:
             choice = None if each.finish_reason == "error" else self._place.choices[first + each.index].news(each)
             if choice:
                 counts = (
-                    usage_of([found for found in outputs if found]) if self._options.continuous_usage_stats else None
+                    usage_of([self._form.shown(found) for found in outputs if found])
+                    if self._options.continuous_usage_stats
+                    else None
                 )
                 yield self._event(chunk(self._form, [choice], counts))
 

@@ -9,8 +9,7 @@ from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
-from fastdecode.perfmodel.barrier import barrier, context_spread
-from fastdecode.perfmodel.load import Load, mean_parts
+from fastdecode.perfmodel.load import Load, barrier, mean_parts
 from fastdecode.perfmodel.service import prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
 from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Transport
@@ -160,7 +159,7 @@ class Planner:
         exact = self.balanced_r_workers(mini_batch_size)
         if not self.waits_for_slowest:
             return exact
-        spread, enough = context_spread(self.workload), exact
+        spread, enough = self.workload.context_spread, exact
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
             enough = exact * min(barrier(enough, each, spread), MOST_FOR_SLOWEST)
@@ -181,7 +180,7 @@ class Planner:
             drains=self.contention != NO_CONTENTION,
             storage=self.storage,
             states=self.states,
-            context_spread=context_spread(self.workload) if self.waits_for_slowest else None,
+            context_spread=self.workload.context_spread if self.waits_for_slowest else None,
             ranges_each=max(1.0, math.ceil(self.workload.mean_context / self.placing.segment_tokens)),
         )
 

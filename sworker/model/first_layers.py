@@ -19,7 +19,7 @@ def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_l
     cannot be found, or its code does not run with some of them.
     """
     ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.ranks_tokens]
-    most = len(ends)
+    most, probed = len(ends), layout.with_state_dtype("float32").layers  # as a probe finds them
     if num_layers >= most:
         what = f"must be from 1 to {most - 1} for this model, which has {most} layers" if most > 1 else "has no place"
         raise ConfigError(f"speculative_config: num_layers {what}, not {num_layers}")
@@ -31,7 +31,7 @@ def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_l
     for name in places:
         view = _cut(model, name.split("."), num_layers)
         try:
-            if probe_layers(view, hf_config) == layout.layers[: ends[num_layers - 1]]:
+            if probe_layers(view, hf_config) == probed[: ends[num_layers - 1]]:
                 return view
         except UnsupportedModelError:
             continue  # these are not its decoder layers, or it counts on all of them

@@ -13,6 +13,7 @@ from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.run.s_worker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
+from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 
 RANDOM_ROWS = 1024
 
@@ -26,6 +27,7 @@ class RandomPrompts(SWorker):
         sampling: Mapping[int, Sequence[SamplingRow]],
         overlap: bool = True,
         arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
+        scored: Mapping[int, ScoredPrompt] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
         with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
             self._fill(step)

@@ -31,6 +31,7 @@ from fastdecode.sworker.run.staging import (
 )
 from fastdecode.sworker.run.threads import SharedCores
 from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
+from fastdecode.sworker.sampling.prompt_scores import PromptScores, ScoredPrompt, score_prompts
 
 Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 """Has other ranks compute a step, with overlap or without, while this one does so within the context."""
@@ -64,6 +65,7 @@ class SWorker:
         self.pipeline = Pipeline(backend, clock, self.staging, self._cores, in_order)
         self._lead = lead
         self._sampler = Sampler()
+        self.prompt_scores: dict[int, PromptScores] = {}
         self.graphs: ModelGraphs | None = None
 
     def beside(
@@ -88,13 +90,15 @@ class SWorker:
         sampling: Mapping[int, Sequence[SamplingRow]],
         overlap: bool = True,
         arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
+        scored: Mapping[int, ScoredPrompt] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
         """Compute ``step`` and sample: for each sequence in ``sampling`` one token per sampling row.
 
         A prompt that grows into several sequences has several rows over the same logits; a sequence with draft tokens
         has a row for each of its logits, the next token's first. ``arrived``: logits of
-        prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. The backend's
-        step must have begun.
+        prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. ``scored``:
+        prompts whose log-probabilities are wanted, which ``prompt_scores`` then has. The backend's step must have
+        begun.
         """
         before = dict(self.clock.seconds)
         with torch.inference_mode():
@@ -102,6 +106,9 @@ class SWorker:
             logits = self._run(step, forwards, overlap)
             self.clock.enter(MODEL)
             self.staging.mark()
+            self.prompt_scores = {}
+            if scored:
+                logits, self.prompt_scores = score_prompts(step.mini_batches, logits, scored)
             counts = {each: n for part in step.mini_batches for each, n in part.num_logits.items()}
             counts |= dict.fromkeys(arrived, 1)
             tokens = self._sample(counts, [*logits, *map(self._own, arrived.values())], sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from fastdecode.core.errors import ConfigError
 
 try:
     from transformers.utils.chat_parsing import ResponseParser, parse_response
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-except ImportError:  # transformers before 5.21
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplateField, load_response_template
+except ImportError:  # an older transformers
     ResponseParser = None
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -34,8 +35,11 @@ _CLOSING = ("close_re", "close_literals", "close_literal_can_extend")
 
 
 def has_parser() -> bool:
-    """Return whether the installed transformers has the response parser."""
-    return ResponseParser is not None
+    """Return whether the installed transformers has the response parser, with all that is used of it."""
+    if ResponseParser is None:
+        return False
+    fields = ResponseTemplateField.__dataclass_fields__
+    return {"join", "open_literals"} <= fields.keys() and "tools" in inspect.signature(parse_response).parameters
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from fastdecode.cli.main import main
-from fastdecode.perfmodel.barrier import barrier, context_spread, expected_largest
+from fastdecode.kinds import recurrent
+from fastdecode.perfmodel.load import barrier, expected_largest
 from fastdecode.perfmodel.sizing import Workload
 
 PAPER = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--link", "100Gb", "--seq-len", "1024"]
@@ -43,7 +44,7 @@ def test_the_spread_of_a_running_sequence(cv: float) -> None:
     contexts = 200 + seen * rng.uniform(size=len(seen))
     workload = Workload(1200, 200, cv)
     assert workload.mean_context == pytest.approx(contexts.mean(), rel=0.02)
-    assert context_spread(workload) == pytest.approx(contexts.std() / contexts.mean(), rel=0.03)
+    assert workload.context_spread == pytest.approx(contexts.std() / contexts.mean(), rel=0.03)
 
 
 @pytest.mark.parametrize(("r_workers", "each"), [(8, 64), (8, 16), (32, 16)])
@@ -51,7 +52,7 @@ def test_the_barrier_of_random_placement(r_workers: int, each: int) -> None:
     """The largest of P sums of contexts at random ages, over the mean sum."""
     ages = np.random.default_rng(2).uniform(size=(2000, r_workers, each)).sum(axis=2)
     drawn = (ages.max(axis=1) / ages.mean(axis=1)).mean()
-    assert barrier(r_workers, each, context_spread(Workload(1024))) == pytest.approx(drawn, rel=0.01)
+    assert barrier(r_workers, each, Workload(1024).context_spread) == pytest.approx(drawn, rel=0.01)
 
 
 def test_r_workers_without_a_sequence_help_nobody() -> None:
@@ -98,12 +99,14 @@ def test_out_of_memory_names_flags_of_the_command_alone(
     assert "--num-prompts" in error and "--prefill-scratch" not in error
 
 
-def test_what_no_engine_runs_is_not_recommended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers of a hybrid say themselves that a GPU, or ranks, cannot run them; some types are refused as a whole."""
-    path = tmp_path / "plan.json"
+def test_what_no_engine_runs_is_not_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers say themselves what they cannot be put through; some types of models are refused as a whole."""
     words = ["plan", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--cpu", "epyc-9654", "--seq-len", "131072"]
-    assert main([*words, "--output-json", str(path)]) == 0
-    found, line = json.loads(path.read_text("utf-8")), capsys.readouterr().out.splitlines()[0]
+    monkeypatch.setitem(recurrent.CANNOT, "gpu", "this model keeps a state per sequence; leave it out")
+    assert main([*words, "--output-json", str(tmp_path / "plan.json")]) == 0
+    found, line = json.loads((tmp_path / "plan.json").read_text("utf-8")), capsys.readouterr().out.splitlines()[0]
     assert line.startswith("Do not plan on this: no engine runs it today (gpu: ") and found["use_fastdecode"] is False
     assert "ms per token for each of" in line
     config = tmp_path / "config.json"

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from fastdecode.cli.main import main
-from fastdecode.perfmodel.hub_names import HUB_NAMES, known_name
-from fastdecode.perfmodel.known_models import BUILT_IN
+from fastdecode.perfmodel.known_models import BUILT_IN, HUB_NAMES, known_name
 from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.model_config import find_shape, read_shape
+from fastdecode.perfmodel.model_sizes import FORMATS, format_of
 from fastdecode.perfmodel.presets import find_gpu
-from fastdecode.perfmodel.weight_formats import FORMATS, format_of
 
 MACHINE = ["--gpu", "rtx-5090", "--cpu", "threadripper-7995wx"]
 CONFIG = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from fastdecode.api.config import EngineConfig
@@ -37,6 +37,22 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
     ("sessions", "keep_session", lambda config, _: config.keep_session > 0),
     ("copies", "kv_replicas", lambda config, _: config.kv_replicas > 1),
     ("gpu", "device", lambda _, on_gpu: on_gpu),
+    ("states here, sessions", "keep_session", lambda config, _: config.state_on == "s" and config.keep_session > 0),
+    (
+        "states here, prefill workers",
+        "prefill_workers",
+        lambda config, _: config.state_on == "s" and config.prefill_workers is not None,
+    ),
+    (
+        "states here, ranks",
+        "tensor_parallel_size",
+        lambda config, _: config.state_on == "s" and config.tensor_parallel_size > 1,
+    ),
+    (
+        "states there, memory here",
+        "state_memory",
+        lambda config, _: config.state_on != "s" and config.state_memory is not None,
+    ),
 )
 """Each way, the setting that asks for it, and whether it does."""
 
@@ -48,31 +64,3 @@ def check_ways(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
     for way, setting, asks in ASKED:
         if asks(config, on_gpu) and (reason := layout.cannot(way)):
             raise ConfigError(f"{setting}: {reason}")
-    for setting, reason in _of_states_here(config, layout):
-        raise ConfigError(f"{setting}: {reason}")
-
-
-def _of_states_here(config: EngineConfig, layout: KVLayout) -> Iterator[tuple[str, str]]:
-    """Yield each setting that does not go together with where states lie, and the reason."""
-    if config.state_on != "s":
-        if layout.kept_apart and config.state_memory is not None:
-            yield "state_memory", "it is for states that lie with the S-worker (state_on s); leave it out"
-        return
-    if config.tensor_parallel_size > 1:
-        yield (
-            "tensor_parallel_size",
-            f"states that lie with the S-worker (state_on s) are those of one process, and "
-            f"{config.tensor_parallel_size} ranks are as many; give state_on r, or leave it out",
-        )
-    if config.keep_session:
-        yield (
-            "keep_session",
-            "states that lie with the S-worker (state_on s) end with it, and keys and values are of no use to the next "
-            "one without them; give state_on r, or leave it out",
-        )
-    if config.prefill_workers:
-        yield (
-            "prefill_workers",
-            "they hand states on to R-workers, and with state_on s these lie with the S-worker, which has no port for "
-            "them; give state_on r, or leave it out",
-        )

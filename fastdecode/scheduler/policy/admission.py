@@ -73,7 +73,8 @@ class Admission:
 
     def start_next(self, would_begin: WouldBegin) -> Decision[TokenSequence | None]:
         """Start the head of the queue and return it; None when it has to wait."""
-        yield SetFollowersAside()
+        if self._queue.head_follows:
+            yield SetFollowersAside()
         sequence = self._queue.head
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None
@@ -156,12 +157,17 @@ class Admission:
         return len(self._residents) + 1 + len(sequence.siblings) <= self._limits.max_num_seqs
 
 
+MOST_SCORED_ROWS = 256
+"""Rows of a step whose logits are wanted besides those that sample: each takes memory for the whole vocabulary."""
+
+
 class ChunkCutter:
-    """Cuts prompts to what a step of ``budget`` rows has left for them."""
+    """Cuts prompts to what a step of ``budget`` rows has left for them, and of MOST_SCORED_ROWS."""
 
     def __init__(self, store: Store, prefill: Prefill, budget: int) -> None:
         self.chunks: list[Chunk] = []
         self._store, self._prefill, self._budget = store, prefill, budget
+        self._scored_left = MOST_SCORED_ROWS
 
     def rows_for(self, num_left: int) -> int:
         """Return how many of a prompt's ``num_left`` tokens would go into this step."""
@@ -173,7 +179,11 @@ class ChunkCutter:
 
     def cut(self, sequence: TokenSequence) -> None:
         """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
-        if count := self.rows_for(sequence.num_prefill - sequence.num_cached):
+        count = self.rows_for(sequence.num_prefill - sequence.num_cached)
+        if sequence.scored:
+            count = min(count, self._scored_left)
+            self._scored_left -= count
+        if count:
             chunk = self._store.residents.next_rows(sequence, self._store.prefixes.kept.rows_to_stop(sequence, count))
             self.chunks.append(chunk)
             self._budget -= len(chunk.token_ids)

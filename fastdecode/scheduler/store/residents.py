@@ -75,6 +75,7 @@ class Residents:
             samples=last and sequence.num_prefill == sequence.num_tokens,
             last_of_prompt=last,
             is_decode=False,
+            scored=sequence.scored,
             base=tail.start,
             cache_id=tail.cache_id,
             reads=tuple((each.home, each.cache_id, each.start) for each in closed),

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastdecode.api.engine_fields import DTYPES, KV_CACHE_DTYPES
 from fastdecode.cli.flags import auto_int
+from fastdecode.perfmodel.model_sizes import FORMATS
 from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, NUMBERS
-from fastdecode.perfmodel.weight_formats import FORMATS
 
 BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
 """The settings that say in bare numbers how fast S-worker and R-workers are."""

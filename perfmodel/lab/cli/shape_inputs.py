@@ -11,9 +11,9 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.deployment import check_alike
 from fastdecode.perfmodel.model_config import find_shape
 from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.model_sizes import FORMATS, KEPT_PACKED
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.weight_formats import FORMATS, KEPT_PACKED
 
 
 def named_shape(name: str) -> ModelShape:

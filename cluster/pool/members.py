@@ -1,0 +1,198 @@
+"""R-workers of a pool as they come and go: opened, joined, returned, dismissed and lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fastdecode.cluster.pool.arithmetic import Arithmetic
+from fastdecode.cluster.pool.newcomers import Newcomers, Returns
+from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
+from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
+from fastdecode.core.errors import NoRWorkerError, WorkerLostError
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
+
+if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+    from fastdecode.cluster.pool.joining import JoinListener
+    from fastdecode.cluster.pool.remote import RemoteWorker
+
+MOST_NAMES = 1000
+
+logger = logging.getLogger(__name__)
+
+
+class PoolMembers:
+    """The R-workers of a pool, by index; an index keeps its place when its R-worker is lost.
+
+    ``joined``: names of the last R-workers that have joined since ``open``, in order. ``join_listener``: through which
+    they join, None where they cannot.
+    """
+
+    def __init__(self, workers: Sequence[PoolWorker]) -> None:
+        self.workers = list(workers)
+        self.joined: deque[str] = deque(maxlen=MOST_NAMES)
+        self.join_listener: JoinListener | None = None
+        self._newcomers: Newcomers | None = None
+        self._takes_back = False
+        self._returns: Returns | None = None
+        self._arithmetic = Arithmetic()
+        self._layout = self._told = KVLayout((), "float32", "float32")
+        self._keeper: StateKeeper | None = None
+        self._parts: LayerParts | None = None
+        self._blocks: dict[int, tuple[int, int]] = {}
+        self._step_shape = (0, 0)
+
+    def accept_joins(self, listener: JoinListener) -> None:
+        """Let R-workers join through ``listener``, which the pool closes; to be called before ``open``."""
+        self.join_listener, self._newcomers = listener, Newcomers(listener)
+
+    def take_back(self) -> None:
+        """Let R-workers that were lost come back, where they can; to be called before ``open``."""
+        self._takes_back = True
+
+    def keep_states(self, keeper: StateKeeper) -> None:
+        """Have ``keeper`` keep the states of sequences beside their R-workers; to be called before ``open``."""
+        self._keeper = keeper
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        self._layout = self._told = layout
+        if self._keeper:
+            self._parts = LayerParts.of(layout)
+            self._told = self._parts.attention
+        try:
+            infos = self._open_all(self._told)
+            for index, info in enumerate(infos):
+                self.workers[index], infos[index] = self._with_states(self.workers[index], info)
+        except BaseException:
+            self._leave_unopened()
+            raise
+        self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
+        self._arithmetic.add(infos)
+        if self._newcomers:
+            self._newcomers.open(self._told)
+        return infos
+
+    def _with_states(self, worker: PoolWorker, info: RWorkerInfo) -> tuple[PoolWorker, RWorkerInfo]:
+        """``worker``, which is open, and what it says of itself; where states are kept here the pair with them."""
+        if not self._keeper or not self._parts:
+            return worker, info
+        return self._keeper.pair(worker, self._parts), paired_info(info)
+
+    def _leave_unopened(self) -> None:
+        """Where not all could be opened."""
+        self.close()
+
+    def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
+        """All at once."""
+        return self._open_some(list(self.workers), layout)
+
+    def _open_some(self, workers: Sequence[PoolWorker], layout: KVLayout) -> list[RWorkerInfo]:
+        """At once; what those say of themselves that are not lost."""
+        for worker in workers:
+            with contextlib.suppress(WorkerLostError):  # which ``opened`` says again
+                worker.open(layout)
+        return [info for worker in workers if (info := self._opened(worker))]
+
+    def _opened(self, worker: PoolWorker) -> RWorkerInfo | None:
+        """What ``worker`` says of itself; None where it is lost, and the others go on without it."""
+        try:
+            return worker.opened()
+        except WorkerLostError as error:
+            if len(self.workers) == 1 or not self._may_miss(worker):
+                raise
+            logger.warning("%s; the others go on without it", error)
+        worker.close()
+        self.workers.remove(worker)
+        self._expect(worker)
+        return None
+
+    def _may_miss(self, worker: PoolWorker) -> bool:
+        """Whether ``open`` goes on where ``worker`` is lost: it may come back."""
+        return self._takes_back and self._anew(worker, False) is not None
+
+    def _expect(self, gone: PoolWorker) -> None:
+        """Have ``gone``, which is lost, come back, where it can."""
+        gone = gone.r_worker if isinstance(gone, StatePair) else gone
+        if self._takes_back and (make := self._anew(gone, self._is_empty)):
+            self._returns = self._returns or Returns(self._told)
+            self._returns.expect(make)
+
+    @property
+    def num_newcomers(self) -> int:
+        """R-workers that have joined and were not admitted yet."""
+        return self._newcomers.num_waiting if self._newcomers else 0
+
+    def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
+        """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
+        found = self._returns.take() if self._returns else []
+        if self._newcomers:
+            found += self._newcomers.take(most)
+        if not found:
+            return {}
+        infos = {}
+        for number, joined in enumerate(found):
+            index = vacant[number] if number < len(vacant) else len(self.workers)
+            worker, info = self._with_states(joined.worker, joined.info)
+            self.workers[index : index + 1] = [worker]
+            self._blocks[index] = (info.num_blocks,) * 2
+            self.joined.append(info.name)
+            infos[index] = info
+        self._arithmetic.add(list(infos.values()))
+        return infos
+
+    def dismiss(self, worker: int) -> None:
+        name = self._replace(worker)
+        if self._newcomers:
+            self._newcomers.dismiss(name)
+
+    def give_up(self, worker: int) -> None:
+        """Forget R-worker ``worker`` and what it holds; it may join anew."""
+        if isinstance(self.workers[worker], LostWorker):
+            return
+        name = self._replace(worker)
+        if self._newcomers:
+            self._newcomers.forget(name)
+
+    def break_off(self) -> None:
+        """Leave the R-workers as an end by a signal would: what they keep for an S-worker after this one stays."""
+        for worker in self.workers:
+            worker.break_off()
+        self.close()
+
+    def close(self) -> None:
+        for each in (self._newcomers, self._returns):
+            if each:
+                each.close()
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+
+    @property
+    def blocks_used(self) -> int:
+        """Referenced blocks over all workers, as of the last step's end."""
+        return sum(num_blocks - free for num_blocks, free in self._blocks.values())
+
+    @property
+    def _is_empty(self) -> bool:
+        return all(isinstance(worker, LostWorker) for worker in self.workers)
+
+    def _none_left(self, message: str) -> WorkerLostError:
+        """The error that says so, a NoRWorkerError where one may come."""
+        may_come = self._takes_back and (self._newcomers or self._returns)
+        return NoRWorkerError(message) if may_come else WorkerLostError(message)
+
+    def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
+        """What makes ``gone``, which is lost, anew, to be opened until it answers; None for one that asks by itself."""
+        return None
+
+    def _replace(self, index: int) -> str:
+        """Close worker ``index`` and put a ``LostWorker`` in its place; its name."""
+        gone = self.workers[index]
+        gone.close()
+        self.workers[index] = LostWorker(gone.name, self._step_shape)
+        self._blocks[index] = (0, 0)
+        return gone.name

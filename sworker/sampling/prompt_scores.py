@@ -1,0 +1,61 @@
+"""Log-probabilities of prompts' tokens, from the logits of the rows before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fastdecode.core.step import MiniBatch
+from fastdecode.sworker.sampling.sampler import CHUNK_ELEMENTS, Logprobs, raw_logprobs
+
+
+class ScoredPrompt(NamedTuple):
+    """A prompt, and how many of the likeliest tokens are told of each position (-1: all)."""
+
+    token_ids: Sequence[int]
+    num_top: int
+
+
+class PromptScores(NamedTuple):
+    """What a step told of a prompt: the log-probabilities of its tokens from ``start`` on."""
+
+    start: int
+    logprobs: list[Logprobs]
+
+
+def score_prompts(
+    mini_batches: Sequence[MiniBatch], logits: Sequence[Tensor], prompts: Mapping[int, ScoredPrompt]
+) -> tuple[list[Tensor], dict[int, PromptScores]]:
+    """Return the logits of the rows that sample, and the scores of each of ``prompts`` that has rows here.
+
+    ``logits``: [some, vocab] of each mini-batch with rows, in their order, those of scored prompts among them.
+    """
+    sampling: list[Tensor] = []
+    scores: dict[int, PromptScores] = {}
+    for mini_batch, found in zip((each for each in mini_batches if len(each)), logits, strict=True):
+        kept: list[int] = []
+        row = 0
+        for chunk in mini_batch.chunks[mini_batch.chunks["scored"] | mini_batch.chunks["samples"]]:
+            end = row + (int(chunk["num_rows"]) if chunk["scored"] else 1)
+            if chunk["scored"] and not chunk["is_decode"]:
+                prompt = prompts[int(chunk["sequence_id"])]
+                start = int(chunk["context_len"]) + 1
+                scores[int(chunk["sequence_id"])] = _score(found[row:end], prompt, start)
+                row = end - int(chunk["samples"])
+            kept += range(row, end)
+            row = end
+        sampling.append(found[kept])
+    return sampling, scores
+
+
+def _score(logits: Tensor, prompt: ScoredPrompt, start: int) -> PromptScores:
+    """``logits``: of the rows before the tokens from ``start`` on, and where the prompt ends of one more."""
+    targets = list(prompt.token_ids[start : start + len(logits)])
+    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    found: list[Logprobs] = []
+    for first in range(0, len(targets), size):
+        part = targets[first : first + size]
+        found += raw_logprobs(logits[first : first + len(part)], part, [prompt.num_top] * len(part))
+    return PromptScores(start, found)
