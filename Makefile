@@ -17,7 +17,7 @@ TOOLS := $(VENV)/.tools
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-quick arm-python portable compilers fuzz \
-  fuzz-api chaos kills kills-servers site site-check lint-deployment wheels try-wheels clean
+  fuzz-api try-clients chaos kills kills-servers site site-check lint-deployment wheels try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -195,6 +195,12 @@ fuzz-api: $(STAMP)
 	$(BIN)/python -c 'import schemathesis' 2>/dev/null || \
 	  $(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) 'schemathesis>=4'
 	$(BIN)/python fuzz/api.py
+
+# Scripts of seven clients (examples/clients) against a server of the demo model, in an environment of their own.
+try-clients: $(STAMP)
+	test -x out/clients/bin/lm_eval || { $(PYTHON) -m venv out/clients && out/clients/bin/pip install -q openai \
+	  langchain-openai llama-index-llms-openai-like litellm mcp instructor llm 'lm-eval[api]' transformers; }
+	$(BIN)/python scripts/try_clients.py out/clients/bin/python
 
 # The site, from docs/, the flags, the docstrings and the planner; a dead link fails.
 site: $(STAMP)

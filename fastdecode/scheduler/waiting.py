@@ -49,6 +49,11 @@ class WaitingQueue:
         """The oldest that waits for no other's prefix, once followers are aside."""
         return self._waiting[0] if self._waiting else None
 
+    @property
+    def head_follows(self) -> bool:
+        """True where another computes the prefix of the oldest."""
+        return bool(self._waiting) and self._prefix_cache.leaders.leader_of(self._waiting[0]) is not None
+
     def set_followers_aside(self) -> None:
         """Have the oldest follow whoever computes their prefix, up to one that need not wait."""
         leader_of = self._prefix_cache.leaders.leader_of

@@ -73,7 +73,8 @@ class Admission:
 
     def start_next(self, would_begin: WouldBegin) -> Decision[TokenSequence | None]:
         """Start the head of the queue and return it; None when it has to wait."""
-        yield SetFollowersAside()
+        if self._queue.head_follows:
+            yield SetFollowersAside()
         sequence = self._queue.head
         if sequence is None or not self._is_open or not self._has_seats(sequence):
             return None

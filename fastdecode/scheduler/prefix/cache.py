@@ -99,7 +99,10 @@ class PrefixCache:
         """Return for each R-worker with a beginning worth taking the longest, by its index; none of a scored prompt."""
         if sequence.scored:
             return {}
-        return next((found for source in self.sources if (found := source.hits(sequence))), {})
+        for source in self.sources:
+            if found := source.hits(sequence):
+                return found
+        return {}
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
         """Keep what R-workers hold of an engine before this one: see :meth:`Adopted.adopt`."""
