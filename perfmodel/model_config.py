@@ -129,7 +129,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     hybrid = read_hybrid_layers(config, name)
     config = _without_recurrent(config, hybrid) if hybrid else config
     _check_layer_types(config, name)
-    sizes = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
+    sizes: dict[str, Any] = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
     num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
     kind = config.get("model_type", "")
     try:

@@ -20,13 +20,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 330,
+    "modules that serving imports": 345,
     "lines that serving imports": 55_000,
     "lines of the product": 72_000,
     "files over 300 lines": 16,
     "functions over 51 lines": 0,
     "methods of the largest class": 37,
-    "module constants": 1000,
+    "module constants": 1100,
     "docstrings that are fragments": 411,
 }
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode.cluster.pool.backend.members import PoolMembers
+from fastdecode.cluster.pool.members import PoolMembers
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.core.errors import BackendError, WorkerLostError

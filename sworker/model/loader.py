@@ -203,8 +203,8 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     """
     hf_config = hf_config or load_hf_config(config)
     shape = read_shape(hf_config.to_dict(), config.model)
-    int8 = {"weight_bits": 8.0, "multiplies_int8": True} if config.quantization == "int8" else {}
-    return replace(shape, dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)], **int8)
+    shape = replace(shape, dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)])
+    return replace(shape, weight_bits=8.0, multiplies_int8=True) if config.quantization == "int8" else shape
 
 
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:

@@ -50,13 +50,6 @@ UNREAD = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a configuration that change nothing of what is computed, or stand elsewhere."""
 
 
-FEW_ROWS = (1, 2, 5, 11)
-"""Numbers of rows that are tried before forwards are no longer padded."""
-
-NAMED_LAYERS = 6
-"""Layers that a warning names."""
-
-
 class SModel:
     """A transformers causal LM, loaded and probed; ``layout`` is what R-workers are told of it, ``whole_layout`` what
     prefill workers have."""
@@ -86,14 +79,14 @@ class SModel:
         self.whole_layout = replace(self.layout, layers=layers or self.layout.layers).absorbed
         self.model_type = str(hf_config.model_type)
         if not repeats_rows(self.model, hf_config):
-            named = ", ".join(varying_layers(self.model)[:NAMED_LAYERS]) or "layers that are no plain products"
+            named = ", ".join(varying_layers(self.model)[:6]) or "layers that are no plain products"
             logger.warning(
                 "torch's %s products give a row other bits among other numbers of rows here (%s): a sequence that is "
                 "computed again, after a loss or a preemption, may get other tokens",
                 self.layout.model_dtype,
                 named,
             )
-        elif config.quantization and repeats_rows(self.model, hf_config, FEW_ROWS):
+        elif config.quantization and repeats_rows(self.model, hf_config, (1, 2, 5, 11)):
             allow_few_rows(self.model)
         self._config, self._hf_config, self._rank = config, hf_config, rank
 

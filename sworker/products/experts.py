@@ -22,9 +22,6 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 
 logger = logging.getLogger(__name__)
 
-INTEGER_EXPERTS = "fastdecode_int8"
-"""The ``experts_implementation`` under which models call :func:`integer_experts_forward`."""
-
 PRODUCTS = "expert_products"
 """The attribute of an experts' module that holds its :class:`ExpertProducts`."""
 
@@ -79,10 +76,10 @@ def pack_experts(model: torch.nn.Module) -> int:
         codes = module.__dict__.pop(EXPERTS, None)
         if codes:
             if not count:
-                ALL_EXPERTS_FUNCTIONS.register(INTEGER_EXPERTS, integer_experts_forward)
+                ALL_EXPERTS_FUNCTIONS.register(f"{EXPERTS_NAME}_int8", integer_experts_forward)
             module.__dict__[PRODUCTS] = ExpertProducts(module, codes)
             config: Any = module.config
-            config._experts_implementation = INTEGER_EXPERTS
+            config._experts_implementation = f"{EXPERTS_NAME}_int8"
             count += 1
     return count
 

@@ -16,23 +16,18 @@ from fastdecode.core.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-LIMIT = "FASTDECODE_ISA"
-"""The variable that holds R-workers to an instruction set; products of integers heed it, too."""
-
 LIMITED_TO = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
-"""Kernels that each value of the variable allows; any other allows all."""
+"""Kernels that FASTDECODE_ISA allows, which holds R-workers to an instruction set, too; other values allow all."""
 
 PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)), (8192, 3))
 """Widths and numbers of rows that are tried: every number that one pass may have, and several passes."""
-
-PROOF_COLUMNS = 70
 
 
 @functools.cache
 def integer_isa() -> str:
     """Return the fastest instruction set of this CPU whose products prove exact; ModelLoadError where none does."""
     use_openmp()
-    limit = os.environ.get(LIMIT, "")
+    limit = os.environ.get("FASTDECODE_ISA", "")
     allowed = LIMITED_TO.get(limit, tuple(_sworker.integer_isas()))
     for isa in reversed(_sworker.integer_isas()):
         if isa not in allowed:
@@ -57,16 +52,16 @@ def is_exact(isa: str) -> bool:
 
 
 def _is_exact(isa: str, width: int, num_rows: int) -> bool:
-    rng = np.random.default_rng(width)
-    codes = rng.integers(-127, 128, (PROOF_COLUMNS, width), dtype=np.int8)
+    rng, num_columns = np.random.default_rng(width), 70
+    codes = rng.integers(-127, 128, (num_columns, width), dtype=np.int8)
     codes[:4] = [[127], [-127], [127], [-127]]
     codes[2:4, ::2] *= -1
     rows = rng.integers(-127, 128, (num_rows, width)).astype(np.float32)
     rows[0] = 127.0
     rows[num_rows // 2] = -127.0
     rows[num_rows // 3, ::2] = 127.0
-    weights = _sworker.IntegerWeights(codes, np.ones(PROOF_COLUMNS, np.float32), None, 1, 1)
-    sums = np.empty((num_rows, PROOF_COLUMNS), np.int32)
+    weights = _sworker.IntegerWeights(codes, np.ones(num_columns, np.float32), None, 1, 1)
+    sums = np.empty((num_rows, num_columns), np.int32)
     weights.add_up(rows, np.full(num_rows, 127.0, np.float32), sums, "none", isa, 1)
     # float64 holds these integers exactly
     return bool((sums == rows.astype(np.float64) @ codes.T.astype(np.float64)).all())

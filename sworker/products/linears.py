@@ -36,12 +36,6 @@ logger = logging.getLogger(__name__)
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling layers that read the same rows, which are quantized once."""
 
-LEAST_OUTPUTS = 16
-"""Layers with fewer outputs, such as gates of experts, stay as they are: they take no time, and decide much."""
-
-MOST_INPUTS = 130_000
-"""Sums of more codes might exceed 32 bits."""
-
 KEPT_NAMES = ("router", "indexer", "kv_b_proj")
 """Parts of names of layers that stay as they are: they choose experts or tokens, or R-workers multiply them."""
 
@@ -77,7 +71,10 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
     kind: Any = type(module)
     if not multiplies_alone(kind):
         return False
-    if module.out_features < LEAST_OUTPUTS or module.in_features > MOST_INPUTS or module.out_features in expert_counts:
+    # Few outputs take no time and decide much, as gates of experts do; sums of so many inputs might exceed 32 bits.
+    if module.out_features < 16 or module.in_features > 130_000:
+        return False
+    if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
         return False
     return not any(part in name for part in KEPT_NAMES)
 

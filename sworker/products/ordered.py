@@ -12,9 +12,6 @@ from fastdecode import _sworker
 from fastdecode.sworker.model.packed_weight import PackedWeight
 from fastdecode.sworker.products.linears import expert_counts
 
-MOST_ELEMENTS = 1 << 22
-"""Of a weight; torch is much faster with larger ones."""
-
 
 class OrderedWeight(torch.nn.Parameter):
     """A weight [outputs, inputs] whose ``F.linear`` adds in one order; whatever else is done with it is torch's."""
@@ -57,9 +54,10 @@ def order_products(model: torch.nn.Module, hf_config: Any) -> int:
         weight = module._parameters.get("weight")
         if weight is None or weight.ndim != 2 or isinstance(weight, PackedWeight | OrderedWeight):
             continue
+        # torch is much faster with large weights
         is_router = "Router" in type(module).__name__ or len(weight) in counts
         is_small = type(module) is torch.nn.Linear and "forward" not in vars(module)
-        if (is_router or is_small) and weight.numel() <= MOST_ELEMENTS and weight.device.type == "cpu":
+        if (is_router or is_small) and weight.numel() <= 1 << 22 and weight.device.type == "cpu":
             module.weight = OrderedWeight.of(weight)
             found += 1
     return found
