@@ -74,7 +74,7 @@ def profile(folder: str) -> HardwareProfile:
     """As PLAN once found it, by the name of this machine and this model."""
     recorded = read_profile(RECORDED.read_text())
     shape = model_shape(EngineConfig(folder, device="cpu", skip_tokenizer_init=True))
-    assert dataclasses.replace(recorded.shape, name=shape.name) == shape
+    assert dataclasses.replace(recorded.shape, name=shape.name, max_context=shape.max_context) == shape
     return dataclasses.replace(recorded, shape=shape, machine=this_machine("", HERE, supported_isas()[-1]))
 
 

@@ -40,7 +40,7 @@ def test_a_killed_rank_ends_the_job(mpi_segments: Path) -> None:
     """kill -9 in mid-step: not zero, with the rank's number, and nothing is left."""
     s_worker = script("""
         import time
-        from fastdecode.cluster.links.mpi_link import MpiBackend
+        from fastdecode.cluster.pool.mpi import MpiBackend
         from helpers import contract
         backend = MpiBackend(contract.BLOCK_SIZE)
         backend.open(contract.LAYOUT)
@@ -76,7 +76,7 @@ def test_an_s_worker_that_fails_takes_the_r_workers_with_it(arguments: list[str]
 def test_an_s_worker_that_does_not_close_takes_the_r_workers_with_it() -> None:
     """An exception in a step, of a program that cleans up nothing."""
     s_worker = script("""
-        from fastdecode.cluster.links.mpi_link import MpiBackend
+        from fastdecode.cluster.pool.mpi import MpiBackend
         from helpers import contract
         backend = MpiBackend(contract.BLOCK_SIZE)
         backend.open(contract.LAYOUT)
@@ -161,7 +161,7 @@ def test_an_r_worker_never_imports_torch() -> None:
     """)
     s_worker = script("""
         import numpy as np
-        from fastdecode.cluster.links.mpi_link import MpiBackend
+        from fastdecode.cluster.pool.mpi import MpiBackend
         from fastdecode.kinds import Dense
         from fastdecode.kinds.layout import KVLayout
         backend = MpiBackend(16)

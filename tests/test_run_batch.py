@@ -146,7 +146,8 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
     found = answers(out)
     good = found["good"]["body"]
     assert found["good"]["status_code"] == 200 and [choice["index"] for choice in good["choices"]] == [0, 1]
-    assert good["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    usage = {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+    assert good["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert found["ids"]["body"]["choices"][0]["finish_reason"] == "length"
     for name, message in {
         "long": "prompt has 1001 tokens, and max_model_len is 256",

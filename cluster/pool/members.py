@@ -60,6 +60,7 @@ class PoolMembers:
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         self._layout = self._told = layout
+        self._step_shape = (0, len(layout.layers))
         if self._keeper:
             self._parts = LayerParts.of(layout)
             self._told = self._parts.attention

@@ -51,7 +51,7 @@ def read_request(line: BatchLine) -> Asked:
     better than hours of work with it ignored."""
     kind = _KINDS.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
     if kind is None:
-        raise RequestError(f"must POST to {COMPLETIONS} or {CHAT} or {RESPONSES}, not {line.url!r:.80}")
+        raise RequestError(f"must POST to {COMPLETIONS}, {CHAT} or {RESPONSES}, not {line.url!r:.80}")
     request, unknown = read_body(line.body, kind)
     if unknown:
         raise RequestError(f"{unknown[0]} is not understood; known are {', '.join(sorted(kind.__struct_fields__))}")

@@ -43,7 +43,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
         ModelLoadError: the file is no JSON object.
         ConfigError: a folder without it was given, or ``override_generation_config`` has a value that cannot be meant.
     """
-    file = Path(config.model) if config.model.endswith(".gguf") else None
+    file = Path(config.model) if str(config.model).endswith(".gguf") else None
     loaded = _loaded(config, file)
     asked = {} if config.generation_config == "vllm" else loaded
     asked = asked | config.override_generation_config
