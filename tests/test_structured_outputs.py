@@ -208,6 +208,15 @@ def test_text_ends_when_it_is_complete(llm: LLM) -> None:
     assert output.outputs[0].text == "" and output.outputs[0].finish_reason == "stop"
 
 
+def test_a_dead_end_is_no_complete_text(llm: LLM) -> None:
+    """A part of a text that no text continues is an error, though llguidance lets it end."""
+    loop = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
+    for form in ({"json": loop, **COMPACT}, {"grammar": 'start: "a" x\nx: x "b"'}):
+        (output,) = llm.generate("x = ", params(StructuredOutputsParams(**form)), use_tqdm=False)
+        found = output.outputs[0]
+        assert found.finish_reason == "error" and "leads only to itself" in str(found.stop_reason), form
+
+
 def test_a_row_without_a_grammar_is_not_edited() -> None:
     """Of a batch with a grammar the other rows keep their scores; a row whose grammar forbids all has failed."""
 
@@ -264,6 +273,8 @@ def test_sampling_params_stay_hashable() -> None:
         (StructuredOutputsParams(regex="(a"), "unclosed group"),
         (StructuredOutputsParams(grammar="start: other"), "unknown name"),
         (StructuredOutputsParams(grammar="root ::= ("), "structured_outputs cannot be followed"),
+        (StructuredOutputsParams(json={"$ref": "#"}), "leads only to itself"),
+        (StructuredOutputsParams(grammar="start: start"), "leads only to itself"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_when_it_comes(

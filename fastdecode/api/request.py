@@ -58,7 +58,9 @@ class Completion:
         if self.text:
             self.text_ends.append(self.text.num_visible())
         if ends:
-            self.finish_reason = "stop"
+            dead_end = self.grammar.dead_end if self.grammar is not None else ""
+            self.finish_reason = "error" if dead_end else "stop"
+            self.stop_reason = f"{UNFOLLOWED}: {dead_end}" if dead_end else None
         elif stopped or string is not None:
             self.finish_reason, self.stop_reason = "stop", token if stopped else string
         elif self.grammar is not None:

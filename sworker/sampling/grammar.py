@@ -24,6 +24,8 @@ KEPT_GRAMMARS = 64
 UNSPELT = "\U0010fffd"
 """A character of private use, which begins the names of tokens that no text spells."""
 
+DEAD_END = "no text can complete this form, such as where a rule or $ref leads only to itself"
+
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32)
 """Eight tokens' biases for each byte of a mask: looked up ten times as fast as a mask is applied."""
@@ -79,6 +81,14 @@ class Matcher:
         """Why the grammar cannot go on, such as a limit of llguidance, on one line; "" while it can."""
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
+    @property
+    def dead_end(self) -> str:
+        """Why no token may come next, although the text is not complete; "" where one may.
+
+        llguidance allows the end of the text there, as if it were complete.
+        """
+        return _obstacle(self._matcher)
+
 
 class Grammars:
     """Compiles what requests ask for, over one tokenizer; llguidance is imported at the first one.
@@ -130,7 +140,7 @@ class Grammars:
 
         try:
             compiled = LLMatcher(tokens, grammar_text(params, self._special), log_level=0)
-            problem = compiled.get_error() if compiled.is_error() else ""
+            problem = compiled.get_error() if compiled.is_error() else _obstacle(compiled)
         except ValueError as error:
             problem = str(error)
         if problem:
@@ -209,6 +219,14 @@ _IN_BRACKETS = re.compile(r"<[^<>\s]+>")
 def _literal(text: str) -> str:
     """The regular expression that only ``text`` matches."""
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
+
+
+def _obstacle(matcher: LLMatcher) -> str:
+    """Return why no token may come next; "" where one may."""
+    ahead = matcher.deep_copy()
+    ahead.compute_bitmask()
+    problem = _first_line(ahead.get_error()) if ahead.is_error() else ""
+    return DEAD_END if problem == "NoExtensionBias" else problem
 
 
 def _first_line(problem: str) -> str:
