@@ -39,7 +39,7 @@ from fastdecode.scheduler.names import Names
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.cache import PrefixCache
-from fastdecode.scheduler.sequence import Sequence
+from fastdecode.scheduler.sequence import TokenSequence
 
 
 def hello(follows: str = "", epoch: int = 0, name: str = "a", fingerprint: str = "first", keep: float = 60.0) -> Hello:
@@ -167,7 +167,8 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
     step(list(workers.take_controls()[0]), [])
     assert worker.blocks_free == workers[0].free and worker.sequence_ids() == [0, 1]
     assert [worker.sequence_length(each) for each in (0, 1)] == [38, 50] and cache.ids.new() == -2
-    sequence, segment = Sequence(0, text[:30], 20, output_token_ids=text[30:39], num_prefill=39), Segment(0, 0, 3, [0])
+    sequence = TokenSequence(0, text[:30], 20, output_token_ids=text[30:39], num_prefill=39)
+    segment = Segment(0, 0, 3, [0])
     assert [hit[::2] for hit in cache.hits(sequence).values()] == [(2, 38)]
     cache.adopted.take(segment, segment.copies[0], cache.hits(sequence)[0])
     workers[0].take(1)

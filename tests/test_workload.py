@@ -399,7 +399,7 @@ def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_st
     found = steady_figures(steps, 3.0, 77)
     assert found == {
         "seconds": 4.0, "tokens_per_second": 2.0, "mean_kv_tokens": 55.0, "limit_kv_tokens": 77, "imbalance": 1.5,
-        "imbalance_max": 1.5,
+        "imbalance_max": 1.5, "tpot_seconds": 1.0,
     }  # fmt: skip
     assert steady_figures(steps[:2], 3.0, None)["seconds"] == 0.0
 
