@@ -186,6 +186,21 @@ def test_a_long_text_is_one_value_whatever_it_says(text: str) -> None:
     assert parse_json(json.dumps({"prompt": long}, ensure_ascii=False).encode()) == {"prompt": long}
 
 
+def test_half_of_a_character_is_named() -> None:
+    """JavaScript clients that cut a text within an emoji write its escape alone."""
+    for body in (
+        rb'{"prompt": "\uD83D"}',
+        rb'["\ud83d\ude00 \\ \ud83d b", 1]',
+        rb'"\ude00 b"',
+        rb'"\ud83d\ud83d\ude00"',
+    ):
+        with pytest.raises(RequestError, match=r"\\u[dD][0-9a-fA-F]{3} is half of a character"):
+            parse_json(body)
+    assert parse_json(rb'"\ud83d\ude00 \\ud83d"') == "\U0001f600 \\ud83d"
+    with pytest.raises(RequestError, match="truncated"):
+        parse_json(rb'["\ud83d\ude00 \\ud83d", 1')
+
+
 @given(st.recursive(st.text('a\\",[{:é', max_size=9) | st.integers(0, 99), st.lists), st.integers(1, 9))
 @settings(max_examples=examples(100), deadline=None)
 def test_strings_are_left_out_wherever_a_piece_ends(value: Any, piece_bytes: int) -> None:

@@ -3,6 +3,7 @@ which of their numbers are whole."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -20,6 +21,9 @@ MOST_NODES = 1 << 16
 
 PIECE_BYTES = 1 << 18
 
+_PAIR_OR_HALF = re.compile(rb"\\(?:u(?i:d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(d[89a-f][0-9a-f]{2}))|.)", re.DOTALL)
+"""An escape in JSON: its group is half of a surrogate pair that stands alone."""
+
 
 def parse_json(data: bytes | bytearray) -> Any:
     """RequestError where ``data`` is no JSON in UTF-8, or has more values than are read at once."""
@@ -28,7 +32,9 @@ def parse_json(data: bytes | bytearray) -> Any:
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        half = next((each[1].decode() for each in _PAIR_OR_HALF.finditer(data[:PIECE_BYTES]) if each[1]), None)
+        told = error if half is None else f"\\u{half} is half of a character: send both halves, or neither"
+        raise RequestError(f"the body is not valid JSON: {told}") from None
 
 
 def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
