@@ -43,7 +43,7 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
         yield (
             f"The limit ({answer.case.limits}) costs throughput: without it FastDecode gives {rate:,.0f} tokens/s, at "
             f"{milliseconds(unlimited.step_seconds)} per token for each of {users(unlimited.in_flight)}, with "
-            f"{_hosts(unlimited, '')} (--tpot inf)."
+            f"{_hosts(unlimited, '')} (--tpot inf; the default is 100 ms)."
         )
 
 
@@ -60,6 +60,8 @@ def _cost(answer: PlanAnswer) -> str:
         by += f": {own / other:.2g} x the price" if own > other else f": {own / other:.2g} of the price"
     host = answer.case.inputs.host_name or "hosts"
     missing = f" (the price of {host} is not known: --cpu-price)" if own is None else ""
+    if own and answer.uses_list_prices:
+        missing = " (--cpu-price 0 for hosts that you own)"
     return f"A million output tokens cost {' and '.join(costs)}{by}{missing}."
 
 
@@ -133,10 +135,11 @@ def _figures(case: PlanCase) -> Iterator[Line]:
     why = " (those of this host)" if case.inputs.one_host else REASONS.get(plan.r_workers_set_by, "")
     ranks = plan.tensor_parallel_size
     of_each = f" of each of {ranks} ranks, {plan.total_r_workers} in all" if ranks > 1 else ""
-    yield "R-workers", f"{plan.num_r_workers}{of_each}{why}, {plan.num_r_workers_exact:.2f} exactly{each}"
+    needed = f"{plan.num_r_workers_exact:.2f} by the equations, before rounding and limits"
+    yield "R-workers", f"{plan.num_r_workers}{of_each}{why}, {needed}{each}"
     yield "hosts", f"{plan.num_hosts}"
-    yield "schedule", f"{plan.micro_batch_size} sequences (M) start every {plan.interval_steps} steps (F)"
-    yield "KV load limit", f"{plan.kv_load_limit} tokens (W_lim)"
+    yield "schedule", f"{plan.micro_batch_size} sequences start every {plan.interval_steps} steps"
+    yield "KV load limit", f"{plan.kv_load_limit} cached tokens attended in a step"
     yield "step", f"{plan.step_seconds * 1e3:.1f} ms, S busy {plan.s_busy:.0%}, R busy {plan.r_busy:.0%}"
     yield "sequence", f"{plan.sequence_seconds:.1f} s"
     hint = " (--num-mini-batches 3 would hide more of it)" if plan.bottleneck == "round-trip" else ""
