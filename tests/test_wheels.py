@@ -104,7 +104,7 @@ def test_commands_of_the_s_part_say_where_they_are(site: Path) -> None:
     assert process.returncode == 2 and "serve is not in fastdecode-r-worker" in said
     with started(site, "--help") as process:
         said, _ = process.communicate(timeout=60)
-    assert {*re.findall(r"^  ([\w-]+)", said, re.MULTILINE)} == {*WITHOUT_S_PART}
+    assert {*re.findall(r"^ {4}([\w-]+)", said, re.MULTILINE)} == {*WITHOUT_S_PART}
 
 
 @pytest.mark.slow
