@@ -84,7 +84,7 @@ class PoolMembers:
         return self._keeper.pair(worker, self._parts), paired_info(info)
 
     def _leave_unopened(self) -> None:
-        """Where not all could be opened."""
+        """Close the pool after an R-worker could not be opened."""
         self.close()
 
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
@@ -92,14 +92,14 @@ class PoolMembers:
         return self._open_some(list(self.workers), layout)
 
     def _open_some(self, workers: Sequence[PoolWorker], layout: KVLayout) -> list[RWorkerInfo]:
-        """At once; what those say of themselves that are not lost."""
+        """Open ``workers`` at once, and return the descriptions of those that are not lost."""
         for worker in workers:
             with contextlib.suppress(WorkerLostError):  # which ``opened`` says again
                 worker.open(layout)
         return [info for worker in workers if (info := self._opened(worker))]
 
     def _opened(self, worker: PoolWorker) -> RWorkerInfo | None:
-        """What ``worker`` says of itself; None where it is lost, and the others go on without it."""
+        """Return the description of ``worker``; None where it is lost and the others continue without it."""
         try:
             return worker.opened()
         except WorkerLostError as error:
@@ -112,7 +112,7 @@ class PoolMembers:
         return None
 
     def _may_miss(self, worker: PoolWorker) -> bool:
-        """Whether ``open`` goes on where ``worker`` is lost: it may come back."""
+        """Return whether ``open`` continues when ``worker`` is lost, since it may come back."""
         return self._takes_back and self._anew(worker, False) is not None
 
     def _expect(self, gone: PoolWorker) -> None:
