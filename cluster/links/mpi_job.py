@@ -47,7 +47,7 @@ RIGHT_LINE = (
 )
 PREFILL_LINE = (
     "mpirun -n 1 fastdecode bench throughput --r-workers mpi --prefill-workers mpi:2 … : -n 4 fastdecode r-worker "
-    "--transport mpi : -n 2 fastdecode prefill-worker --transport mpi … (docs/operating.md)"
+    "--transport mpi : -n 2 fastdecode prefill-worker --transport mpi … (docs/launching.md)"
 )
 
 
