@@ -21,13 +21,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 330,
-    "lines that serving imports": 49_900,
+    "lines that serving imports": 50_600,
     "lines of the product": 63_900,
     "files over 300 lines": 8,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,
-    "docstrings that are fragments": 251,
+    "docstrings that are fragments": 216,
 }
 
 FRAGMENT = re.compile(
