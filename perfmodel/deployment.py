@@ -14,9 +14,10 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import SHARED, Contention, RPart, beside_states
+from fastdecode.perfmodel.stages import RPart, beside_states
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import StepModel
+from fastdecode.perfmodel.transport import SHARED, Contention
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from fastdecode.perfmodel.measurements import (
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.partition import PartitionEntry
 from fastdecode.perfmodel.rank_costs import rank_shape
-from fastdecode.perfmodel.stages import Contention, MeasuredSPart, RPart, Transport
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart
+from fastdecode.perfmodel.transport import Contention, Transport
 
 MEASURED_BY_ALL = (
     "`fastdecode calibrate` without --quick measures every KV dtype, KV heads in groups of 1, 4 and 8, and half and "

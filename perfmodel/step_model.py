@@ -9,9 +9,10 @@ import numpy as np
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.load import Load, barrier
-from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Stages, Transport
+from fastdecode.perfmodel.stages import RPart, SPart, Stages
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
+from fastdecode.perfmodel.transport import NO_CONTENTION, Contention, Transport
 
 NO_TRANSPORT = Transport()
 

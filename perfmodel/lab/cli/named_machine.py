@@ -12,7 +12,7 @@ from fastdecode.perfmodel.lab.cli.machine_flags import DEFAULT_LINK
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.machine_words import cpu_host_of, gpu_of
 from fastdecode.perfmodel.sizing import Prices
-from fastdecode.perfmodel.stages import NO_CONTENTION, SHARED, Contention
+from fastdecode.perfmodel.transport import NO_CONTENTION, SHARED, Contention
 
 HERE_WORD = "here"
 """The value of ``--gpu`` and ``--cpu`` that stands for this machine, which is measured."""

@@ -1,0 +1,63 @@
+"""Models whose configuration says that the equations do not know them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
+from fastdecode.perfmodel.index_shape import (
+    BLOCK_SPARSE,
+    INDEXED,
+)
+from fastdecode.perfmodel.model_sizes import format_of
+from fastdecode.perfmodel.state_shape import (
+    NONE_ATTENDS,
+    has_kinds,
+)
+
+
+def unknown_kind(config: Mapping[str, Any]) -> str | None:
+    """Return why the equations do not know a model, None where nothing says so."""
+    kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
+    if kind in ("mamba", "mamba2", "falcon_mamba"):
+        return NONE_ATTENDS
+    if not has_kinds(config) and (kind in ("rwkv", "xlstm", "zamba2") or any(map(_is_of_state, config))):
+        return f"a recurrent state ({kind}) is not in the equations"
+    if config.get("is_encoder_decoder"):
+        return "encoder–decoder is not in the equations"
+    generating = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    if classes and not any(str(each).endswith(generating) for each in classes):
+        return f"{classes[0]} generates no text, so it has no KV cache to plan for"
+    if (
+        not classes
+        and any(part in kind for part in ("bert", "electra", "mpnet", "clip"))
+        and not config.get("is_decoder")
+    ):
+        return f"{kind} generates no text, so it has no KV cache to plan for"
+    if config.get("num_kv_shared_layers"):
+        return "layers that share a cache (num_kv_shared_layers) are not in the equations"
+    quantization = config.get("quantization_config")
+    if quantization and format_of(quantization) is None:
+        return f"weights quantized by {quantization.get('quant_method')} are not in the equations; plan the plain model"
+    return None
+
+
+def _is_of_state(key: str) -> bool:
+    """Return whether recurrent models, and hybrids of them, have ``key`` in their configuration."""
+    beginnings = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
+    return key.startswith(beginnings)
+
+
+def check_names(config: Mapping[str, Any], name: str) -> None:
+    """Raise ModelLoadError where ``layer_types`` is no list of names."""
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
+        raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
+
+
+def check_layer_types(config: Mapping[str, Any], name: str) -> None:
+    """Raise UnsupportedModelError where a layer that attends does so in a way that the equations do not know."""
+    known = {"full_attention", "attention", "sliding_attention", "chunked_attention", INDEXED, BLOCK_SPARSE}
+    if kinds := set(config.get("layer_types") or ()) - known:
+        raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds))} is not in the equations")
