@@ -27,7 +27,7 @@ class StatesHere:
 
     @staticmethod
     def of_bandwidth(shape: ModelShape, bytes_per_second: float, memory_bytes: float) -> StatesHere:
-        """Where memory is read and written at that rate, and ``memory_bytes`` of it are for states."""
+        """Return where memory is read and written at that rate, and ``memory_bytes`` of it are for states."""
         size = shape.state_bytes_per_sequence
         return StatesHere(2.0 * size / shape.num_layers / bytes_per_second, 0.0, max(memory_bytes, 0.0) // size)
 

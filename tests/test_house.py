@@ -21,13 +21,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 338,
-    "lines that serving imports": 49_400,
-    "lines of the product": 63_000,
-    "files over 300 lines": 5,
+    "lines that serving imports": 49_550,
+    "lines of the product": 63_150,
+    "files over 300 lines": 7,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,
-    "docstrings that are fragments": 402,
+    "docstrings that are fragments": 400,
 }
 
 FRAGMENT = re.compile(

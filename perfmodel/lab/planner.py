@@ -12,11 +12,10 @@ from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.load import Load, barrier, mean_parts
 from fastdecode.perfmodel.service import prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
-from fastdecode.perfmodel.stages import RPart, SPart
+from fastdecode.perfmodel.stages import NO_CONTENTION, Contention, RPart, SPart, Transport
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
-from fastdecode.perfmodel.transport import NO_CONTENTION, Contention, Transport
 
 MOST_FOR_SLOWEST = 1.5
 """The factor up to which R-workers are added for the slowest of them to keep up."""

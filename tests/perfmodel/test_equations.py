@@ -23,9 +23,8 @@ from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.perfmodel.transport import Transport
 
 LENGTHS = st.integers(1, 5000)
 SECONDS = st.floats(1e-6, 1e-1)

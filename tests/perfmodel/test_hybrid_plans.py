@@ -24,9 +24,8 @@ from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import GpuSPart, RPart, beside_states, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part
 from fastdecode.perfmodel.states_here import StatesHere
-from fastdecode.perfmodel.transport import Transport
 from fastdecode.sworker.model.loader import auto_class
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")

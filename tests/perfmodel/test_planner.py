@@ -19,8 +19,7 @@ from fastdecode.perfmodel.lab.verdict import judge
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Prices, Workload
-from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, host_r_part
-from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
 
 LLAMA_7B = BUILT_IN["llama-7b"]
 A10, EPYC = find_gpu("a10"), find_cpu_host("epyc-7452")

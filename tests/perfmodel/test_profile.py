@@ -28,7 +28,7 @@ from fastdecode.perfmodel.prefill_rates import (
 )
 from fastdecode.perfmodel.prefill_times import triangle_pairs
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
-from fastdecode.perfmodel.transport import Contention
+from fastdecode.perfmodel.stages import Contention
 
 
 def changed(**changes: Any) -> str:

@@ -19,10 +19,9 @@ from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.load import NO_RANGES, Load, RangeParts, mean_parts
-from fastdecode.perfmodel.stages import MeasuredSPart, RPart
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.storage_costs import StorageCosts
-from fastdecode.perfmodel.transport import Transport
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 SHAPE = BUILT_IN["llama-3-8b"]

@@ -17,10 +17,9 @@ from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.lab.simulate import SimulatedRequest, Simulator, SplitMachine
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import MeasuredSPart, RPart
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 from fastdecode.perfmodel.storage_costs import APPENDED_TOKENS, StorageCosts
-from fastdecode.perfmodel.transport import Transport
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 SHAPE = BUILT_IN["llama-7b"]

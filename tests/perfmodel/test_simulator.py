@@ -25,9 +25,8 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_times import PrefillTimes, PromptAttentionTimes
 from fastdecode.perfmodel.presets import GPUS
-from fastdecode.perfmodel.stages import MeasuredSPart, RPart
+from fastdecode.perfmodel.stages import MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
-from fastdecode.perfmodel.transport import Transport
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler import Sequence as ScheduledSequence
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting

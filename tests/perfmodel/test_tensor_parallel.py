@@ -29,8 +29,7 @@ from fastdecode.perfmodel.rank_costs import (
     replicated_bytes,
 )
 from fastdecode.perfmodel.sizing import NO_PRICES, Prices, Workload
-from fastdecode.perfmodel.stages import GpuSPart, host_r_part
-from fastdecode.perfmodel.transport import Transport
+from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
 
 OPT_175B, A10, EPYC = BUILT_IN["opt-175b"], find_gpu("a10"), find_cpu_host("epyc-7452")
 RATE, ONCE = 1e9, 1e-5

@@ -41,10 +41,17 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape
 from fastdecode.perfmodel.sizing import NO_PRICES, Prices, Workload
-from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart, beside_states, host_r_part
+from fastdecode.perfmodel.stages import (
+    GpuSPart,
+    MeasuredSPart,
+    RPart,
+    SPart,
+    Transport,
+    beside_states,
+    host_r_part,
+)
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.storage_costs import StorageCosts
-from fastdecode.perfmodel.transport import Transport
 
 HOST_MEMORY_FRACTION = 0.8
 """The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""

@@ -65,7 +65,7 @@ def _text(milliseconds: float | None, sessions: int) -> str:
 
 
 def _inputs(args: argparse.Namespace, context: int) -> PlanInputs | None:
-    """Plan for sessions that have so many cached tokens; None where not one fits an R-worker."""
+    """Plan for sessions that have so many cached tokens; None if not one fits an R-worker."""
     words: dict[str, Any] = {
         "seq_len": context + 1.0,
         "prompt_len": float(context),

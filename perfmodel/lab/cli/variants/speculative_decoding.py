@@ -38,7 +38,7 @@ def add_speculation_flags(group: Any) -> None:
 
 
 def read_drafting(args: argparse.Namespace, inputs: PlanInputs | None) -> Drafting | None:
-    """Return the drafts that the flags ask for, None where nothing is drafted.
+    """Return the drafts that the flags ask for, None if nothing is drafted.
 
     ``inputs``: the S-worker and its R-workers, None for a GPU alone.
 
@@ -59,7 +59,7 @@ def read_drafting(args: argparse.Namespace, inputs: PlanInputs | None) -> Drafti
 
 
 def _target_shape(args: argparse.Namespace) -> ModelShape | None:
-    """None where bare numbers say nothing of it."""
+    """None if bare numbers say nothing of it."""
     if args.model:
         return named_shape(args.model)
     return load_profile(args.profile).shape if args.profile else None
