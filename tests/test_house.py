@@ -20,14 +20,14 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 338,
-    "lines that serving imports": 49_550,
-    "lines of the product": 63_150,
-    "files over 300 lines": 7,
+    "modules that serving imports": 337,
+    "lines that serving imports": 49_700,
+    "lines of the product": 63_500,
+    "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,
-    "docstrings that are fragments": 400,
+    "docstrings that are fragments": 275,
 }
 
 FRAGMENT = re.compile(

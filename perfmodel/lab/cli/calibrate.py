@@ -18,7 +18,7 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import write_profile
 
 if TYPE_CHECKING:
-    from fastdecode.perfmodel.lab.measure.calibrator import CalibrationPlan
+    from fastdecode.perfmodel.lab.measure.calibration_plan import CalibrationPlan
 
 
 def add_command(commands: Any) -> None:
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = args.tensor_parallel_size
     check_own_ranks(num_ranks)
     config = replace(engine_config(args), tensor_parallel_size=1)
-    from fastdecode.perfmodel.lab.measure.calibrator import Calibrator, full_plan, quick_plan
+    from fastdecode.perfmodel.lab.measure.calibration_plan import full_plan, quick_plan
+    from fastdecode.perfmodel.lab.measure.calibrator import Calibrator
     from fastdecode.sworker.model.loader import device_name, model_shape
 
     shape = model_shape(config)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, read_inputs
+from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
+from fastdecode.perfmodel.lab.cli.planner_inputs import PlanInputs
 from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
 from fastdecode.perfmodel.lab.cli.variants.variant import with_enough_gpus
 from fastdecode.perfmodel.lab.gpu_only import GpuServer

@@ -13,7 +13,7 @@ from fastdecode.cli.flags import json_object
 from fastdecode.core.errors import ConfigError
 from fastdecode.drafting.speculative_config import SpeculativeConfig
 from fastdecode.perfmodel.equations import largest, tokens_per_verification
-from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs
+from fastdecode.perfmodel.lab.cli.planner_inputs import PlanInputs
 from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
 from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.perfmodel.lab.draft_times import LOOKUP_SECONDS, DraftCost, Drafting, row_share

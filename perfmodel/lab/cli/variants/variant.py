@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.batch_search import BatchSearch
-from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, read_inputs
+from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
 from fastdecode.perfmodel.lab.cli.named_machine import one_gpu_or_cpu
+from fastdecode.perfmodel.lab.cli.planner_inputs import PlanInputs
 from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, named_shape
 from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.lab.planner import Planner
