@@ -27,7 +27,7 @@ CEILINGS = {
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,
-    "docstrings that are fragments": 275,
+    "docstrings that are fragments": 251,
 }
 
 FRAGMENT = re.compile(
