@@ -32,7 +32,7 @@ class LayerRows:
         self.filled = [0] * num_parts
 
     def of(self, start: int, end: int) -> Arrays:
-        """The rows of positions ``start`` to ``end``, all of the prefix or all after it."""
+        """Return the rows of positions ``start`` to ``end``, all of the prefix or all after it."""
         context_len = len(self.kv.prefix)
         if start < context_len:
             return (self.kv.prefix[start:end],)
@@ -49,7 +49,7 @@ class EarlyRows:
         self.num_bytes = 0
 
     def keep(self, job_id: int, layer: int, start: int, arrays: Arrays) -> None:
-        """FrameError where all that is kept would take too many bytes."""
+        """Raise FrameError if all that is kept would take too many bytes."""
         num_bytes = sum(each.nbytes for each in arrays)
         with self._lock:
             if self.num_bytes + num_bytes > self._most_bytes:
@@ -71,3 +71,20 @@ class EarlyRows:
         with self._lock:
             self._rows.clear()
             self.num_bytes = 0
+
+
+def early_place(layout: KVLayout, number: int, num_rows: int, num_bytes: tuple[int, ...]) -> Arrays:
+    """Return room for rows of layer ``number`` whose job is not known yet: of a prefix or after it, or a state.
+
+    ``num_bytes``: of the two parts of the frame that carries them, which tell a prefix's rows from others.
+    """
+    layer = layout.layers[number]
+    if not layer.caches_rows:
+        return (np.empty((1, layout.sequence_bytes(number)), np.uint8),)
+    forms = [LayerRows(layout, layer, length, num_rows, 0).of(0, num_rows) for length in (num_rows, 0)]
+    return forms[0] if part_bytes(forms[0]) == num_bytes else forms[1]
+
+
+def part_bytes(arrays: Arrays) -> tuple[int, ...]:
+    """Return the bytes of the two parts of a KV frame that carries rows."""
+    return (*(each.nbytes for each in arrays), 0)[:2]

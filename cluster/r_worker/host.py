@@ -8,12 +8,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import (
     CAN_BIND,
@@ -28,6 +30,9 @@ from fastdecode.core.machine import (
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import WorkerPlan, WorkerReport
 from fastdecode.kinds.layout import KVLayout
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 LAYER_CACHE_BLOCK = 256
 """Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""
@@ -60,7 +65,7 @@ class Host:
             self.park.close()
 
     def describe(self) -> str:
-        """Cores, threads, instruction set, memory and bandwidth in one line."""
+        """Return cores, threads, instruction set, memory and bandwidth in one line."""
         return (
             f"cores {_ranges(self.cores)}, {self.size.num_threads} thread(s), "
             f"{self.tuning.isa} (read-ahead {self.tuning.read_ahead}), "
@@ -97,15 +102,17 @@ def take_host(
 
 @cache
 def check_isa(isa: str) -> None:
-    """BackendError if this machine or build gets an instruction set wrong; tested once per process, in 10 ms."""
+    """Raise BackendError if this machine or build gets an instruction set wrong; tested once per process, in 10 ms."""
     refusal = _rworker.self_test(isa)
     if refusal:
         raise BackendError(refusal)
 
 
 def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
-    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout,
-    ConfigError for an instruction set that is not to be had.
+    """Return a cache of as many blocks as fit.
+
+    Raise CapacityError if not even one does, ValueError for an impossible layout, ConfigError for an instruction set
+    that is not to be had.
 
     BackendError, as ``check_isa``, for kernels that do not compute what they should.
     """
@@ -158,7 +165,7 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
 
 
 def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
-    """A cache for ``layout``, that of one layer, or of one and its index, and a sequence of ``num_tokens``.
+    """Return a cache for ``layout``, that of one layer, or of one and its index, and a sequence of ``num_tokens``.
 
     Where this process does not attend in the arithmetic that ``layout`` names, it does in its own.
     """
@@ -179,12 +186,12 @@ def attends_in(isa: str) -> bool:
 
 
 def has_isa(isa: str) -> bool:
-    """Say whether this processor has ``isa``, one of ``ISAS``."""
+    """Return whether this processor has ``isa``, one of ``ISAS``."""
     return isa in _rworker.supported_isas()
 
 
 def block_bytes(layout: KVLayout, block_size: int) -> int:
-    """Bytes that a block of ``block_size`` tokens takes, over all layers."""
+    """Return bytes that a block of ``block_size`` tokens takes, over all layers."""
     return _rworker.block_bytes(list(layout.layers), layout.kv_dtype, block_size)
 
 
@@ -200,7 +207,7 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def _columns(records: np.ndarray) -> np.ndarray:
-    """Records of four int64 fields as int64 [n, 4]."""
+    """Return records of four int64 fields as int64 [n, 4]."""
     return np.ascontiguousarray(records).view(np.int64).reshape(-1, 4)
 
 
@@ -225,3 +232,13 @@ def _ranges(cores: list[int] | tuple[int, ...]) -> str:
         else:
             parts.append([core, core])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> KvPort:
+    """See ``KvPort``; ValueError where it cannot be opened. Imported here, since most R-workers need no ZeroMQ."""
+    from fastdecode.cluster.r_worker.kv_port import KvPort
+
+    try:
+        return KvPort(worker, layout, security, host)
+    except OSError as error:
+        raise ValueError(f"kv_port: {error.strerror}") from None
