@@ -20,7 +20,7 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 329,
+    "modules that serving imports": 331,
     "lines that serving imports": 49_400,
     "lines of the product": 63_000,
     "files over 300 lines": 15,
