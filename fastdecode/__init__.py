@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def not_installed() -> str:
-    """Return what to do where Python reads the source folder and its C++ part is not there; "" where it is."""
+    """Return what to do where Python reads the source folder and its C++ part is not there; "" if it is."""
     from importlib.util import find_spec
     from pathlib import Path
 

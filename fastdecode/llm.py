@@ -44,13 +44,13 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **vllms: Any,
     ) -> list[RequestOutput]:
-        """Finished outputs in the order of ``prompts``.
+        """Return finished outputs in the order of ``prompts``.
 
-        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params`` is one for all, or one each; None is
-        the model's generation_config.json. Bad input raises before anything runs; on any failure or Ctrl-C nothing
-        of this call is left in the engine. ``lora_request`` must be None. ``prompt_token_ids``: prompts as token ids,
-        with their texts in ``prompts`` or alone. ``use_tqdm`` may be what makes the progress bar. ``vllms``: other
-        arguments of vLLM's, which must ask for nothing.
+        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params`` is one for all, or one each; None is the
+        model's generation_config.json. Bad input raises before anything runs; on any failure or Ctrl-C nothing of this
+        call is left in the engine. ``lora_request`` must be None. ``prompt_token_ids``: prompts as token ids, with
+        their texts in ``prompts`` or alone. ``use_tqdm`` may be what makes the progress bar. ``vllms``: other arguments
+        of vLLM's, which must ask for nothing.
         """
         check_lora(lora_request)
         check_call(vllms)
@@ -110,7 +110,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer as transformers has it; ConfigError where it was not loaded."""
+        """Return the model's tokenizer as transformers has it. Raise ConfigError if it was not loaded."""
         return self._tokenizer.hf
 
     @property
@@ -120,7 +120,7 @@ class LLM:
         return self.engine.s_model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json asks for."""
+        """Return what generation_config.json asks for."""
         return SamplingParams(**self.engine.s_model.generation_defaults)
 
     @property
@@ -170,7 +170,7 @@ class LLM:
 
 
 def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
-    """Return one prompt for each text, or list of token ids, or both; ConfigError where they are not as many."""
+    """Return one prompt for each text, or list of token ids, or both. Raise ConfigError if they are not as many."""
     if prompts is None and prompt_token_ids is None:
         raise ConfigError("generate: give prompts")
     texts: list[Any] = [] if prompts is None else [prompts] if _is_single(prompts) else list(prompts)
@@ -187,7 +187,7 @@ def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
 
 
 def _is_single(prompts: Any) -> bool:
-    """True for one prompt: text, a mapping, or a flat list of token ids."""
+    """Return True for one prompt: text, a mapping, or a flat list of token ids."""
     if isinstance(prompts, (str, dict)):
         return True
     return bool(prompts) and all(isinstance(item, int) for item in prompts)

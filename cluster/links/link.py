@@ -82,7 +82,10 @@ class Link(Conversation):
         self.send(kind, part, mini_batch=mini_batch, layer=layer)
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
-        """Fill q, k, v, or o and any partial results, with what ``frame`` brings; FrameError where the sizes differ."""
+        """Fill q, k, v, or o and any partial results, with what ``frame`` brings.
+
+        Raise FrameError if the sizes differ.
+        """
         part, slots = arrays[0], self._slots
         if frame.kind is Kind.PAYLOAD and slots:
             part = slots.stretch(frame.mini_batch, frame.layer)
@@ -104,7 +107,7 @@ class Link(Conversation):
                 np.copyto(array, place)
 
     def give_up(self, error: Exception) -> str:
-        """The other end is lost, as ``error`` shows; return the reason."""
+        """Return the other end is lost, as ``error`` shows; return the reason."""
         return str(error)
 
     def begin_beats(self) -> None:
@@ -161,7 +164,7 @@ class PartChannel:
             self.read_into(bytearray(self._left[0]))
 
     def _header(self, timeout_seconds: float) -> bytearray | None:
-        """The next message's header, None when none came in time."""
+        """Return the next message's header, None when none came in time."""
         raise NotImplementedError
 
     def _fill(self, buffer: Any) -> None:

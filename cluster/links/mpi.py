@@ -55,7 +55,7 @@ class MpiJob:
         _sleep_precisely()
 
     def peer(self, rank: int) -> MpiPeer:
-        """The connection to ``rank``, the same object each time."""
+        """Return the connection to ``rank``, the same object each time."""
         if rank not in self._peers:
             self._peers[rank] = MpiPeer(self._world, rank, self.lock)
         return self._peers[rank]
@@ -78,7 +78,7 @@ class MpiJob:
 
 
 class MpiPeer:
-    """Words and messages to and from one other rank; ConnectionError where MPI fails."""
+    """Words and messages to and from one other rank. Raise ConnectionError if MPI fails."""
 
     def __init__(self, world: Any, rank: int, lock: threading.Lock) -> None:
         self.rank = rank
@@ -108,11 +108,11 @@ class MpiPeer:
         return self.send(_WORD.pack(word), _WORD_TAG)
 
     def word_is_there(self, timeout_seconds: float) -> bool:
-        """True when ``take_word`` may be called."""
+        """Return True if ``take_word`` may be called."""
         return self.wait([self._arrival], timeout_seconds)
 
     def take_word(self) -> int:
-        """The word that has arrived; posts the receive for the next."""
+        """Return the word that has arrived; posts the receive for the next."""
         (word,) = _WORD.unpack(self._word)
         self._arrival = self.receive(self._word, _WORD_TAG)
         return word
@@ -156,7 +156,7 @@ class MpiPeer:
         self.cancel([self._arrival])
 
     def done(self, requests: Sequence[Any]) -> bool:
-        """True when all are done; a request that is done stays so. May be called from any thread."""
+        """Return True if all are done; a request that is done stays so. May be called from any thread."""
         try:
             with self._lock:
                 for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time

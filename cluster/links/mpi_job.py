@@ -47,7 +47,7 @@ RIGHT_LINE = (
 )
 PREFILL_LINE = (
     "mpirun -n 1 fastdecode bench throughput --r-workers mpi --prefill-workers mpi:2 … : -n 4 fastdecode r-worker "
-    "--transport mpi : -n 2 fastdecode prefill-worker --transport mpi … (docs/operating.md)"
+    "--transport mpi : -n 2 fastdecode prefill-worker --transport mpi … (docs/launching.md)"
 )
 
 
@@ -79,7 +79,7 @@ class JobRanks:
         self.is_on_one_machine = len({machine for _, machine in entries}) == 1
 
     def of(self, role: Role) -> list[int]:
-        """The ranks that have this role."""
+        """Return the ranks that have this role."""
         return [rank for rank, each in enumerate(self.roles) if each is role]
 
 
@@ -187,7 +187,7 @@ class PrefillRank(JobRanks):
 def join_as_s_worker() -> SWorkerRank:
     """Join this process's job as its S-worker, once; when this process ends, in whatever way, so do the other ranks.
 
-    ConfigError where there is no MPI, or no other rank.
+    ConfigError if there is no MPI, or no other rank.
     """
     job = _join()
     if job.size == 1:
@@ -203,15 +203,15 @@ def join_as_s_worker() -> SWorkerRank:
 
 
 def join_as_r_worker() -> JobRanks:
-    """Join this process's job as an R-worker; ConfigError where this process is alone."""
+    """Join this process's job as an R-worker. Raise ConfigError if this process is alone."""
     return JobRanks(_join_behind(Role.R_WORKER, RIGHT_LINE), Role.R_WORKER)
 
 
 def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:
     """Join this process's job as a prefill worker, and call ``serve(rank, s_worker_host)`` once it begins.
 
-    ``serve`` announces its address, and returns when the job is over. ConfigError where this process is alone; a
-    failure ends the job.
+    ``serve`` announces its address, and returns when the job is over. ConfigError if this process is alone; a failure
+    ends the job.
     """
     rank = PrefillRank(_join_behind(Role.PREFILL_WORKER, PREFILL_LINE))
     try:
@@ -226,7 +226,7 @@ def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:
 
 
 def _join_behind(role: Role, right_line: str) -> MpiJob:
-    """The job of a rank that is not the first."""
+    """Return the job of a rank that is not the first."""
     job = _join()
     if job.size == 1:
         raise ConfigError(

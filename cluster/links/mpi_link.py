@@ -140,7 +140,7 @@ class MpiLink(Link):
         self._withdraw()
 
     def _take(self) -> Frame:
-        """The frame of the word that has arrived, with its payload."""
+        """Return the frame of the word that has arrived, with its payload."""
         self._cut = True
         word = self._last_word = self._peer.take_word()
         self._cut = False

@@ -70,7 +70,7 @@ class PeerChannel:
         self._listener.skip()
 
     def _look_at_connection(self) -> None:
-        """After the end of any connection, test the served peer's; ConnectionError if it is gone."""
+        """After the end of any connection, test the served peer's. Raise ConnectionError if it is gone."""
         has_ended, now = self._listener.look_at_connections(), time.monotonic()
         if has_ended:
             self._probe_until = now + DEPARTURE_SECONDS

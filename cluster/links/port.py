@@ -46,7 +46,10 @@ class Reader:
         self.read_into = listener.read_into
 
     def body(self, frame: Frame, most_bytes: int) -> bytearray:
-        """The one part of ``frame``; FrameError if it announces more than ``most_bytes``, or other parts."""
+        """Return the one part of ``frame``.
+
+        Raise FrameError if it announces more than ``most_bytes``, or other parts.
+        """
         if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
             raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
         data = bytearray(frame.lengths[0])
@@ -55,11 +58,11 @@ class Reader:
         return data
 
     def record(self, form: struct.Struct) -> tuple[Any, ...]:
-        """The next part, as numbers; FrameError for another size."""
+        """Return the next part, as numbers. Raise FrameError for another size."""
         return form.unpack(self._listener.read_part(form.size))
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The next part where it was received, read-only, and copied only if it is not aligned there.
+        """Return the next part where it was received, read-only, and copied only if it is not aligned there.
 
         FrameError for another size.
         """
@@ -114,7 +117,7 @@ class Port:
         open_kinds: Collection[Kind] = (),
         niceness: int = 0,
     ) -> None:
-        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
+        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. OSError if that is impossible.
 
         ``role``: this side's. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``: how
         far its thread and libzmq's stand back where cores are busy, as of the command ``nice``.

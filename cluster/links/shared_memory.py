@@ -35,7 +35,7 @@ FRAME_SECONDS = 5.0
 
 
 def make_memory() -> int:
-    """A file descriptor of memory with two empty rings."""
+    """Return a file descriptor of memory with two empty rings."""
     descriptor = os.memfd_create("fastdecode-payload", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, HEAD_BYTES)
     return descriptor
@@ -136,7 +136,7 @@ class StreamChannel(PartChannel):
             raise ConnectionError(f"the control socket is closed: {error.strerror}") from None
 
     def check(self) -> None:
-        """ConnectionError if the other end is closed."""
+        """Raise ConnectionError if the other end is closed."""
         if any(event & (select.POLLHUP | select.POLLERR) for _, event in self._poll.poll(0)):
             raise ConnectionError("the control socket is closed")
 

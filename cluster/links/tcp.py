@@ -48,7 +48,7 @@ def connect(
 
 
 def _diagnose(address: str) -> str:
-    """Why no ZeroMQ socket answers at ``address``; "" where one does, or where nothing listens yet.
+    """Return why no ZeroMQ socket answers at ``address``; "" if one does, or where nothing listens yet.
 
     A ZeroMQ socket greets every connection at once with 0xFF, eight bytes, 0x7F (ZMTP 3.1, section 3.2).
     """

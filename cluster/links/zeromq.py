@@ -46,7 +46,7 @@ log = logging.getLogger("fastdecode.r_worker")
 class ZmqChannel(ZmqSocket):
     """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round.
 
-    ``diagnose`` is called while no handshake succeeds, and returns the reason, or "" where it knows none.
+    ``diagnose`` is called while no handshake succeeds, and returns the reason, or "" if it knows none.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ZmqChannel(ZmqSocket):
                     self.look_at_connection()
 
     def failure(self) -> str:
-        """Why no connection has come about, "" where one has, if only for a while."""
+        """Return why no connection has come about, "" if one has, if only for a while."""
         try:
             self.look_at_connection()
         except ConnectionError as error:
@@ -110,7 +110,7 @@ class ZmqChannel(ZmqSocket):
         return "" if self._connected else "nobody answers there"
 
     def look_at_connection(self) -> None:
-        """ConnectionError if it has ended, or cannot be made."""
+        """Raise ConnectionError if it has ended, or cannot be made."""
         events, now = self.events(), time.monotonic()
         self._connected |= bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._connected:
@@ -146,7 +146,7 @@ class ZmqListener(ZmqSocket):
         part_bytes: int = FRAME_LIMIT,
         received: int = MAX_QUEUED,
     ) -> None:
-        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError where that is impossible.
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError if that is impossible.
 
         ``role``: this side's; only peers of the other role are accepted. ``part_bytes`` and ``received``: see
         ``ZmqSocket``.
@@ -166,7 +166,7 @@ class ZmqListener(ZmqSocket):
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def accept(self, timeout_seconds: float) -> PeerChannel | None:
-        """The channel to the sender of the first message, None when none came in time."""
+        """Return the channel to the sender of the first message, None when none came in time."""
         if not self.poll(timeout_seconds):
             self.look_at_connections()
             return None
@@ -182,9 +182,9 @@ class ZmqListener(ZmqSocket):
         return PeerChannel(self, identity, first.bytes if first and len(first) == HEADER.size else b"")
 
     def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None:
-        """Send one message to the peer with ``identity``; ConnectionError where it is gone.
+        """Send one message to the peer with ``identity``. Raise ConnectionError if it is gone.
 
-        One for which there is no room is dropped, unless this ``waits``: then ConnectionError where none comes in time.
+        One for which there is no room is dropped, unless this ``waits``: then ConnectionError if none comes in time.
         """
         try:
             self.send_message([identity, *parts], 0 if waits else zmq.NOBLOCK)
@@ -195,7 +195,7 @@ class ZmqListener(ZmqSocket):
             raise ConnectionError(error.strerror) from None
 
     def reaches(self, identity: bytes) -> bool:
-        """Whether the peer of that name is there; it gets an empty message, which says nothing."""
+        """Return whether the peer of that name is there; it gets an empty message, which says nothing."""
         try:
             self.send_to(identity, [b""], waits=False)
         except ConnectionError:
@@ -203,8 +203,10 @@ class ZmqListener(ZmqSocket):
         return True
 
     def look_at_connections(self) -> bool:
-        """True where one has ended since the last look. Logs once that a peer without the key, or with another security
-        level, has tried to connect, or may have."""
+        """Return True if one has ended since the last look.
+
+        Logs once that a peer without the key, or with another security level, has tried to connect, or may have.
+        """
         events = self.events()
         new = events & FAILED & ~self._told
         self._told |= new

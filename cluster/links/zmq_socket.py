@@ -52,11 +52,11 @@ class ZmqSocket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def poll(self, timeout_seconds: float) -> bool:
-        """True when a message is there; returns early for a connection's event."""
+        """Return True if a message is there; returns early for a connection's event."""
         return self.socket in dict(self._poller.poll(math.ceil(timeout_seconds * 1000)))
 
     def events(self) -> int:
-        """The connections' events since the last call, or-ed together."""
+        """Return the connections' events since the last call, or-ed together."""
         found = 0
         while self._monitor.poll(0):
             found |= zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
@@ -68,7 +68,10 @@ class ZmqSocket:
             raise FrameError(f"a frame whose part has {got if self.more else 'no'} bytes, not {wanted}")
 
     def read_part(self, num_bytes: int) -> memoryview:
-        """The message's next part where it was received, read-only; FrameError unless it has that length."""
+        """Return the message's next part where it was received, read-only.
+
+        Raise FrameError unless it has that length.
+        """
         part = self.socket.recv(copy=False).buffer if self.more else memoryview(b"")
         if part.nbytes != num_bytes:
             raise FrameError(f"a frame whose part has {part.nbytes} bytes, not {num_bytes}")

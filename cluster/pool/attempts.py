@@ -36,7 +36,7 @@ class Attempts:
         return failures is None or time.monotonic() >= failures.next_time
 
     def failed(self, address: str, reason: str) -> bool:
-        """Note a failure; True where ``reason`` is new for this address, and so worth a line in the log."""
+        """Note a failure; True if ``reason`` is new for this address, and so worth a line in the log."""
         failures = self.remembered.pop(address, None) or _Failures()
         failures.seconds = min(max(FIRST_SECONDS, 2 * failures.seconds), MOST_SECONDS)
         failures.next_time = time.monotonic() + failures.seconds

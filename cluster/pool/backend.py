@@ -110,7 +110,7 @@ class PoolBackend(PoolMembers):
 
     @contextlib.contextmanager
     def asked(self, index: int, what: str) -> Iterator[PoolWorker]:
-        """R-worker ``index``, which is to ``what`` a sequence; BackendError where there is none, or it refuses."""
+        """R-worker ``index``, which is to ``what`` a sequence. Raise BackendError if there is none, or it refuses."""
         if not 0 <= index < len(self.workers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
         try:
@@ -128,8 +128,8 @@ class PoolBackend(PoolMembers):
     def _failed(self, index: int, refused: str, error: Exception) -> None:
         """Go on without worker ``index`` where ``error`` says that it is lost: its rows read zeros from now on.
 
-        BackendError where it refused ``refused``, WorkerLostError where it was the last, NoRWorkerError where it or
-        another may come.
+        BackendError if it refused ``refused``, WorkerLostError if it was the last, NoRWorkerError if it or another may
+        come.
         """
         if not isinstance(error, WorkerLostError):
             raise _refusal(self.workers[index], refused, error) from error

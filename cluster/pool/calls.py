@@ -59,7 +59,7 @@ class Calls:
         most_bytes: int = FRAME_LIMIT,
         spins: bool = True,
     ) -> Answer:
-        """What ``decode`` makes of the body of an ``answer`` to ``kind``. ``spins``: see ``answer``."""
+        """Return what ``decode`` makes of the body of an ``answer`` to ``kind``. ``spins``: see ``answer``."""
         self.send(kind, body)
         with self.losses:
             return decode(self.body(self.answer(answer, spins=spins), most_bytes))
@@ -80,8 +80,10 @@ class Calls:
     def answer(
         self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False, spins: bool = True
     ) -> Frame:
-        """The next frame, which must be ``kind``; with ``discard`` other frames before it are dropped. ``spins``: False
-        where the answer takes all cores that it can have, perhaps this one too."""
+        """Return the next frame, which must be ``kind``; with ``discard`` other frames before it are dropped.
+
+        ``spins``: False if the answer takes all cores that it can have, perhaps this one too.
+        """
         deadline = time.monotonic() + most_seconds
         while True:
             frame = self.spin.until(lambda: self.next(0.0, discard)) if spins else None
@@ -107,7 +109,7 @@ class Calls:
         return frame
 
     def ping(self) -> float:
-        """The worker's clock, in seconds."""
+        """Return the worker's clock, in seconds."""
         self.send(Kind.PING)
         return float(self.number(self.answer(Kind.PONG), CLOCK))
 
@@ -122,7 +124,7 @@ class Calls:
             return link.body(frame, *most_bytes)
 
     def number(self, frame: Frame, form: struct.Struct) -> Any:
-        """The one number of ``frame``, which is packed as ``form``."""
+        """Return the one number of ``frame``, which is packed as ``form``."""
         try:
             (number,) = form.unpack(self.body(frame, form.size))
         except struct.error:
@@ -162,7 +164,7 @@ class _Losses:
 
 
 def _refusal(name: str, error: str, message: str) -> Exception:
-    """The error that R-worker ``name`` means by refusing a request with ``error``."""
+    """Return the error that R-worker ``name`` means by refusing a request with ``error``."""
     if error == "capacity":
         return CapacityError(f"R-worker {name}: {message}")
     if error == "busy":

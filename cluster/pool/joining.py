@@ -39,7 +39,7 @@ class JoinListener:
 
     An R-worker that is in the pool is not connected to again, nor is one that was dismissed, as long as it goes on
     asking; one that was lost is. ``dismissed_at``: when each of the former was dismissed, or asked last, in seconds.
-    Addresses of prefill workers go to ``invite_prefill_worker``, None where they are not wanted.
+    Addresses of prefill workers go to ``invite_prefill_worker``, None if they are not wanted.
     """
 
     def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
@@ -63,7 +63,7 @@ class JoinListener:
         self._layout = layout
 
     def joined(self) -> list[Joined]:
-        """The R-workers that became ready since the last call; never waits."""
+        """Return the R-workers that became ready since the last call; never waits."""
         for _ in range(MOST_AT_ONCE):
             if self._layout is None or (channel := self._listener.accept(0.0)) is None:
                 break

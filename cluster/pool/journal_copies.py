@@ -38,7 +38,7 @@ class JournalCopies:
         self._was_kept = False
 
     def copies(self) -> list[bytes]:
-        """What each R-worker has; an R-worker that is lost meanwhile has none."""
+        """Return what each R-worker has; an R-worker that is lost meanwhile has none."""
         found = []
         for journal in self._able():
             try:
@@ -105,7 +105,7 @@ def _told(journals: Iterable[RemoteJournal], start: int, data: bytes) -> list[Re
 
 
 def _did(act: Callable[..., None], *values: Any) -> bool:
-    """False where ``act`` finds its R-worker lost, of which the pool will hear at its next step."""
+    """False if ``act`` finds its R-worker lost, of which the pool will hear at its next step."""
     try:
         act(*values)
     except WorkerLostError as error:

@@ -29,7 +29,7 @@ class PoolMembers:
     """The R-workers of a pool, by index; an index keeps its place when its R-worker is lost.
 
     ``joined``: names of the last R-workers that have joined since ``open``, in order. ``join_listener``: through which
-    they join, None where they cannot.
+    they join, None if they cannot.
     """
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
@@ -88,7 +88,7 @@ class PoolMembers:
         self.close()
 
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """All at once."""
+        """Return all at once."""
         return self._open_some(list(self.workers), layout)
 
     def _open_some(self, workers: Sequence[PoolWorker], layout: KVLayout) -> list[RWorkerInfo]:
@@ -99,7 +99,7 @@ class PoolMembers:
         return [info for worker in workers if (info := self._opened(worker))]
 
     def _opened(self, worker: PoolWorker) -> RWorkerInfo | None:
-        """Return the description of ``worker``; None where it is lost and the others continue without it."""
+        """Return the description of ``worker``; None if it is lost and the others continue without it."""
         try:
             return worker.opened()
         except WorkerLostError as error:
@@ -151,7 +151,7 @@ class PoolMembers:
             self._newcomers.dismiss(name)
 
     def give_up(self, worker: int) -> None:
-        """Forget R-worker ``worker`` and what it holds; it may join anew."""
+        """Forget R-worker ``worker`` and what it holds; it may join again."""
         if isinstance(self.workers[worker], LostWorker):
             return
         name = self._replace(worker)
@@ -182,7 +182,7 @@ class PoolMembers:
         return all(isinstance(worker, LostWorker) for worker in self.workers)
 
     def _none_left(self, message: str) -> WorkerLostError:
-        """The error that says so, a NoRWorkerError where one may come."""
+        """Return the error that says so, a NoRWorkerError if one may come."""
         may_come = self._takes_back and (self._newcomers or self._returns)
         return NoRWorkerError(message) if may_come else WorkerLostError(message)
 

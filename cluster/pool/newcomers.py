@@ -36,7 +36,7 @@ class Returns:
         threading.Thread(target=self._await, args=(make,), name="return", daemon=True).start()
 
     def take(self) -> list[Joined]:
-        """Those that have come back since the last call; SupersededError where one serves the next S-worker."""
+        """Those that have come back since the last call. Raise SupersededError if one serves the next S-worker."""
         if self._superseded:
             raise self._superseded
         return [self._returned.get() for _ in range(self._returned.qsize())]
@@ -88,7 +88,7 @@ class Newcomers:
         return len(self._waiting)
 
     def take(self, most: int | None = None) -> list[Joined]:
-        """The first ``most`` of those that wait, None: all."""
+        """Return the first ``most`` of those that wait, None: all."""
         count = self.num_waiting if most is None else most
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         return taken

@@ -87,7 +87,7 @@ class RemoteWorker(PoolWorker):
         return self.calls.link
 
     def anew(self) -> RemoteWorker:
-        """Return one of the same name that connects, or starts a process, as this one did; it takes over nothing."""
+        """Return a worker of the same name that connects or starts its process as this one did."""
         lease = self._lease and msgspec.structs.replace(self._lease, follows="", any_run=False, waits=False)
         return RemoteWorker(self.name, self._connect, self._block_size, lease)
 
@@ -117,7 +117,10 @@ class RemoteWorker(PoolWorker):
         return replace(info, held=self._held(welcome), kept_of=welcome.kept_of, epoch=welcome.lease_epoch)
 
     def _welcomed(self, deadline: float) -> Frame:
-        """The WELCOME. Where a named session's S-worker is still served, which may be silent, ask again for a while."""
+        """Return the WELCOME.
+
+        Where a named session's S-worker is still served, which may be silent, ask again for a while.
+        """
         while True:
             try:
                 return self.calls.answer(Kind.WELCOME, OPEN_SECONDS)
@@ -138,7 +141,7 @@ class RemoteWorker(PoolWorker):
             self.calls.answer(Kind.READY)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
-        """What the R-worker has of the session that goes on; from now on this side has its epoch."""
+        """Return what the R-worker has of the session that goes on; from now on this side has its epoch."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
             raise self.calls.lose("it serves a named session that was not asked for, or none")
         if self._lease is not None:

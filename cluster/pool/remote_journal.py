@@ -21,11 +21,11 @@ class RemoteJournal:
 
     @property
     def is_there(self) -> bool:
-        """Whether its R-worker is neither closed nor lost, as far as this side knows."""
+        """True if its R-worker is neither closed nor lost, as far as this side knows."""
         return self._calls.link is not None and not self._calls.lost
 
     def record(self, start: int, data: bytes) -> None:
-        """Send bytes of the journal from byte ``start`` on, its end, or 0: all of it anew; then ``recorded``."""
+        """Send bytes of the journal from byte ``start`` on, its end, or 0: all of it again; then ``recorded``."""
         self._calls.send(Kind.RECORD, FIRST_BYTE.pack(start), data)
         self._num_bytes = start + len(data)
         self._calls.owed = self.recorded
@@ -40,5 +40,5 @@ class RemoteJournal:
             raise self._calls.lose(f"it has {num_bytes:,} bytes of a journal of {self._num_bytes:,}")
 
     def recall(self) -> bytes:
-        """The journal there, "" where there is none."""
+        """Return the journal there, "" if there is none."""
         return self._calls.ask(Kind.RECALL, b"", Kind.RECALLED, bytes, MOST_JOURNAL_BYTES)

@@ -121,7 +121,7 @@ class RoutedRows:
         return o, shares
 
     def _take(self, name: str, worker: int, array: np.ndarray, rows: Rows) -> np.ndarray:
-        """``rows`` of ``array``, copied unless they follow one another."""
+        """Return ``rows`` of ``array``, copied unless they follow one another."""
         if isinstance(rows, slice):
             return array[rows]
         shape = len(rows), *array.shape[1:]
@@ -130,7 +130,7 @@ class RoutedRows:
         return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # which needs no copy in between
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
-        """Every R-worker's partial results of ``spec``, the layer that was scattered."""
+        """Return every R-worker's partial results of ``spec``, the layer that was scattered."""
         found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)
         for share in self._shares[spec.row_shapes[3], spec.partial_shape][1]:
             if share.partials is not None:
@@ -139,7 +139,7 @@ class RoutedRows:
 
 
 def _as_table(records: np.ndarray) -> np.ndarray:
-    """Records of int64 fields as int64 [num_records, num_fields]."""
+    """Return records of int64 fields as int64 [num_records, num_fields]."""
     return records.view(np.int64).reshape(len(records), records.dtype.itemsize // 8)
 
 
@@ -148,9 +148,9 @@ def transfer_seconds(
 ) -> float:
     """Σ (busy start − the later of submit and the worker's previous call's end), plus the ways back, in seconds.
 
-    All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 where nothing ran. A worker serves its
-    calls one after another, so a call waits for the one before it, which is not transfer. ``arrived`` is when o came
-    where the S-worker was waiting for it, else 0: other ways back are not counted, since they cost no time.
+    All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 if nothing ran. A worker serves its calls
+    one after another, so a call waits for the one before it, which is not transfer. ``arrived`` is when o came where
+    the S-worker was waiting for it, else 0: other ways back are not counted, since they cost no time.
     """
     ran = busy_end > 0
     order = np.argsort(busy_start[ran])

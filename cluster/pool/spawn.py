@@ -69,7 +69,7 @@ class SpawnBackend(PoolBackend):
             leave_folder(self._park)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """Another process, where none is left."""
+        """Return another process, where none is left."""
         return gone.anew if isinstance(gone, RemoteWorker) and is_last else None
 
 

@@ -87,7 +87,7 @@ class StateKeeper:
 
 
 def paired_info(info: RWorkerInfo) -> RWorkerInfo:
-    """What a pair says of itself, of which the R-worker says ``info``."""
+    """Return what a pair says of itself, of which the R-worker says ``info``."""
     return replace(info, state_blocks=COUNTED_BLOCKS)
 
 

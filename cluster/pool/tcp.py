@@ -124,7 +124,7 @@ def listen_for_joins(
     security: str | None = None,
     silence_seconds: float = SILENCE_SECONDS,
 ) -> JoinListener:
-    """Listen at ``address`` ("host:port") for R-workers that join a pool; ConfigError where that is impossible.
+    """Listen at ``address`` ("host:port") for R-workers that join a pool. Raise ConfigError if that is impossible.
 
     Messages to this listener are encrypted wherever there is a key; ``security`` is for the links to the R-workers.
     """

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class PoolWorker:
-    """One R-worker as the pool sees it. The pool sends a slow request to all workers before it waits for any answer;
-    where that comes at once there is nothing to wait for.
+    """One R-worker as the pool sees it.
 
-    Refusals are ValueError or KeyError with the reason, and change nothing; WorkerLostError names one that is lost.
+    The pool sends a slow request to all workers before it waits for any answer; where that comes at once there is
+    nothing to wait for.
+
+    Refusals are ValueError or KeyError with the reason, and change nothing. A WorkerLostError names one that is lost.
     """
 
     name: str
@@ -30,7 +32,7 @@ class PoolWorker:
         raise NotImplementedError
 
     def opened(self) -> RWorkerInfo:
-        """Wait for the answer to ``open``; CapacityError when its memory is too small."""
+        """Wait for the answer to ``open``. Raise CapacityError when its memory is too small."""
         raise NotImplementedError
 
     def begin_step(self, plan: WorkerPlan) -> None:
@@ -49,7 +51,7 @@ class PoolWorker:
         raise NotImplementedError
 
     def ready(self, mini_batch: int) -> bool:
-        """True when ``wait`` would return at once."""
+        """Return True if ``wait`` would return at once."""
         raise NotImplementedError
 
     def wait(self, mini_batch: int) -> None:
@@ -77,12 +79,12 @@ class PoolWorker:
 
     @property
     def disk(self) -> Disk | None:
-        """Where it parks; None where it has none."""
+        """Where it parks; None if it has none."""
         return None
 
     @property
     def journal(self) -> RemoteJournal | None:
-        """The session's journal there; None where it does not outlive this process, or keeps no session."""
+        """The session's journal there; None if it does not outlive this process, or keeps no session."""
         return None
 
     def break_off(self) -> None:

@@ -32,7 +32,7 @@ def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) 
 
 
 def _has_own_cores(welcome: Welcome) -> bool:
-    """True for another machine, and for cores of this one that the S-worker keeps off."""
+    """Return True for another machine, and for cores of this one that the S-worker keeps off."""
     return welcome.host_id != host_id() or not set(welcome.cores) & allowed_cores()
 
 

@@ -34,7 +34,7 @@ class PrefillClient:
         self.welcome: PrefillWelcome | None = None
 
     def open(self, hello: bytes) -> None:
-        """Ask for a session; BackendError where the worker is gone, or does not hold this side's key."""
+        """Ask for a session. Raise BackendError if the worker is gone, or does not hold this side's key."""
         self.link = self._connect()
         try:
             self.link.send(Kind.HELLO, hello)
@@ -42,7 +42,7 @@ class PrefillClient:
             raise BackendError(f"prefill worker {self.name}: {error}") from error
 
     def opened(self, model: str) -> None:
-        """Wait for the answer; BackendError when it is a refusal, or does not come."""
+        """Wait for the answer. Raise BackendError when it is a refusal, or does not come."""
         link, deadline = self._open_link, time.monotonic() + OPEN_SECONDS
         try:
             while (frame := link.receive(TICK_SECONDS)) is None:

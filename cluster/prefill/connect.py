@@ -62,7 +62,7 @@ def spawned_workers(
 
 
 def ranked_workers(security: Security) -> PrefillPool:
-    """The prefill workers among the ranks of this process's MPI job, which listen once their model is loaded."""
+    """Return the prefill workers among the ranks of this process's MPI job, which listen once their model is loaded."""
     from fastdecode.cluster.links.mpi_job import Role, join_as_s_worker
 
     job = join_as_s_worker()
@@ -96,7 +96,7 @@ class _Spawned:
 
     @property
     def address(self) -> str:
-        """ "host:port"; waits for it. BackendError where the process ends instead."""
+        """ "host:port"; waits for it. BackendError if the process ends instead."""
         while not self._address:
             line = self.process.stdout.readline() if self.process.stdout else ""
             if not line:

@@ -26,7 +26,7 @@ TICK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Stored:
-    """The outcome of one call of ``KvFeed.store`` or ``read``; ``refusal`` says why it failed, "" where it did not."""
+    """The outcome of one call of ``KvFeed.store`` or ``read``; ``refusal`` says why it failed, "" if it did not."""
 
     job_id: int
     layer: int
@@ -74,7 +74,7 @@ class KvFeed:
     """
 
     def __init__(self, address: str, epoch: int, security: Security) -> None:
-        """``address`` and ``epoch``: the port's. BackendError where the two sides do not share a key."""
+        """``address`` and ``epoch``: the port's. BackendError if the two sides do not share a key."""
         self.address = address
         self._channel = proven(ZmqChannel(address, security.curve_secret), security, address)
         self._conversation = Conversation(self._channel)
@@ -109,7 +109,7 @@ class KvFeed:
         self._call(Kind.READ, job_id, layer, start, (stored,))
 
     def poll(self, timeout_seconds: float) -> list[Stored]:
-        """Outcomes since the last call, in the order of the calls; empty when none came in time."""
+        """Return outcomes since the last call, in the order of the calls; empty when none came in time."""
         deadline = time.monotonic() + timeout_seconds
         while self._in_flight and self._hear(0.0):
             pass
@@ -188,7 +188,7 @@ def _stored(piece: _Piece) -> bytes:
 
 
 def _check_rows(arrays: tuple[np.ndarray, ...]) -> None:
-    """ValueError unless all are C-contiguous, k and v of three dimensions, and as many rows, at least one."""
+    """Raise ValueError unless all are C-contiguous, k and v of three dimensions, and as many rows, at least one."""
     dimensions = {1: [2], 2: [3, 3]}.get(len(arrays))
     is_right = [each.ndim for each in arrays] == dimensions and 0 < len(arrays[0]) == len(arrays[-1])
     if not is_right or not all(each.flags.c_contiguous for each in arrays):

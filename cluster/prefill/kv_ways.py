@@ -33,13 +33,13 @@ class PortHeads:
         self._layout, self._kv_heads = layout, tuple(kv_heads)
 
     def check(self, num_ports: int) -> None:
-        """FrameError where ``num_ports`` ports do not have all heads, each as often."""
+        """Raise FrameError if ``num_ports`` ports do not have all heads, each as often."""
         for layer, count in zip(self._layout.layers, self._kv_heads, strict=True):
             if num_ports % (layer.num_kv_heads // count):
                 raise FrameError(f"PROMPT: {num_ports} ports of {count} of the {layer.num_kv_heads} KV heads")
 
     def of(self, layer: int, port: int, num_ports: int) -> slice:
-        """The heads of port ``port`` of ``num_ports``, in order."""
+        """Return the heads of port ``port`` of ``num_ports``, in order."""
         count = self._kv_heads[layer]
         first = port * (self._layout.layers[layer].num_kv_heads // count) // num_ports * count
         return slice(first, first + count)
@@ -62,7 +62,7 @@ class PortHeads:
             whole[:, heads] = part
 
     def empty_rows(self, layer: int, num_rows: int) -> np.ndarray:
-        """Room for a prefix as the cache behind one port stores it: uint8 [num_rows, bytes]."""
+        """Return room for a prefix as the cache behind one port stores it: uint8 [num_rows, bytes]."""
         head_bytes = sum(self._layout.layers[layer].head_bytes(self._layout.kv_dtype))
         return np.empty((num_rows, self._kv_heads[layer] * head_bytes), np.uint8)
 
@@ -81,7 +81,7 @@ def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSende
 
 
 def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
-    """A range of a prefix from the ports of its R-worker; what several of them have comes from the first."""
+    """Return a range of a prefix from the ports of its R-worker; what several of them have comes from the first."""
 
     def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         parts = {heads.of(layer, port, len(readers)).start: port for port in reversed(range(len(readers)))}
@@ -97,7 +97,7 @@ def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReade
 
 
 def after(count: int, tell: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls ``tell`` at its call number ``count``; for any threads."""
+    """Return a function that calls ``tell`` at its call number ``count``; for any threads."""
     left, lock = [count], threading.Lock()
 
     def once() -> None:
@@ -118,7 +118,7 @@ def _taken(
 
 
 def _by_head(layer: Layer, kv_dtype: str, stored: np.ndarray, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Views of ``stored``, uint8 [rows, bytes]: keys and values [rows, num_heads, bytes of a head]."""
+    """Return views of ``stored``, uint8 [rows, bytes]: keys and values [rows, num_heads, bytes of a head]."""
     key_bytes, value_bytes = layer.head_bytes(kv_dtype)
     keys, values = stored[:, : num_heads * key_bytes], stored[:, num_heads * key_bytes :]
     return keys.reshape(len(stored), num_heads, key_bytes), values.reshape(len(stored), num_heads, value_bytes)

@@ -196,7 +196,7 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
 
 
 def _check_places(prompt: Prompt) -> None:
-    """FrameError for a prefix or stores with gaps, a place named twice, or an address that is none."""
+    """Raise FrameError for a prefix or stores with gaps, a place named twice, or an address that is none."""
     placed = (*prompt.stores, *prompt.prefix)
     if any(each.start >= each.end for each in placed):
         raise FrameError("PROMPT: a range of a place is empty")

@@ -154,7 +154,7 @@ class PrefillPool:
         self.clients = []
 
     def _next(self, prefill: RemotePrefill, index: int) -> Place | None:
-        """Where part ``index`` sends keys and values: to the next in the chain, or in the ring."""
+        """Return where part ``index`` sends keys and values: to the next in the chain, or in the ring."""
         count = len(prefill.parts)
         if count == 1 or (index == count - 1 and prefill.method != "tsp"):
             return None
@@ -173,7 +173,7 @@ class PrefillPool:
             self._lose(worker, str(error))
 
     def _hear(self) -> bool:
-        """Read all frames that are there; True where something has become known that ``outcomes`` tells."""
+        """Read all frames that are there; True if something has become known that ``outcomes`` tells."""
         for worker, client in enumerate(self.clients):
             try:
                 while client and client.link and (frame := client.link.receive(0.0)):
@@ -275,6 +275,6 @@ class PrefillPool:
 
 
 def _placed(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRows:
-    """The ports that take the tokens which ``stored`` names."""
+    """Return the ports that take the tokens which ``stored`` names."""
     places = tuple(Place(port.address, port.epoch) for port in r_workers[stored.r_worker].kv_ports)
     return PlacedRows(places, stored.start, stored.end, stored.ticket)

@@ -32,7 +32,7 @@ class LayerRows:
         self.filled = [0] * num_parts
 
     def of(self, start: int, end: int) -> Arrays:
-        """The rows of positions ``start`` to ``end``, all of the prefix or all after it."""
+        """Return the rows of positions ``start`` to ``end``, all of the prefix or all after it."""
         context_len = len(self.kv.prefix)
         if start < context_len:
             return (self.kv.prefix[start:end],)
@@ -49,7 +49,7 @@ class EarlyRows:
         self.num_bytes = 0
 
     def keep(self, job_id: int, layer: int, start: int, arrays: Arrays) -> None:
-        """FrameError where all that is kept would take too many bytes."""
+        """Raise FrameError if all that is kept would take too many bytes."""
         num_bytes = sum(each.nbytes for each in arrays)
         with self._lock:
             if self.num_bytes + num_bytes > self._most_bytes:

@@ -118,7 +118,7 @@ class Sender:
         raise NotImplementedError
 
     def _next(self, is_busy: bool) -> Item | None:
-        """The next item; while answers are to come (``is_busy``), None after a moment without one."""
+        """Return the next item; while answers are to come (``is_busy``), None after a moment without one."""
         try:
             return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
         except queue.Empty:
@@ -146,7 +146,7 @@ class Senders:
         return [self.of(kind, place) for place in placed.places]
 
     def drop_ended(self) -> None:
-        """Forget those that have failed: a later job tries anew."""
+        """Forget those that have failed: a later job tries again."""
         for key in [key for key, sender in list(self._threads.items()) if sender.has_ended]:
             self._threads.pop(key, None)
 

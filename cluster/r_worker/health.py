@@ -33,8 +33,8 @@ class HealthPort(ThreadingHTTPServer):
 
     /live says whether the process works, /health also whether it can be given work.
 
-    Clients cannot harm the R-worker: each has few seconds and few bytes, and their number is limited. ConfigError where
-    it cannot listen at ``host`` and ``port`` (0: any).
+    Clients cannot harm the R-worker: each has few seconds and few bytes, and their number is limited. ConfigError if it
+    cannot listen at ``host`` and ``port`` (0: any).
     """
 
     daemon_threads = True

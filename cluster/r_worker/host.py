@@ -60,7 +60,7 @@ class Host:
             self.park.close()
 
     def describe(self) -> str:
-        """Cores, threads, instruction set, memory and bandwidth in one line."""
+        """Return cores, threads, instruction set, memory and bandwidth in one line."""
         return (
             f"cores {_ranges(self.cores)}, {self.size.num_threads} thread(s), "
             f"{self.tuning.isa} (read-ahead {self.tuning.read_ahead}), "
@@ -97,15 +97,17 @@ def take_host(
 
 @cache
 def check_isa(isa: str) -> None:
-    """BackendError if this machine or build gets an instruction set wrong; tested once per process, in 10 ms."""
+    """Raise BackendError if this machine or build gets an instruction set wrong; tested once per process, in 10 ms."""
     refusal = _rworker.self_test(isa)
     if refusal:
         raise BackendError(refusal)
 
 
 def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
-    """A cache of as many blocks as fit; CapacityError if not even one does, ValueError for an impossible layout,
-    ConfigError for an instruction set that is not to be had.
+    """Return a cache of as many blocks as fit.
+
+    Raise CapacityError if not even one does, ValueError for an impossible layout, ConfigError for an instruction set
+    that is not to be had.
 
     BackendError, as ``check_isa``, for kernels that do not compute what they should.
     """
@@ -158,7 +160,7 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
 
 
 def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
-    """A cache for ``layout``, that of one layer, or of one and its index, and a sequence of ``num_tokens``.
+    """Return a cache for ``layout``, that of one layer, or of one and its index, and a sequence of ``num_tokens``.
 
     Where this process does not attend in the arithmetic that ``layout`` names, it does in its own.
     """
@@ -179,12 +181,12 @@ def attends_in(isa: str) -> bool:
 
 
 def has_isa(isa: str) -> bool:
-    """Say whether this processor has ``isa``, one of ``ISAS``."""
+    """Return whether this processor has ``isa``, one of ``ISAS``."""
     return isa in _rworker.supported_isas()
 
 
 def block_bytes(layout: KVLayout, block_size: int) -> int:
-    """Bytes that a block of ``block_size`` tokens takes, over all layers."""
+    """Return bytes that a block of ``block_size`` tokens takes, over all layers."""
     return _rworker.block_bytes(list(layout.layers), layout.kv_dtype, block_size)
 
 
@@ -200,7 +202,7 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def _columns(records: np.ndarray) -> np.ndarray:
-    """Records of four int64 fields as int64 [n, 4]."""
+    """Return records of four int64 fields as int64 [n, 4]."""
     return np.ascontiguousarray(records).view(np.int64).reshape(-1, 4)
 
 

@@ -28,7 +28,7 @@ TROUBLE_SECONDS = 3.0
 class Joiner:
     """Asks the S-worker at ``pool`` again and again to connect to ``address``; both are "host:port".
 
-    ``trouble``: why it cannot ask, "" where it can, or has only begun to; logged once per reason.
+    ``trouble``: why it cannot ask, "" if it can, or has only begun to; logged once per reason.
     """
 
     def __init__(self, pool: str, address: str, secret: bytes | None, role: str = R_WORKER) -> None:
@@ -68,7 +68,10 @@ class Joiner:
 
 
 def local_address(pool: str) -> str:
-    """The address of this machine from which ``pool``, "host:port", is reached; ConfigError when it is not."""
+    """Return the address of this machine from which ``pool``, "host:port", is reached.
+
+    Raise ConfigError when it is not.
+    """
     host, port = split_address("join", pool)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -79,7 +79,7 @@ class KvPort:
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:
         """``host``: where the R-worker listens for S-workers ("": it does not); the port opens no further than that.
 
-        ValueError without a key where it would be open beyond this machine, OSError where it cannot listen.
+        ValueError without a key where it would be open beyond this machine, OSError if it cannot listen.
         """
         bound = "127.0.0.1" if layout.kv_port == "loopback" else host or "*"
         if not is_loopback(bound) and security.secret is None:

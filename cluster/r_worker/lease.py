@@ -35,8 +35,8 @@ class Lease:
     """Of one R-worker, over all S-workers that it serves, one after another.
 
     At most one cache is kept, in the memory that the next one would get: it is closed before another is made.
-    ``epoch``: of the S-worker that is served, 0 where it named no session; ``kept_of``: the fingerprint of the one
-    whose cache it got, "" where it got none. ``journal``: of the session, as S-workers wrote it.
+    ``epoch``: of the S-worker that is served, 0 if it named no session; ``kept_of``: the fingerprint of the one whose
+    cache it got, "" if it got none. ``journal``: of the session, as S-workers wrote it.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Lease:
         self._until = 0.0
 
     def open(self, hello: Hello, make: Callable[[], _rworker.RWorker]) -> _rworker.RWorker:
-        """The cache for ``hello``: the one that was kept for its session, or what ``make`` makes.
+        """Return the cache for ``hello``: the one that was kept for its session, or what ``make`` makes.
 
         Raises:
             LeaseError: another session's cache is kept, or the session went on with another S-worker.
@@ -73,7 +73,7 @@ class Lease:
         return kept if kept is not None and goes_on else make()
 
     def superseded(self, asked: AskedLease | None) -> str:
-        """Why one that asks for this, of an older epoch, must end; "" where it need not."""
+        """Return why one that asks for this, of an older epoch, must end; "" if it need not."""
         if asked is None or asked.session != self._name or not 0 < asked.epoch < self._last_epoch:
             return ""
         return f"session {self._name} went on with {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
@@ -120,12 +120,12 @@ class Lease:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the S-worker that is served got what was kept."""
+        """True if the S-worker that is served got what was kept."""
         return self.kept_of != ""
 
     @property
     def _keeps(self) -> bool:
-        """Whether something is kept, while no S-worker is served."""
+        """True if something is kept, while no S-worker is served."""
         return self._kept is not None or self.journal.num_bytes > 0
 
     def _check(self, asked: AskedLease | None) -> None:
@@ -136,7 +136,7 @@ class Lease:
             raise LeaseError("superseded", reason)
 
     def _fits(self, hello: Hello) -> bool:
-        """Whether ``hello`` wants the cache that the S-worker before it wanted, and is its heir."""
+        """Return whether ``hello`` wants the cache that the S-worker before it wanted, and is its heir."""
         before = self._served
         if before is None or before.lease is None or hello.lease is None:
             return False
@@ -159,7 +159,7 @@ def _release(worker: _rworker.RWorker, sequence_ids: Iterable[int]) -> None:
 
 
 def held_by(worker: _rworker.RWorker) -> list[HeldSequence]:
-    """All sequences of ``worker``, by id."""
+    """Return all sequences of ``worker``, by id."""
     return [
         HeldSequence(each, worker.sequence_length(each), tuple(worker.block_table(each)), worker.least_length(each))
         for each in worker.sequence_ids()

@@ -32,8 +32,8 @@ def serve_parent(control: int, memory: int, host: Host, security: Security) -> N
 def serve_job(host: Host, on_join: Callable[[int], None], security: Security) -> None:
     """Join this process's job as an R-worker and serve its S-worker until the job is over.
 
-    ``on_join`` is called with the rank. ``security``: of its KV port. ConfigError where this process is alone; a
-    failure ends the job.
+    ``on_join`` is called with the rank. ``security``: of its KV port. ConfigError if this process is alone; a failure
+    ends the job.
     """
     job = join_as_r_worker().job
     on_join(job.rank)

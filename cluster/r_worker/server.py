@@ -69,7 +69,7 @@ class Server:
     def leave(self) -> bool:
         """Ask the S-worker to move its sequences away, and end after that.
 
-        False where the caller should end at once: no S-worker is served, or this was called before.
+        False if the caller should end at once: no S-worker is served, or this was called before.
         """
         if self._session is None or self._is_leaving:
             return False
@@ -126,7 +126,7 @@ class Server:
         _refuse(peer, "busy", f"it serves another S-worker, {self._serving}")
 
     def _has_stopped(self) -> bool:
-        """Whether the S-worker that is served sends no heartbeats any more."""
+        """Return whether the S-worker that is served sends no heartbeats any more."""
         return not self._listener.reaches(beats_name(self._session.epoch if self._session else 0))
 
     def _tell_of(self, hello: Hello | None) -> None:
@@ -152,15 +152,15 @@ class _Door:
 
     @property
     def has_gate(self) -> bool:
-        """Whether a proof is asked for."""
+        """True if a proof is asked for."""
         return self._gate is not None
 
     def knows(self, peer: PeerChannel) -> bool:
-        """Whether ``peer`` may speak: it has proven to hold the key, or neither side has one."""
+        """Return whether ``peer`` may speak: it has proven to hold the key, or neither side has one."""
         return _kind(peer) is not Kind.CHALLENGE if self._gate is None else peer.identity in self._proven
 
     def opens(self, peer: PeerChannel) -> bool:
-        """True where the message of ``peer`` is a good proof, which it is told; this reads it."""
+        """Return True if the message of ``peer`` is a good proof, which it is told; this reads it."""
         if self._gate is None or not self._gate.admits(peer, peer.identity):
             return False
         while len(self._proven) >= MOST_PENDING:
@@ -183,7 +183,7 @@ def _refuse(peer: PeerChannel, error: str, message: str) -> None:
 
 
 def _hello(peer: PeerChannel) -> Hello | None:
-    """What ``peer`` has sent, None where that is no HELLO as it should be."""
+    """Return what ``peer`` has sent, None if that is no HELLO as it should be."""
     talk = Conversation(peer)
     try:
         frame = talk.receive(0.0)
@@ -193,7 +193,7 @@ def _hello(peer: PeerChannel) -> Hello | None:
 
 
 def _kind(peer: PeerChannel) -> Kind | None:
-    """The kind of the first frame that ``peer`` sent, None where that is no frame."""
+    """Return the kind of the first frame that ``peer`` sent, None if that is no frame."""
     try:
         return decode(peer.first_header or b"").kind
     except FrameError:

@@ -60,7 +60,7 @@ def tuning() -> Tuning:
 
 
 def forced_isa() -> str:
-    """FASTDECODE_ISA, or "auto" where it is not set; ConfigError for one that this machine does not support."""
+    """FASTDECODE_ISA, or "auto" where it is not set. Raise ConfigError for one that this machine does not support."""
     isa, supported = os.environ.get("FASTDECODE_ISA") or "auto", _rworker.supported_isas()
     if isa not in ("auto", *supported):
         raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
@@ -68,7 +68,7 @@ def forced_isa() -> str:
 
 
 def forced_read_ahead() -> str:
-    """FASTDECODE_READ_AHEAD, or "auto" where it is not set; ConfigError for one that is not in ``READ_AHEAD``."""
+    """FASTDECODE_READ_AHEAD, or "auto" where it is not set. Raise ConfigError for one that is not in ``READ_AHEAD``."""
     read_ahead = os.environ.get("FASTDECODE_READ_AHEAD") or "auto"
     if read_ahead not in ("auto", *READ_AHEAD):
         raise ConfigError(f"FASTDECODE_READ_AHEAD must be one of {', '.join(READ_AHEAD)}, not {read_ahead!r}")
@@ -111,7 +111,7 @@ def fastest_read_ahead() -> str:
 
 
 def _in_turns(trials: Iterable[_Trial]) -> list[tuple[float, ...]]:
-    """The ``ROUNDS`` times of each trial."""
+    """Return the ``ROUNDS`` times of each trial."""
     return list(zip(*([trial.seconds() for trial in trials] for _ in range(ROUNDS)), strict=True))
 
 

@@ -52,20 +52,20 @@ class Vitals:
         self.num_blocks = self.blocks_free = self.num_sequences = 0
 
     def complaint(self) -> str:
-        """Why this R-worker should not be given work, or gets none, "" where nothing is wrong."""
+        """Return why this R-worker should not be given work, or gets none, "" if nothing is wrong."""
         if self.is_ready and self.is_leaving:
             return "it is leaving"
         return self.illness() or ("" if self.is_serving else self.trouble)
 
     def illness(self) -> str:
-        """Why its process should be started anew, or is not there yet, "" where nothing is wrong."""
+        """Return why its process should be started again, or is not there yet, "" if nothing is wrong."""
         if not self.is_ready:
             return "it is starting"
         silent = time.monotonic() - self.turned
         return f"its main loop has not come round for {silent:.0f} s" if silent > STUCK_SECONDS else ""
 
     def metrics(self) -> str:
-        """All of it, for Prometheus."""
+        """Return all of it, for Prometheus."""
         used = self.num_blocks - self.blocks_free
         rows: tuple[tuple[str, str, str, float], ...] = (
             ("serving", "gauge", "1 while an S-worker is served", int(self.is_serving)),

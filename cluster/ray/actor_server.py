@@ -57,7 +57,7 @@ class ActorServer:
         self._raylet = os.getppid()
 
     def start(self) -> str:
-        """Return the R-worker's address and size once it listens; FastDecodeError where this node cannot run it."""
+        """Return the R-worker's address and size once it listens. Raise FastDecodeError if this node cannot run it."""
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._run, name="R-worker", daemon=True).start()
         return self._started.result()
@@ -120,9 +120,9 @@ class ActorServer:
 
 
 def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None]:
-    """Cores of one NUMA node that no other R-worker of Ray on this host was given, as long as there are such.
+    """Return cores of one NUMA node that no other R-worker of Ray on this host was given, as long as there are such.
 
-    The socket keeps the claim: its name is free again as soon as this process has ended in whatever way. None where a
+    The socket keeps the claim: its name is free again as soon as this process has ended in whatever way. None if a
     quota of processor time says how much this process may use, and not which cores.
     """
     if has_cpu_quota():
@@ -139,7 +139,7 @@ def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None
 
 
 def choose_cores(slot: int, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int]:
-    """The cores of R-worker number ``slot`` of a host whose NUMA nodes have the cores ``nodes``.
+    """Return the cores of R-worker number ``slot`` of a host whose NUMA nodes have the cores ``nodes``.
 
     NUMA nodes are dealt in turn, their cores one after another, again from the first where they run out. An R-worker
     with more threads than a NUMA node has cores gets all cores.

@@ -86,7 +86,7 @@ class ActorGroup:
             raise CapacityError(_busy(self.ask, _seconds(wait_seconds)))
 
     def start(self, pool: str, security: Security) -> list[Any]:
-        """One actor in each bundle; returns what Ray answers each one's ``outcome`` with."""
+        """Return one actor in each bundle; returns what Ray answers each one's ``outcome`` with."""
         kind: Any = ray.remote(RWorkerActor)
         for bundle in range(self.ask.count):
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
@@ -100,7 +100,7 @@ class ActorGroup:
         return [actor.outcome.remote() for actor in self._actors]
 
     def outcome(self, index: int, answer: Any) -> dict[str, str] | None:
-        """Return what became of actor ``index``; None where Ray is just restarting it."""
+        """Return what became of actor ``index``; None if Ray is just restarting it."""
         try:
             return ray.get(answer)
         except ActorUnavailableError:
@@ -122,7 +122,7 @@ class ActorGroup:
 
 
 def connect(stack: contextlib.ExitStack) -> bool:
-    """Connect to the cluster of RAY_ADDRESS, or to one that runs here; True where one had to be started here.
+    """Connect to the cluster of RAY_ADDRESS, or to one that runs here; True if one had to be started here.
 
     ``stack`` undoes it.
     """
@@ -198,20 +198,20 @@ def _serve(stack: contextlib.ExitStack, orders: TextIO, out: TextIO) -> None:
 
 
 def _nodes() -> list[Node]:
-    """The living nodes."""
+    """Return the living nodes."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     has = [(node["NodeManagerAddress"], node["Resources"]) for node in alive]
     return [Node(address, int(each.get("CPU", 0)), int(each.get("memory", 0))) for address, each in has]
 
 
 def _own_address() -> str:
-    """The address of this process's node."""
+    """Return the address of this process's node."""
     mine = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == mine)
 
 
 def _is_draining() -> bool:
-    """Say whether Ray drains the node of this actor: its end was announced, or an operator drains it."""
+    """Return whether Ray drains the node of this actor: its end was announced, or an operator drains it."""
     return ray.get_runtime_context().get_node_id() in ray_state.state.get_draining_nodes()
 
 
@@ -235,7 +235,7 @@ def _seconds(given: str | None) -> float:
 
 
 def _probe(address: str) -> None:
-    """BackendError where nothing listens at ``address``: Ray would try for a minute."""
+    """Raise BackendError if nothing listens at ``address``: Ray would try for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()

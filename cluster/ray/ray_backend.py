@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def check_installed() -> None:
-    """ConfigError where Ray is not."""
+    """Raise ConfigError if Ray is not."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("r_workers: ray:N needs Ray: pip install 'fastdecode[ray]'")
 
@@ -163,7 +163,7 @@ class RayBackend(JoiningBackend):
         self._job.end()
 
     def _reachable(self, listener: JoinListener) -> str:
-        """The address of ``listener`` for other nodes; ConfigError where they cannot reach it."""
+        """Return the address of ``listener`` for other nodes. Raise ConfigError if they cannot reach it."""
         host, port = split_address("pool_listen", listener.address)
         if is_loopback(host) and not self._job.is_alone:
             raise ConfigError(f"pool_listen: {host} cannot be reached from other nodes of the Ray cluster")

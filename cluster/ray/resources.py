@@ -49,7 +49,7 @@ class Ask:
         return min(most, 1) if self.strict else most
 
     def describe(self) -> str:
-        """All that is asked, in a few words."""
+        """Return all that is asked, in a few words."""
         where = "each on a node of its own" if self.strict else "spread over nodes"
         return f"{self.count} R-worker(s) of {self.num_cpus} CPU(s) and {self.memory_bytes / GIB:.2f} GiB each, {where}"
 

@@ -106,7 +106,7 @@ class Channel(Protocol):
         """The next message's first part, None when none came in time; unread parts of the one before are dropped."""
 
     def read_into(self, buffer: Any) -> None:
-        """Fill ``buffer`` from the message's next part; FrameError unless it has that length."""
+        """Fill ``buffer`` from the message's next part. Raise FrameError unless it has that length."""
 
     def close(self) -> None:
         """May be called twice."""
@@ -132,7 +132,10 @@ class Conversation:
         self.channel.send([header, *parts])
 
     def receive(self, timeout_seconds: float) -> Frame | None:
-        """The next frame, None when none came in time; FrameError for a malformed one or one of another session."""
+        """Return the next frame, None when none came in time.
+
+        Raise FrameError for a malformed one or one of another session.
+        """
         header = self.channel.receive(timeout_seconds)
         if header is None:
             return None
@@ -145,7 +148,7 @@ class Conversation:
         return frame
 
     def check_order(self, frame: Frame) -> None:
-        """FrameError for a frame that came before, or is from far ahead."""
+        """Raise FrameError for a frame that came before, or is from far ahead."""
         if frame.sequence < self._least_received:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
@@ -157,7 +160,10 @@ class Conversation:
         self._least_received = frame.sequence + 1
 
     def body(self, frame: Frame, most_bytes: int = FRAME_LIMIT) -> bytearray:
-        """The one part of ``frame``; FrameError if it announces more than ``most_bytes``, or other parts."""
+        """Return the one part of ``frame``.
+
+        Raise FrameError if it announces more than ``most_bytes``, or other parts.
+        """
         if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
             raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
         data = bytearray(frame.lengths[0])

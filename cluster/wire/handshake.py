@@ -74,12 +74,18 @@ class Security:
 
 
 def read_security(key_file: str | None, level: str | None) -> Security:
-    """Return the security of a key file and one of ``SECURITY_LEVELS`` (None: encrypt); ConfigError for a bad file."""
+    """Return the security of a key file and one of ``SECURITY_LEVELS`` (None: encrypt).
+
+    Raise ConfigError for a bad file.
+    """
     return Security(read_secret(key_file) if key_file else None, level != "authenticate")
 
 
 def read_secret(path: str) -> bytes:
-    """The key file's contents, without white space at the ends; ConfigError unless it is private and long enough."""
+    """Return the key file's contents, without white space at the ends.
+
+    Raise ConfigError unless it is private and long enough.
+    """
     try:
         with Path(path).open("rb") as file:
             status = os.fstat(file.fileno())
@@ -138,7 +144,7 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
 
 
 def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
-    """Both nonces and the R-worker's proof. It numbers its answers from 0: the nonces show that they are new."""
+    """Return both nonces and the R-worker's proof. It numbers its answers from 0: the nonces show that they are new."""
     conversation = Conversation(channel)
     body = _body(conversation, _answer(conversation, Kind.CHALLENGED), NONCE_BYTES + PROOF_BYTES)
     return nonce + body[:NONCE_BYTES], body[NONCE_BYTES:]

@@ -30,7 +30,7 @@ def encode_json(message: msgspec.Struct) -> bytes:
 
 
 def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
-    """FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
+    """Raise FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
     try:
         message: Message = _decoder(form).decode(data)
     except (ValueError, RecursionError) as error:

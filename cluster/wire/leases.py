@@ -55,7 +55,7 @@ def encode_held(held: Iterable[HeldSequence]) -> bytes:
 
 
 def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tuple[HeldSequence, ...]:
-    """Of an R-worker with ``num_blocks`` blocks; FrameError for what it cannot hold."""
+    """Of an R-worker with ``num_blocks`` blocks. Raise FrameError for what it cannot hold."""
     if len(data) % 8:
         raise FrameError(f"HELD: {len(data)} bytes")
     numbers = np.frombuffer(data, "<i8").tolist()

@@ -1,4 +1,4 @@
-"""The bodies of frames, but for those of each step (payload.py), to bytes and back, with every value checked."""
+"""The bodies of frames, except those of each step (payload.py), to bytes and back, with every value checked."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An R-worker's answer: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened.
 
     ``state_blocks``: those that a sequence's states take. ``kv_address``: "host:port" of its KV port, without the host
-    where the S-worker's own way to it is the way for all; "" where it has none. ``kv_epoch``: what frames to that port
+    where the S-worker's own way to it is the way for all; "" if it has none. ``kv_epoch``: what frames to that port
     must carry. ``park_after``: seconds after which what is not used is to be parked on its disk; None: it has none.
-    ``lease_epoch``: of a named session, else 0; ``goes_on``: it has what the session's S-worker before had,
-    whose fingerprint was ``kept_of``.
+    ``lease_epoch``: of a named session, else 0; ``goes_on``: it has what the session's S-worker before had, whose
+    fingerprint was ``kept_of``.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -182,7 +182,7 @@ def encode_join(address: str, role: str = R_WORKER) -> bytes:
 
 
 def decode_join(data: bytes | bytearray) -> tuple[str, str]:
-    """Address and role; FrameError for what is none."""
+    """Return the address and role. Raise FrameError for what is none."""
     join = decode_json("JOIN", data, _Join)
     _check_address("JOIN", join.address)
     return join.address, join.role
@@ -195,7 +195,7 @@ def encode_refusal(error: str, message: str) -> bytes:
 
 
 def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
-    """The error and its message."""
+    """Return the error and its message."""
     refusal = decode_json("REFUSED", data, _Refusal)
     return refusal.error, refusal.message
 

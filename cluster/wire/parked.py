@@ -42,18 +42,18 @@ def encode_parking(model: str) -> bytes:
 
 
 def decode_parking(data: bytes | bytearray) -> str:
-    """FrameError for anything else than a name."""
+    """Raise FrameError for anything else than a name."""
     return decode_json("PARKING", data, _Parking).model
 
 
 def encode_park(patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> bytes:
-    """A PARK: ``superseded`` are names of chains that ``chain`` has all of."""
+    """Return a PARK: ``superseded`` are names of chains that ``chain`` has all of."""
     start = _PARK.pack(patience_ms, sequence_id, chain.num_blocks, len(superseded))
     return b"".join((start, *chain.marks, *superseded))
 
 
 def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Chain, tuple[bytes, ...]]:
-    """Patience, sequence id, chain and names; FrameError unless they fill ``data``."""
+    """Patience, sequence id, chain and names. Raise FrameError unless they fill ``data``."""
     patience_ms, sequence_id, num_blocks, num_names = _start("PARK", _PARK, data)
     _check_patience("PARK", patience_ms)
     if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= num_names <= len(data):
@@ -64,7 +64,7 @@ def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Cha
 
 
 def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
-    """Patience, sequence id, blocks and name; FrameError unless they fill ``data``."""
+    """Patience, sequence id, blocks and name. Raise FrameError unless they fill ``data``."""
     if len(data) != WAKE.size:
         raise FrameError(f"WAKE: {len(data)} bytes, and {WAKE.size} belong there")
     patience_ms, sequence_id, num_blocks, name = WAKE.unpack(data)
@@ -73,14 +73,14 @@ def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
 
 
 def encode_parked(parked: Parked) -> bytes:
-    """Say how far a PARK or a WAKE is."""
+    """Return how far a PARK or a WAKE is."""
     return b"".join(
         (_PARKED.pack(parked.progress, parked.num_tokens, parked.num_bytes, len(parked.dropped)), *parked.dropped)
     )
 
 
 def decode_parked(data: bytes | bytearray) -> Parked:
-    """FrameError for a progress that there is not, and unless the names fill ``data``."""
+    """Raise FrameError for a progress that there is not, and unless the names fill ``data``."""
     progress, num_tokens, num_bytes, num_names = _start("PARKED", _PARKED, data)
     if progress not in set(Progress) or num_tokens < 0 or num_bytes < 0 or not 0 <= num_names <= len(data):
         raise FrameError(f"PARKED: {progress}, {num_tokens} tokens, {num_bytes} bytes, {num_names} names")
@@ -88,13 +88,13 @@ def decode_parked(data: bytes | bytearray) -> Parked:
 
 
 def encode_chains(chains: Sequence[Chain]) -> bytes:
-    """What is parked: how many chains, blocks of each (int64), and all marks."""
+    """Return what is parked: how many chains, blocks of each (int64), and all marks."""
     counts = np.array([len(chains), *(chain.num_blocks for chain in chains)], "<i8")
     return b"".join((counts.tobytes(), *(mark for chain in chains for mark in chain.marks)))
 
 
 def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
-    """FrameError unless they fill ``data``."""
+    """Raise FrameError unless they fill ``data``."""
     num_chains = int(np.frombuffer(data[:8], "<i8")[0]) if len(data) >= 8 else -1
     if not 0 <= num_chains <= len(data) // (8 + MARK_BYTES):
         raise FrameError(f"CHAINS: {num_chains} chains in {len(data)} bytes")

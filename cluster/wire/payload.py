@@ -84,7 +84,7 @@ class PayloadSlots:
         return self._views[key]
 
     def check(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """ValueError unless q, k, v have the shapes and dtype of the plan."""
+        """Raise ValueError unless q, k, v have the shapes and dtype of the plan."""
         for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
             if array.shape != place.shape or array.dtype != place.dtype:
                 raise ValueError(
@@ -99,7 +99,7 @@ class PayloadSlots:
             np.copyto(place, array)
 
     def stretch(self, mini_batch: int, layer: int) -> np.ndarray:
-        """The bytes from the first of q to the last of v, uint8 [num_bytes], with the padding between them."""
+        """Return the bytes from the first of q to the last of v, uint8 [num_bytes], with the padding between them."""
         first, _, last, *_ = self._starts[mini_batch]
         return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
 
@@ -129,7 +129,7 @@ class PayloadSlots:
 
 
 def aligned_memory(num_bytes: int) -> np.ndarray:
-    """Uninitialised uint8 [num_bytes] that begins at a cache line."""
+    """Return uninitialised uint8 [num_bytes] that begins at a cache line."""
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + num_bytes]
@@ -144,14 +144,14 @@ def row_counts(spans: np.ndarray) -> RowCounts:
 
 
 def _tail_rows(spans: np.ndarray) -> int:
-    """Rows of partial results of the PARTIAL spans."""
+    """Return rows of partial results of the PARTIAL spans."""
     tails = spans[spans["mode"] == SpanMode.PARTIAL]
     ends = (tails["context_len"] + tails["num_rows"]).tolist()
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
 
 
 def _shapes_of(layer: Layer) -> tuple[tuple[int, int], ...]:
-    """Shapes of a row of q, k, v, o and partial results."""
+    """Return shapes of a row of q, k, v, o and partial results."""
     return *layer.row_shapes, layer.partial_shape
 
 
@@ -162,14 +162,14 @@ def _shapes(layer: Layer, rows: RowCounts) -> list[tuple[int, int, int]]:
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:
-    """Counts (controls, mini-batches), spans of each mini-batch, as u64, then CONTROL and SPAN records."""
+    """Return counts (controls, mini-batches), spans of each mini-batch, as u64, then CONTROL and SPAN records."""
     counts = np.array([len(spans) for spans in plan.mini_batches], "<u8")
     head = _COUNTS.pack(len(plan.controls), len(counts)) + counts.tobytes()
     return b"".join([head, plan.controls.tobytes(), *(spans.tobytes() for spans in plan.mini_batches)])
 
 
 def decode_plan(data: bytes | bytearray) -> WorkerPlan:
-    """FrameError unless the lengths agree and the rows are few enough; the rest is the R-worker's to check."""
+    """Raise FrameError unless the lengths agree and the rows are few enough; the rest is the R-worker's to check."""
     if len(data) < _COUNTS.size:
         raise FrameError(f"PLAN: {len(data)} bytes are too few")
     num_controls, num_mini_batches = _COUNTS.unpack_from(data)
@@ -198,7 +198,10 @@ def encode_report(report: WorkerReport) -> bytes:
 
 
 def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> WorkerReport:
-    """Times on the R-worker's clock; FrameError for another length, times that are not finite, or negative counts."""
+    """Return times on the R-worker's clock.
+
+    Raise FrameError for another length, times that are not finite, or negative counts.
+    """
     wanted = _REPORT.size + 16 * num_mini_batches * num_layers
     if len(data) != wanted:
         raise FrameError(f"REPORT: {len(data)} bytes, not {wanted}")

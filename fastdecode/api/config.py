@@ -40,7 +40,7 @@ class EngineConfig(EngineSettings):
 
 
 def _check_quantization(config: EngineConfig) -> None:
-    """ConfigError for products of integers that are not known, or not where the model runs."""
+    """Raise ConfigError for products of integers that are not known, or not where the model runs."""
     if config.quantization is None:
         return
     if config.quantization not in QUANTIZATIONS:
@@ -53,17 +53,17 @@ def _check_quantization(config: EngineConfig) -> None:
 
 
 def flag_names(group: str) -> list[str]:
-    """The fields of ``EngineConfig`` that a group of flags sets."""
+    """Return the fields of ``EngineConfig`` that a group of flags sets."""
     return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
 
 
 def prefill_settings() -> list[str]:
-    """The fields that prefill workers have as well."""
+    """Return the fields that prefill workers have as well."""
     return [*flag_names(MODEL), "seed"]
 
 
 def _has_gpu_driver() -> bool:
-    """Whether torch, which this floor does not import, could find a GPU at all: NVIDIA's driver, or AMD's."""
+    """Return whether torch, which this floor does not import, could find a GPU at all: NVIDIA's driver, or AMD's."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

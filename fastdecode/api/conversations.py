@@ -61,13 +61,13 @@ def _renamed_thoughts(message: Message, known: str) -> Message:
 
 
 def one_system_message(texts: Sequence[str]) -> list[Message]:
-    """Return a system message of ``texts``, a paragraph each; none where there are none."""
+    """Return a system message of ``texts``, a paragraph each; none if there are none."""
     said = [text for text in texts if text]
     return [{"role": "system", "content": "\n\n".join(said)}] if texts else []
 
 
 def check_nothing_is_left_out(messages: Sequence[Message], text: str, render: Callable[[list[Message]], str]) -> None:
-    """RequestError where the chat template left out the words of a message, but for the assistant's.
+    """Raise RequestError if the chat template left out the words of a message, except the assistant's.
 
     ``text``: what it made of ``messages``. Words that it wrote otherwise are looked for by a mark in their place, which
     ``render`` shows.

@@ -27,7 +27,7 @@ class EngineSettings(EngineFields):
     """Derives from the fields what they ask for."""
 
     def bytes_of(self, name: str) -> int | None:
-        """A memory setting in bytes, None where it is to be chosen."""
+        """Return a memory setting in bytes, None if it is to be chosen."""
         value = getattr(self, name)
         if value is None:
             return None
@@ -50,7 +50,7 @@ class EngineSettings(EngineFields):
 
     @property
     def lora(self) -> tuple[str, str] | None:
-        """Name and folder of the adapter of ``lora_modules``; ConfigError for more than one."""
+        """Name and folder of the adapter of ``lora_modules``. Raise ConfigError for more than one."""
         return parse_lora_modules(self.lora_modules)
 
     @property
@@ -75,7 +75,7 @@ class EngineSettings(EngineFields):
 
     @property
     def in_mpi_job(self) -> bool:
-        """True where R-workers or prefill workers are ranks of this process's job."""
+        """True if R-workers or prefill workers are ranks of this process's job."""
         prefill = self.prefill_worker_spec
         return self.r_worker_spec.kind == "mpi" or (prefill is not None and prefill.kind == "mpi")
 
@@ -110,5 +110,5 @@ class EngineSettings(EngineFields):
 
     @property
     def separate_cores(self) -> bool:
-        """True when S and R were given cores of their own, so that they can work at the same time."""
+        """True if S and R were given cores of their own, so that they can work at the same time."""
         return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))

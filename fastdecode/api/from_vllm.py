@@ -42,13 +42,15 @@ _ADVICE = ("gpu_memory_utilization", "numa_bind")
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...] = ()) -> bool:
-    """Whether a field with this value says the same as one that is left out."""
+    """Return whether a field with this value says the same as one that is left out."""
     return value is None or value is False or value in ("", [], {}) or value in neutral
 
 
 def EngineArgs(**settings: Any) -> EngineConfig:
-    """Return the settings of ``LLM`` as ``LLMEngine`` takes them, under vLLM's name; ConfigError for one that cannot
-    be."""
+    """Return the settings of ``LLM`` as ``LLMEngine`` takes them, under vLLM's name.
+
+    Raise ConfigError for one that cannot be.
+    """
     if sentence := environment.said():
         logger.warning("%s", sentence)
     found, known = as_ours(settings, also_ignored=OF_THE_SERVER), EngineConfig.__dataclass_fields__
@@ -77,7 +79,10 @@ def check_foreign(
     also_ignored: frozenset[str] = frozenset(),
     foreign: Mapping[str, Foreign] = FOREIGN,
 ) -> None:
-    """Log vLLM's settings without effect on one line; ConfigError for one that cannot be, with what to do instead."""
+    """Log vLLM's settings without effect on one line.
+
+    Raise ConfigError for one that cannot be, with what to do instead.
+    """
     asked = {name for name in foreign.keys() & settings.keys() if not foreign[name].asks_for_nothing(settings[name])}
     ignored = sorted(name for name in asked if not foreign[name].refused) + sorted(
         name for name in also_ignored & settings.keys() if not asks_for_nothing(settings[name])
@@ -101,7 +106,7 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 
 
 def check_lora(request: Any) -> None:
-    """ConfigError where an adapter is asked for."""
+    """Raise ConfigError if an adapter is asked for."""
     if request is not None:
         raise ConfigError(f"lora_request: {ADAPTERS}")
 

@@ -17,7 +17,7 @@ _PROSE = ("default", "examples", "title", "description")
 
 
 def inexact_number(schema: Any) -> float | None:
-    """Return a number that the output depends on and that is beyond ``EXACT``; None where there is none."""
+    """Return a number that the output depends on and that is beyond ``EXACT``; None if there is none."""
     return next((number for number in _numbers(schema) if abs(number) > EXACT), None)
 
 
@@ -83,7 +83,7 @@ def _each_closed(value: Any, closes: bool) -> Any:
 
 
 def _is_composed(schema: Mapping[str, Any]) -> bool:
-    """Say whether several schemas describe the same object together."""
+    """Return whether several schemas describe the same object together."""
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     parts = [key for key in (*_IN_PLACE, "$ref") if key in schema]
     return several or len(parts) > 1 or (bool(parts) and "properties" in schema)

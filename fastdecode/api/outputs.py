@@ -31,7 +31,7 @@ class Grown(Sequence[Item]):
         self._items, self._count = items, len(items)
 
     def __len__(self) -> int:
-        """Items when this was made."""
+        """Return items when this was made."""
         return self._count
 
     @overload
@@ -39,7 +39,7 @@ class Grown(Sequence[Item]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
     def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        """One item, or those of a slice, as a tuple, at the cost of what it holds."""
+        """Return one item, or those of a slice, as a tuple, at the cost of what it holds."""
         if isinstance(index, slice):
             return tuple(self._items[place] for place in range(*index.indices(self._count)))
         return self._items[range(self._count)[index]]
@@ -53,7 +53,7 @@ class _Snapshot:
     SEEN: ClassVar[tuple[str, ...]] = ()
 
     def __eq__(self, other: object) -> bool:
-        """Whether all that a user sees is the same."""
+        """Return whether all that a user sees is the same."""
         return self._seen() == other._seen() if isinstance(other, _Snapshot) else NotImplemented
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class _Snapshot:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._seen().items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """All that a user sees, as JSON takes it."""
+        """Return all that a user sees, as JSON takes it."""
         return _plain(self._seen())
 
     def _seen(self) -> dict[str, object]:
@@ -100,14 +100,14 @@ class CompletionOutput(_Snapshot):
         self._logprobs: tuple[dict[int, Logprob], ...] | None = None
 
     def after(self, num_tokens: int) -> CompletionOutput:
-        """The same as it was after its first ``num_tokens``, while more were to come."""
+        """Return the same as it was after its first ``num_tokens``, while more were to come."""
         num_shown = self.text_ends[num_tokens - 1] if num_tokens and self.text_ends else 0
         logprobs = None if self.all_logprobs is None else self.all_logprobs[:num_tokens]
         text, ends = self.text[:num_shown], self.text_ends[:num_tokens]
         return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends)
 
     def cut(self) -> CompletionOutput:
-        """The same without its tokens, ended as it is by their number."""
+        """Return the same without its tokens, ended as it is by their number."""
         ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
         reason = self.stop_reason if ended == "error" else None
         return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())
@@ -121,7 +121,7 @@ class CompletionOutput(_Snapshot):
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the log-probabilities of its tokens; None where they were not asked for."""
+        """The sum of the log-probabilities of its tokens; None if they were not asked for."""
         if self.logprobs is None:
             return None
         return math.fsum(found[token].logprob for token, found in zip(self.token_ids, self.logprobs, strict=True))
@@ -132,7 +132,7 @@ class CompletionOutput(_Snapshot):
 
     @property
     def logprobs(self) -> tuple[dict[int, Logprob], ...] | None:
-        """Per token, by token id; None where they were not asked for."""
+        """Per token, by token id; None if they were not asked for."""
         if self._logprobs is None and self.all_logprobs is not None:
             self._logprobs = tuple(self.all_logprobs)
         return self._logprobs
@@ -176,12 +176,12 @@ class RequestOutput:
     lora_request: None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """Return all of it, as JSON takes it."""
         return _plain({each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in lists, dictionaries, numbers and texts."""
+    """Return ``value`` in lists, dictionaries, numbers and texts."""
     if isinstance(value, _Snapshot | RequestOutput):
         return value.to_dict()
     if isinstance(value, Logprob):

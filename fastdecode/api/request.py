@@ -77,7 +77,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "error", f"{UNFOLLOWED}: {grammar.error}"
 
     def output(self) -> CompletionOutput:
-        """A snapshot for the user."""
+        """Return a snapshot for the user."""
         return CompletionOutput(
             self.index,
             self.text.visible(self.finish_reason is not None) if self.text else "",
@@ -130,7 +130,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """True when every completion has ended."""
+        """True if every completion has ended."""
         return not self.num_growing
 
     @property
@@ -151,13 +151,13 @@ class Request:
         return self._sampling_rows[completion.index]
 
     def draft_rows(self, completion: Completion, draft_token_ids: list[int]) -> list[SamplingRow]:
-        """What it needs for the tokens that follow the first, the first two, … of ``draft_token_ids``."""
+        """Return what it needs for the tokens that follow the first, the first two, … of ``draft_token_ids``."""
         row, ahead = self.sampling_row(completion), completion.grammar_ahead
         ends = range(1, len(draft_token_ids) + 1)
         return [row.after(draft_token_ids[:end], ahead[end - 1] if ahead else None) for end in ends]
 
     def output(self) -> RequestOutput:
-        """A snapshot for the user."""
+        """Return a snapshot for the user."""
         metrics = RequestMetrics(self.arrival_seconds, Grown(self.token_seconds), self.started_seconds)
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(
@@ -175,7 +175,7 @@ def make_request(
     first_sequence_id: int,
     engine_seed: int,
 ) -> Request:
-    """A request with ``params.n`` completions, whose sequences are numbered from ``first_sequence_id``.
+    """Return a request with ``params.n`` completions, whose sequences are numbered from ``first_sequence_id``.
 
     The first one's sequence computes the prompt and brings the others. Without a seed in ``params`` the draws follow
     from ``engine_seed`` and that number.
@@ -205,7 +205,7 @@ def make_request(
 
 
 def _exclusion(params: SamplingParams, num_tokens: int) -> str:
-    """Name the limits of ``params`` that leave no token after ``num_tokens``; "" where there are none."""
+    """Return name the limits of ``params`` that leave no token after ``num_tokens``; "" if there are none."""
     limits = {
         "structured_outputs": params.structured_outputs is not None,
         "allowed_token_ids": bool(params.allowed_token_ids),
@@ -217,7 +217,7 @@ def _exclusion(params: SamplingParams, num_tokens: int) -> str:
 
 
 def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]) -> TextStream | None:
-    """None where no text is wanted, or there is no tokenizer to make it."""
+    """None if no text is wanted, or there is no tokenizer to make it."""
     if tokenizer is None or not params.detokenize:
         return None
     shown, skips = params.shown_special_token_ids, params.skip_special_tokens
@@ -240,11 +240,11 @@ class InFlight:
         self._growing: dict[int, tuple[Request, Completion]] = {}
 
     def __len__(self) -> int:
-        """Requests waiting or running."""
+        """Return requests waiting or running."""
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        """True when ``request_id`` waits or runs."""
+        """Return True if ``request_id`` waits or runs."""
         return request_id in self._requests
 
     def add(self, request: Request) -> None:
@@ -263,18 +263,18 @@ class InFlight:
         request.num_growing -= 1
 
     def completion(self, sequence_id: int) -> Completion:
-        """The one that a sequence grows."""
+        """Return the one that a sequence grows."""
         return self._growing[sequence_id][1]
 
     def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
-        """The completions that a sequence's next token is for: its own, and all that still share its prompt."""
+        """Return the completions that a sequence's next token is for: its own, and all that still share its prompt."""
         request, completion = self._growing[sequence_id]
         siblings = completion.sequence.siblings
         others = [self._growing[each.sequence_id][1] for each in siblings] if siblings else ()
         return request, [completion, *others]
 
     def sampling_rows(self, sequence_id: int, draft_token_ids: list[int] | None = None) -> list[SamplingRow]:
-        """What the sampler needs for a sequence's next token, once for each completion that it is for.
+        """Return what the sampler needs for a sequence's next token, once for each completion that it is for.
 
         A sequence with draft tokens has one completion, and a row for what follows each of them as well.
         """

@@ -70,7 +70,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Likeliest tokens to report per position besides the chosen one; -1 is the whole vocabulary."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens, which are then all computed anew; None tells none."""
+    """The same of the prompt's tokens, which are then all recomputed; None tells none."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of the given token ids."""
     allowed_token_ids: Collection[int] | None = None
@@ -106,12 +106,12 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken instead of a random draw."""
+        """True if the likeliest token is taken instead of a random draw."""
         return self.temperature < GREEDY_BELOW
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether bias or penalties change logits at every step (``min_tokens`` and bad words depend on the step)."""
+        """True if bias or penalties change logits at every step (``min_tokens`` and bad words depend on the step)."""
         neutral = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
         return bool(self.logit_bias or self.allowed_token_ids) or not neutral
 

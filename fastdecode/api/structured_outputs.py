@@ -60,7 +60,7 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema that the output must follow; None where another kind was given."""
+        """The JSON schema that the output must follow; None if another kind was given."""
         return '{"type": "object"}' if self.json_object else None if self.json is None else str(self.json)
 
     def _set(self, name: str, value: object) -> None:

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
     @property
     def text_bound(self) -> TextBound | None:
-        """The most text per token; None where there is no bound."""
+        """The most text per token; None if there is no bound."""
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -34,10 +34,10 @@ class Tokenizer(Protocol):
         """Return the bytes that a token adds to a text; of some tokens they are a part of a character."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with the special tokens the model expects."""
+        """Return token ids of ``text``, with the special tokens the model expects."""
 
     def encode_chat(self, messages: Any, max_model_len: int | None = None, /, **template_arguments: Any) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins."""
+        """Return token ids of a conversation, up to where the answer begins."""
 
 
 class TextStream:
@@ -85,7 +85,10 @@ class TextStream:
         return string
 
     def _decode(self, token_id: int) -> str | None:
-        """The text this token adds. Where byte tokens make no character the library gives up, and we begin anew."""
+        """Return the text this token adds.
+
+        Where byte tokens make no character the library gives up, and we begin again.
+        """
         try:
             return self._stream.step(self._tokenizer, token_id)
         except Exception:  # the library raises its base class
@@ -93,22 +96,22 @@ class TextStream:
             return self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
 
     def decode_one(self, token_id: int) -> str:
-        """One token by itself."""
+        """Return one token by itself."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def visible(self, finished: bool) -> str:
-        """The text that can be shown: all of it, less a tail that may turn out to begin a stop string."""
+        """Return the text that can be shown: all of it, less a tail that may turn out to begin a stop string."""
         return self.text if finished else self.text[: self.num_visible()]
 
     def num_visible(self) -> int:
-        """Characters of the text that can be shown while it grows."""
+        """Return characters of the text that can be shown while it grows."""
         if not self._longest_stop:
             return len(self.text)
         return len(self.text) - max((overlap(self.text, string) for string in self._stop), default=0)
 
 
 def overlap(text: str, string: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``string``."""
+    """Return the length of the longest end of ``text`` that is a proper beginning of ``string``."""
     lengths = range(min(len(text), len(string) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(string[:length])), 0)
 
@@ -137,7 +140,7 @@ def read_prompt(
     max_model_len: int,
     add_special_tokens: bool = True,
 ) -> tuple[str | None, list[int]]:
-    """The text (None when token ids were given) and its token ids; RequestError names what is wrong."""
+    """Return the text (None when token ids were given) and its token ids. A RequestError names what is wrong."""
     if isinstance(prompt, Mapping):
         given: dict[str, Any] = dict(prompt)
         known = {"prompt", "prompt_token_ids"} & given.keys()
@@ -165,7 +168,10 @@ def read_prompt(
 def encode_text(
     text: Any, tokenizer: Tokenizer | None, max_model_len: int, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of ``text``; RequestError where it is none, cannot fit the model, or there is no tokenizer."""
+    """Return token ids of ``text``.
+
+    Raise RequestError if it is none, cannot fit the model, or there is no tokenizer.
+    """
     if not isinstance(text, str):
         raise RequestError(f"prompt must be text or token ids, not {type(text).__name__}")
     if tokenizer is None:
@@ -179,7 +185,7 @@ def encode_text(
 
 
 def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """``ids`` as a list; RequestError where they are no token ids of the model."""
+    """Return ``ids`` as a list. Raise RequestError if they are no token ids of the model."""
     if type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids.copy()
     if isinstance(ids, (bytes, bytearray, memoryview)):  # sequences of numbers, but not of token ids

@@ -21,14 +21,14 @@ class TextBound:
     dropped: bytes = b""
 
     def num_bytes(self, text: str) -> int:
-        """Bytes of ``text`` that become tokens."""
+        """Return bytes of ``text`` that become tokens."""
         if not self.dropped and text.isascii():
             return len(text)
         pieces = (text[start : start + LONG_TEXT_BYTES] for start in range(0, len(text), LONG_TEXT_BYTES))
         return sum(len(piece.encode(errors="surrogatepass").translate(None, self.dropped)) for piece in pieces)
 
     def check(self, subject: str, num_bytes: int, max_model_len: int) -> None:
-        """RequestError where ``num_bytes`` take more than ``max_model_len`` tokens."""
+        """Raise RequestError if ``num_bytes`` take more than ``max_model_len`` tokens."""
         most = max_model_len * self.bytes_per_token
         if num_bytes > most:
             raise RequestError(

@@ -97,7 +97,7 @@ def _files(folder: str) -> list[Path]:
 
 
 def _named(args: argparse.Namespace) -> Iterator[Path]:
-    """The files that ``args`` names, or all; ConfigError for one that is not there."""
+    """Yield the files that ``args`` names, or all. Raise ConfigError for one that is not there."""
     files = {path.name: path for path in _files(args.park_dir)}
     if unknown := set(args.names) - set(files):
         raise ConfigError(f"cache: {args.park_dir} has no chain {min(unknown)}; `fastdecode cache ls` names them")

@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_isa() -> str:
-    """The instruction set that R-workers of this machine use; ConfigError where FASTDECODE_ISA is none it has."""
+    """Return the instruction set that R-workers of this machine use.
+
+    Raise ConfigError if FASTDECODE_ISA is none it has.
+    """
     return tuning().isa
 
 
@@ -55,7 +58,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def facts() -> dict[str, str]:
-    """Name → value, in the order worth reading."""
+    """Return name → value, in the order worth reading."""
     from fastdecode import _rworker
 
     chosen = tuning()

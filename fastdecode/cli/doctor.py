@@ -118,7 +118,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Each instruction set that an R-worker could use here, against the scalar one."""
+    """Yield each instruction set that an R-worker could use here, against the scalar one."""
     for isa in _rworker.supported_isas():
         broken, _, cure = (_rworker.self_test(isa) or "").partition("; ")
         if broken:
@@ -157,7 +157,7 @@ def check_ray() -> Iterator[Finding]:
 
 
 def check_port(port: int) -> Finding:
-    """Say whether an R-worker could listen there."""
+    """Return whether an R-worker could listen there."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -232,8 +232,10 @@ SLOW_GB_PER_S = 1.0
 
 
 def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
-    """One finding per R-worker at "host:port,…", and one on two copies of sequences over them; ConfigError for
-    addresses that need a key and have none."""
+    """Return one finding per R-worker at "host:port,…", and one on two copies of sequences over them.
+
+    Raise ConfigError for addresses that need a key and have none.
+    """
     addresses = parse_r_workers(r_workers).addresses
     check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
     hosts: list[str] = []
@@ -252,7 +254,7 @@ def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
 
 
 def _check(address: str, key_file: str | None, security: str | None, hosts: list[str]) -> Finding:
-    """One R-worker; its machine is added to ``hosts``."""
+    """Return one R-worker; its machine is added to ``hosts``."""
     backend = make_backend(EngineConfig(r_workers=address, key_file=key_file, security=security), [])
     try:
         (info,) = backend.open(LAYOUT)
@@ -273,7 +275,7 @@ def _check(address: str, key_file: str | None, security: str | None, hosts: list
 
 
 def _step_seconds(backend: AttentionBackend) -> float:
-    """Median seconds to begin an empty step, which takes one round trip."""
+    """Return median seconds to begin an empty step, which takes one round trip."""
     nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
     seconds = []
     for _ in range(NUM_STEPS):

@@ -14,7 +14,7 @@ from fastdecode.journal.pulse import SILENT_SECONDS
 
 
 def check_journal(folder: str) -> Iterator[Finding]:
-    """Reads only, but for a file that is made, locked, renamed and removed again."""
+    """Reads only, except a file that is made, locked, renamed and removed again."""
     if not Path(folder).is_dir():
         yield Finding("broken", f"journal {folder}: no folder", "start an engine with --journal, which makes it")
         return

@@ -92,7 +92,7 @@ def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The configuration the flags describe; ConfigError names the flag that cannot work.
+    """Return the configuration the flags describe. A ConfigError names the flag that cannot work.
 
     A process of an MPI job takes its place in it here, before a model is loaded.
     """
@@ -152,26 +152,26 @@ def model_words(words: Sequence[str]) -> list[str]:
 
 
 def check_threads(threads: int | None) -> None:
-    """ConfigError for a number that cannot be meant."""
+    """Raise ConfigError for a number that cannot be meant."""
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {threads}")
 
 
 def check_cores(cores: list[int] | None) -> None:
-    """ConfigError for cores that this process may not use."""
+    """Raise ConfigError for cores that this process may not use."""
     missing = sorted(set(cores or ()) - set(usable_cores()))
     if missing:
         raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
 
 
 def check_transport(transport: str, join: str | None) -> None:
-    """ConfigError where a rank of an MPI job is to join another one."""
+    """Raise ConfigError if a rank of an MPI job is to join another one."""
     if join and transport == "mpi":
         raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Host and port of "tcp://HOST:PORT"; ConfigError for anything else."""
+    """Return the host and port of "tcp://HOST:PORT". Raise ConfigError for anything else."""
     if not text.startswith("tcp://"):
         raise ConfigError(f"listen: must be tcp://HOST:PORT, not {text!r}")
     host, port = split_address("listen", text.removeprefix("tcp://"), least_port=0)
@@ -212,7 +212,7 @@ def _reader(field: Field[Any]) -> Callable[[str], Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The value of a flag that takes a JSON object."""
+    """Return the value of a flag that takes a JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

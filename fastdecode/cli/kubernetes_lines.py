@@ -27,8 +27,8 @@ class PodPlan:
     """The needs of a plan's pods.
 
     ``s_flags``: words of the S-worker's command line. ``model``: its folder's name in the claim, "" for the demo model.
-    ``num_gpus``: GPUs of the S-worker. ``r_cores``: cores of an R-worker, and ``kv_cache_bytes`` of its cache; None
-    where the plan does not know, so that the template's stay.
+    ``num_gpus``: GPUs of the S-worker. ``r_cores``: cores of an R-worker, and ``kv_cache_bytes`` of its cache; None if
+    the plan does not know, so that the template's stay.
     """
 
     num_r_workers: int
@@ -95,7 +95,7 @@ def _after(manifest: str, line: str, *more: str) -> str:
 
 
 def _filled(manifest: str, pattern: str, text: str, times: int = 1) -> str:
-    """Replace ``pattern``; RuntimeError where the manifest has it more or fewer ``times``."""
+    """Replace ``pattern``. Raise RuntimeError if the manifest has it more or fewer ``times``."""
     filled, count = re.subn(pattern, text, manifest)
     if count != times:
         raise RuntimeError(f"{TEMPLATE}: {pattern!r} is there {count} times, not {times}")

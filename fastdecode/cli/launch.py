@@ -161,13 +161,13 @@ def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse
 
 
 def _security(command: Sequence[str]) -> str:
-    """Both sides must have the same: what the S-worker's command says goes to R-workers too."""
+    """Return the R-workers' ``--security`` flag, copied from the S-worker's command."""
     words = [word for each in command for word in each.split("=", 1)]
     return f" --security {shlex.quote(words[words.index('--security') + 1])}" if "--security" in words[:-1] else ""
 
 
 def _oversubscribed(hosts: list[HostSlots]) -> bool:
-    """True where this machine, which is all that can be looked at, is to run more processes than it has cores."""
+    """Return True if this machine, which is all that can be looked at, is to run more processes than it has cores."""
     here = {"localhost", os.uname().nodename, os.uname().nodename.partition(".")[0]}
     return sum(host.slots for host in hosts if host.name in here) > len(usable_cores())
 
@@ -188,7 +188,7 @@ class Mpiexec:
 
 
 def find_mpiexec() -> Mpiexec | None:
-    """The one beside this Python, as a wheel brings it, else the one on PATH; None where there is none."""
+    """Return the one beside this Python, as a wheel brings it, else the one on PATH; None if there is none."""
     folder = Path(sys.executable).parent
     for name in ("mpirun", "mpiexec"):
         path = shutil.which(name, path=str(folder)) or shutil.which(name)
@@ -198,7 +198,7 @@ def find_mpiexec() -> Mpiexec | None:
 
 
 def needed_environment() -> dict[str, str]:
-    """Variables that mpirun needs here: for root alone."""
+    """Return variables that mpirun needs here: for root alone."""
     return dict(ROOT_ENVIRONMENT) if os.geteuid() == 0 else {}
 
 

@@ -26,7 +26,7 @@ class HostSlots:
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
-    """The hosts of a hostfile in order; ConfigError has one sentence per bad line."""
+    """Return the hosts of a hostfile in order; ConfigError has one sentence per bad line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -49,7 +49,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
 
 
 def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]:
-    """The S-worker's host, which is the first and gives it one slot, and those of the R-workers."""
+    """Return the S-worker's host, which is the first and gives it one slot, and those of the R-workers."""
     first, *others = hosts
     left = [HostSlots(first.name, first.slots - 1)] if first.slots > 1 else []
     if not left and not others:
@@ -58,7 +58,7 @@ def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]
 
 
 def take_last(hosts: Sequence[HostSlots], count: int) -> tuple[tuple[HostSlots, ...], tuple[HostSlots, ...]]:
-    """The hosts of R-workers, and those of the last ``count`` slots, which are prefill workers'."""
+    """Return the hosts of R-workers, and those of the last ``count`` slots, which are prefill workers'."""
     num_slots = sum(host.slots for host in hosts)
     if count >= num_slots:
         raise ConfigError(
@@ -159,13 +159,13 @@ def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
 
 
 def _ranks(job: JobShape) -> str:
-    """Numbers and commands, as every mpirun takes them."""
+    """Return numbers and commands, as every mpirun takes them."""
     prefill = f" \\\n  : -n {job.num_prefill_workers} {job.p_line}" if job.p_hosts else ""
     return f"-n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}{prefill}"
 
 
 def srun_line(job: JobShape) -> str:
-    """A job of its own; a lost rank ends it."""
+    """Return a job of its own; a lost rank ends it."""
     hosts = f" --nodelist={job.s_host}" if job.named else ""
     prefill = f" \\\n  : {_nodes(job, job.p_hosts)} --cpu-bind=ldoms {job.p_line}" if job.p_hosts else ""
     return (
@@ -175,7 +175,7 @@ def srun_line(job: JobShape) -> str:
 
 
 def slurm_script(job: JobShape) -> str:
-    """A heterogeneous job: one node with the GPU, the hosts of R-workers, and those of prefill workers."""
+    """Return a heterogeneous job: one node with the GPU, the hosts of R-workers, and those of prefill workers."""
     hosts = f" --nodelist={job.s_host}" if job.named else ""
     prefill = (
         ("#SBATCH hetjob", f"#SBATCH {_nodes(job, job.p_hosts)} --exclusive{' --gpus-per-node=1' * job.p_gpu}"),
@@ -229,7 +229,7 @@ def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
 
 
 def ssh_s_line(job: JobShape, key_file: str) -> str:
-    """The S-worker's command for R-workers and prefill workers that listen."""
+    """Return the S-worker's command for R-workers and prefill workers that listen."""
     prefill = f" --prefill-workers {_addresses(job.p_hosts, FIRST_PREFILL_PORT)}" if job.p_hosts else ""
     r_workers = f"--r-workers {_addresses(job.r_hosts, FIRST_PORT)}{prefill}"
     return f"{job.s_command} {r_workers} --key-file {key_file}{job.s_rest}"

@@ -183,7 +183,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _less_memory(args: argparse.Namespace) -> str:
-    """Say which of the command's own flags take less memory."""
+    """Return which of the command's own flags take less memory."""
     own = [f"--{name.replace('_', '-')}" for name in MEMORY_FLAGS if hasattr(args, name)]
     if not own:
         return "ask for less, or run it where more memory is free"

@@ -42,14 +42,14 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
 
 
 def write_json(figures: Any, path: str | None) -> None:
-    """Write ``figures`` as JSON, where a path was given; OSError where the disk is full."""
+    """Write ``figures`` as JSON, where a path was given. Raise OSError if the disk is full."""
     if path:
         with naming(path):
             Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:
-    """A bar on stderr; none where stderr is no terminal."""
+    """Return a bar on stderr; none if stderr is no terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, unit=unit, **{"disable": None if sys.stderr.isatty() else True, **options})

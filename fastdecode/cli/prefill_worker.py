@@ -65,7 +65,7 @@ class _Setup:
     guard: str
 
     def start(self, host: str, port: int, rank: str = "") -> tuple[PrefillWorker, str]:
-        """The worker, which listens at ``host`` and ``port`` and has said so, and its address."""
+        """Return the worker, which listens at ``host`` and ``port`` and has said so, and its address."""
         from fastdecode.cluster.prefill.connect import ANSWER
         from fastdecode.prefills.worker import PrefillWorker
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LISTEN = "tcp://127.0.0.1:5580"
 
 Resources: TypeAlias = tuple[list[int] | None, int | None, int | None, ParkPlace | None]
-"""Cores, threads and bytes of the KV cache, None where the choice is left to the machine; and where to park."""
+"""Cores, threads and bytes of the KV cache, None if the choice is left to the machine; and where to park."""
 
 
 def add_command(commands: Any) -> None:
@@ -90,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resources(args: argparse.Namespace) -> Resources:
-    """Cores, threads and bytes that the flags give, None where they leave the choice; ConfigError names the flag."""
+    """Return cores, threads and bytes that the flags give, None if they leave the choice.
+
+    A ConfigError names the flag.
+    """
     cores = parse_cores("cores", args.cores)
     check_threads(args.threads)
     wanted = args.kv_cache_memory
@@ -99,7 +102,7 @@ def _resources(args: argparse.Namespace) -> Resources:
 
 
 def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
-    """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
+    """Return the S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.r_worker.serve import serve_parent
     from fastdecode.cluster.wire.handshake import read_security

@@ -154,7 +154,7 @@ def _answer_all(
 
 
 def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
-    """An engine request per prompt; where one is refused, all are."""
+    """Return an engine request per prompt; where one is refused, all are."""
     asked = read_request(line)
     if rules.names and asked.model is not None and asked.model not in rules.names:
         raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(rules.names)} does")

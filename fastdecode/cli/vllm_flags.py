@@ -35,7 +35,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> list[str]:
-    """Add flags of vLLM that stay out of help, but for those that the command has itself; return their names."""
+    """Add flags of vLLM that stay out of help, except those that the command has itself; return their names."""
     added = []
     for each in foreign.values():
         flags = [flag for flag in (flag_of(each.name), *each.shorts) if flag not in parser._option_string_actions]

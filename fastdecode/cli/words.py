@@ -37,7 +37,7 @@ def dashed(word: str) -> str:
 
 
 def flag_of(word: str, actions: Actions) -> str | None:
-    """Return the flag that ``word`` is, without its value; None where it is none of ``actions``."""
+    """Return the flag that ``word`` is, without its value; None if it is none of ``actions``."""
     flag = word.partition("=")[0]
     return flag if word.startswith("-") and flag in actions else None
 

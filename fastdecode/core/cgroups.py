@@ -20,7 +20,7 @@ RECLAIMABLE = ("inactive_file", "active_file")
 
 
 def memory_limit() -> int | None:
-    """Return the lowest limit of memory, in bytes; None where there is none."""
+    """Return the lowest limit of memory, in bytes; None if there is none."""
     limits = [limit for limit in map(_limit, _folders("memory")) if limit is not None]
     return min(limits, default=None)
 
@@ -37,7 +37,7 @@ def free_memory() -> int | None:
 
 
 def cpu_limit() -> float | None:
-    """Return the fewest cores' worth of processor time that a quota leaves; None where there is none."""
+    """Return the fewest cores' worth of processor time that a quota leaves; None if there is none."""
     return min((cores for folder in _folders("cpu") if (cores := _cores(folder))), default=None)
 
 
@@ -60,7 +60,7 @@ def _stat(folder: Path) -> dict[str, int]:
 
 
 def _cores(folder: Path) -> float | None:
-    """Return the quota of a group in cores; None where it has none."""
+    """Return the quota of a group in cores; None if it has none."""
     quota, _, period = _read(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")

@@ -30,7 +30,7 @@ WIRE_DTYPE: dict[str, np.dtype] = {
 
 
 def is_quantized(kv_dtype: str) -> bool:
-    """Say whether caches of ``kv_dtype`` ("auto" is the model's own) hold codes with scales."""
+    """Return whether caches of ``kv_dtype`` ("auto" is the model's own) hold codes with scales."""
     return KV_BITS.get(kv_dtype, 16) < 16
 
 
@@ -50,7 +50,7 @@ def key_bytes(dim: int, kv_dtype: str) -> int:
 
 
 def to_wire(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Round float32 ``values`` to ``dtype``, to nearest even: float32, or uint16 bits of float16 or bfloat16."""
+    """Return round float32 ``values`` to ``dtype``, to nearest even: float32, or uint16 bits of float16 or bfloat16."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     if dtype == "float32":
         return values

@@ -19,7 +19,7 @@ class HeldSequence:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether it is of no use: its state was written by a step that was not ended."""
+        """True if it is of no use: its state was written by a step that was not ended."""
         return self.least > self.num_tokens
 
 

@@ -38,7 +38,7 @@ CAN_BIND = hasattr(os, "sched_setaffinity")
 
 
 def allowed_cores() -> set[int]:
-    """Core numbers in this process's affinity mask; all cores where the system has no such masks."""
+    """Return core numbers in this process's affinity mask; all cores where the system has no such masks."""
     return set(os.sched_getaffinity(0)) if CAN_BIND else set(range(os.cpu_count() or 1))
 
 
@@ -55,7 +55,7 @@ def advise_cache(descriptor: int, advice: str) -> None:
 
 
 def usable_cores() -> list[int]:
-    """``allowed_cores`` in order, cut to the cgroup's CPU quota where one is set."""
+    """Return ``allowed_cores`` in order, cut to the cgroup's CPU quota where one is set."""
     cores = sorted(allowed_cores())
     limit = cgroups.cpu_limit()
     return cores if limit is None else cores[: max(1, math.ceil(limit))]
@@ -67,7 +67,7 @@ def has_cpu_quota() -> bool:
 
 
 def numa_nodes() -> list[list[int]]:
-    """The cores that this process may use, by NUMA node; one list where the kernel tells of no nodes."""
+    """Return the cores that this process may use, by NUMA node; one list where the kernel tells of no nodes."""
     usable = set(usable_cores())
     found = []
     for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:])):
@@ -80,7 +80,7 @@ def numa_nodes() -> list[list[int]]:
 
 
 def available_memory_bytes() -> int:
-    """Bytes that can still be allocated without swapping, within the cgroup's limit.
+    """Return bytes that can still be allocated without swapping, within the cgroup's limit.
 
     Half of all memory where the kernel does not tell what is free.
     """
@@ -90,14 +90,14 @@ def available_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Bytes of memory this process could ever have."""
+    """Return bytes of memory this process could ever have."""
     limit = cgroups.memory_limit()
     total = _meminfo_bytes("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total if limit is None else min(total, limit)
 
 
 def cpu_name() -> str:
-    """The processor's name as the kernel gives it."""
+    """Return the processor's name as the kernel gives it."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -129,7 +129,7 @@ def _lines(path: str) -> list[str]:
 
 
 def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
-    """Undo Open MPI's binding to a single core, where this machine gives more; what was done, "" where nothing was.
+    """Undo Open MPI's binding to a single core, where this machine gives more; what was done, "" if nothing was.
 
     Ranks of larger jobs, and those that a user bound to more than one core, are left as they are.
     """
@@ -148,7 +148,7 @@ def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def is_trapped(environment: Mapping[str, str]) -> bool:
-    """True for a rank of a job so small that Open MPI binds it to one core."""
+    """Return True for a rank of a job so small that Open MPI binds it to one core."""
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
     return size.isdigit() and int(size) <= MOST_RANKS
 
@@ -169,7 +169,7 @@ def host_id() -> str:
 
 
 def own_address() -> str:
-    """This machine's address towards other machines, by its default route; 127.0.0.1 where it has none."""
+    """This machine's address towards other machines, by its default route; 127.0.0.1 if it has none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))  # for documentation (RFC 5737); nothing is sent

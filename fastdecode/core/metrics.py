@@ -30,7 +30,7 @@ R_BUSY = "r"
 
 
 class Interval(NamedTuple):
-    """One stay in a state, in seconds of ``time.perf_counter``; -1 where no mini-batch or layer applies."""
+    """One stay in a state, in seconds of ``time.perf_counter``; -1 if no mini-batch or layer applies."""
 
     state: str
     mini_batch: int
@@ -62,12 +62,12 @@ class StateClock:
         return now
 
     def restart(self) -> None:
-        """Begin counting anew, in the host state, from now."""
+        """Begin counting again, in the host state, from now."""
         self.seconds = {MODEL: 0.0, WAIT: 0.0, HOST: 0.0}
         self.state, self._mini_batch, self._layer, self.since = HOST, -1, -1, time.perf_counter()
 
     def snapshot(self) -> dict[str, float]:
-        """Seconds per state up to now."""
+        """Return seconds per state up to now."""
         self.enter(self.state, self._mini_batch, self._layer)
         return dict(self.seconds)
 
@@ -180,7 +180,7 @@ class Tracer:
         self.steps.append(events)
 
     def write(self, path: str) -> None:
-        """Write all steps; OSError when the file cannot be written."""
+        """Write all steps. Raise OSError when the file cannot be written."""
         events = [event for step in self.steps for event in step]
         lanes = sorted({event.lane for event in events})
         names = [
@@ -193,7 +193,7 @@ class Tracer:
 
 
 def lane_name(lane: int) -> str:
-    """How a lane is called in pictures."""
+    """Return how a lane is called in pictures."""
     return "S-worker" if lane == S_LANE else f"R-worker {lane - 1}"
 
 
@@ -203,7 +203,7 @@ def mini_batch_name(mini_batch: int) -> str:
 
 
 def _chrome_event(event: Event) -> dict:
-    """A complete ("X") event; times in microseconds as the format wants."""
+    """Return a complete ("X") event; times in microseconds as the format wants."""
     interval = event.interval
     where = "" if interval.mini_batch < 0 else f" {mini_batch_name(interval.mini_batch)}{interval.layer}"
     return {

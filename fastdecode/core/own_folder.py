@@ -9,14 +9,14 @@ _made: set[Path] = set()
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make ``folder``, and those above it, where they are missing; OSError where that is impossible."""
+    """Make ``folder``, and those above it, where they are missing. Raise OSError if that is impossible."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(mode=mode, parents=True, exist_ok=True)
     _made.update(missing)
 
 
 def made_here(folder: Path) -> bool:
-    """Whether this process has made ``folder``."""
+    """Return whether this process has made ``folder``."""
     return folder in _made
 
 

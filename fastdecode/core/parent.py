@@ -11,7 +11,7 @@ from fastdecode.core.errors import BackendError
 
 
 def parent_flags() -> list[str]:
-    """Flags of a process that is to call ``die_with`` this one."""
+    """Return flags of a process that is to call ``die_with`` this one."""
     return ["--parent", str(os.getpid())]
 
 

@@ -21,7 +21,7 @@ MARK_BYTES = 16
 
 
 def num_marks(num_blocks: int, block_size: int) -> int:
-    """Pieces of a chain of ``num_blocks`` blocks, and so its marks."""
+    """Return pieces of a chain of ``num_blocks`` blocks, and so its marks."""
     return -(-num_blocks * block_size // PIECE_TOKENS)
 
 
@@ -35,7 +35,7 @@ class ParkPlace:
     after_seconds: float = PARK_AFTER
 
     def of(self, index: int) -> ParkPlace:
-        """The place of one of several R-workers."""
+        """Return the place of one of several R-workers."""
         return replace(self, folder=self.folder / f"r-worker-{index}")
 
     def flags(self) -> list[str]:
@@ -52,7 +52,7 @@ class Chain(NamedTuple):
 
     @staticmethod
     def of(block_hashes: Sequence[bytes], block_size: int) -> Chain:
-        """The chain of all blocks of these hashes."""
+        """Return the chain of all blocks of these hashes."""
         step = PIECE_TOKENS // block_size
         whole = block_hashes[step - 1 :: step]
         return Chain(len(block_hashes), (*whole, *(block_hashes[-1:] if len(block_hashes) % step else ())))

@@ -31,7 +31,7 @@ class Placing:
 
     @property
     def twice(self) -> bool:
-        """True where each segment has two copies."""
+        """True if each segment has two copies."""
         return self.copies > 1
 
 
@@ -41,8 +41,11 @@ WHOLE = Placing()
 
 @dataclass(frozen=True)
 class AskedPlacing:
-    """The settings of it: ``kv_shard_tokens``, None where the length of ranges is to be chosen, ``kv_replicas``, and
-    the schedule that is to go with them."""
+    """The settings of it:
+
+    ``kv_shard_tokens``, None if the length of ranges is to be chosen, ``kv_replicas``, and the schedule that is to go
+    with them.
+    """
 
     kv_shard_tokens: int | None = None
     kv_replicas: int = 1
@@ -61,7 +64,7 @@ class AskedPlacing:
 
     @property
     def may_cut(self) -> bool:
-        """True where a sequence may lie on several R-workers."""
+        """True if a sequence may lie on several R-workers."""
         return self.schedule not in ("request-level", "hybrid")
 
     def check(self) -> None:
@@ -82,7 +85,7 @@ class AskedPlacing:
             )
 
     def check_r_workers(self, count: int) -> None:
-        """ConfigError where ``count`` R-workers are too few for two copies."""
+        """Raise ConfigError if ``count`` R-workers are too few for two copies."""
         if self.kv_replicas > max(count, 1):
             raise ConfigError(
                 f"kv_replicas: two copies need two R-workers, and there is {'one' if count else 'none'}: give more, or "
@@ -92,9 +95,9 @@ class AskedPlacing:
     def chosen(
         self, longest: int, num_blocks: Sequence[int], block_size: int, balanced: int | None, chunk_tokens: int = 1
     ) -> Placing:
-        """What is asked for, or chosen for sequences of ``longest`` tokens: see :func:`choose_range_tokens`.
+        """Return what is asked for, or chosen for sequences of ``longest`` tokens: see :func:`choose_range_tokens`.
 
-        ``chunk_tokens``: of which ranges are multiples; ConfigError where those asked for are not.
+        ``chunk_tokens``: of which ranges are multiples. Raise ConfigError if those asked for are not.
         """
         wanted = self.kv_shard_tokens
         if wanted and wanted % chunk_tokens:
@@ -142,12 +145,12 @@ def choose_range_tokens(
 
 
 def least_range_tokens(chunk_tokens: int) -> int | None:
-    """The shortest ranges that are multiples of ``chunk_tokens``; None where none is: ranges are powers of two."""
+    """Return the shortest ranges that are multiples of ``chunk_tokens``; None if none is: ranges are powers of two."""
     return max(SPLIT_TOKENS, chunk_tokens) if chunk_tokens & (chunk_tokens - 1) == 0 else None
 
 
 def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:
-    """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in ranges."""
+    """Return whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in ranges."""
     blocks = np.array(num_blocks)
     return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))
 
@@ -177,5 +180,5 @@ def sizes_of(num_tokens: int, segment_tokens: int, block_size: int) -> list[Size
 
 
 def starts(num_tokens: int, segment_tokens: int) -> range:
-    """First token of each segment of so many tokens; there is at least one."""
+    """Return the first token of each segment of so many tokens; there is at least one."""
     return range(0, max(num_tokens, 1), segment_tokens)

@@ -21,10 +21,10 @@ class AttentionBackend(Protocol):
     """
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """Allocate caches for ``layout`` and describe the workers; CapacityError when memory is too small."""
+        """Allocate caches for ``layout`` and describe the workers. Raise CapacityError when memory is too small."""
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Apply the controls and prepare the rows of every mini-batch; BackendError if the plan is impossible."""
+        """Apply the controls and prepare the rows of every mini-batch. Raise BackendError if the plan is impossible."""
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Start one layer of one mini-batch and return at once; the buffers stay untouched until ``collect``.
@@ -34,7 +34,7 @@ class AttentionBackend(Protocol):
         """
 
     def ready(self, mini_batch: int) -> bool:
-        """True when ``collect`` would return without waiting."""
+        """Return True if ``collect`` would return without waiting."""
 
     def collect(self, mini_batch: int) -> np.ndarray:
         """Wait for o, [attending rows, num_heads, value_head_dim]; valid until this mini-batch's next submit."""
@@ -86,7 +86,7 @@ class PrefillBackend(Protocol):
     def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout, kv_heads: Sequence[int]) -> int:
         """Open a session with each and return how many there are.
 
-        BackendError where one refuses, or does not have the model that ``model`` identifies. ``layout``: the whole
+        BackendError if one refuses, or does not have the model that ``model`` identifies. ``layout``: the whole
         model's, with the dtype of the R-workers' caches, and the arithmetic in which they attend ("auto" where they
         differ). ``kv_heads``: of each layer, how many KV heads each of an R-worker's KV ports takes.
         """
@@ -98,7 +98,7 @@ class PrefillBackend(Protocol):
         """A prompt is not wanted any more; unknown ids are ignored."""
 
     def outcomes(self) -> PrefillOutcomes:
-        """What has become known since the last call; never waits."""
+        """Return what has become known since the last call; never waits."""
 
     def invite(self, address: str) -> None:
         """Have the worker that listens at ``address``, "host:port", join, unless it is here; never waits."""
@@ -192,7 +192,7 @@ class PendingControls(Protocol):
     """What R-workers have yet to hear from a scheduler: forks and releases."""
 
     def controls_alone(self) -> ScheduledStep:
-        """A step with the pending controls and no rows; they count as told."""
+        """Return a step with the pending controls and no rows; they count as told."""
 
     def take_back(self, step: ScheduledStep) -> None:
         """The R-workers did not hear ``step``: its controls are pending again."""
@@ -202,7 +202,7 @@ class Drafter(Protocol):
     """Guesses next tokens; called between steps."""
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """Draft tokens by sequence, at most as many as each asks for; none where there is no guess.
+        """Draft tokens by sequence, at most as many as each asks for; none if there is no guess.
 
         Sequences are left out while more of their text has to be computed first. A drafter that reads the sequences'
         own caches tells R-workers of ``pending`` first.
@@ -216,4 +216,4 @@ class StepTime(Protocol):
     """The scheduler's only view of the future."""
 
     def __call__(self, tokens: int, kv_tokens: int) -> float:
-        """Seconds a step takes that computes ``tokens`` rows and attends over ``kv_tokens`` cached tokens."""
+        """Return seconds a step takes that computes ``tokens`` rows and attends over ``kv_tokens`` cached tokens."""

@@ -47,7 +47,7 @@ class StoredAt:
 
 @dataclass(frozen=True)
 class RemotePrefill:
-    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``, but for a cached prefix.
+    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``, except a cached prefix.
 
     ``job_id`` and the tickets of places are new for every attempt: an R-worker refuses rows of any other. ``stores``
     cover all tokens of ``parts``; two that overlap are two copies. ``prefix``: who has tokens 0 to ``context_len``, in
@@ -83,7 +83,7 @@ class RemotePrefill:
 
 
 def _covered(places: tuple[StoredAt, ...], start: int) -> int:
-    """Where the first gap of ``places`` after ``start`` begins."""
+    """Return where the first gap of ``places`` after ``start`` begins."""
     for each in sorted(places, key=lambda place: place.start):
         if each.start > start:
             break

@@ -27,7 +27,7 @@ from fastdecode.core.types import (
 def plan_mini_batch(
     chunks: np.ndarray, reads: np.ndarray, num_workers: int
 ) -> tuple[tuple[np.ndarray, ...], MiniBatchRoutes]:
-    """Each R-worker's SPAN [num_spans] of a mini-batch, and who gets which rows.
+    """Return each R-worker's SPAN [num_spans] of a mini-batch, and who gets which rows.
 
     ``chunks`` and ``reads``: CHUNK and READ records in the order of a ``MiniBatch``.
     """
@@ -55,7 +55,7 @@ def plan_mini_batch(
 
 
 def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...]:
-    """The routes of every mini-batch where R-workers have the rows of their spans one after the other.
+    """Return the routes of every mini-batch where R-workers have the rows of their spans one after the other.
 
     BackendError for READ and PARTIAL spans, which do not say whose rows they are.
     """
@@ -70,7 +70,7 @@ def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...
 
 
 def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """One past the last token of each closed range in ``reads``, int64 [num_reads]."""
+    """Return one past the last token of each closed range in ``reads``, int64 [num_reads]."""
     owners, ends = reads["chunk"], chunks["base"][reads["chunk"]]
     follows = np.flatnonzero(owners[:-1] == owners[1:])
     ends[follows] = reads["start"][follows + 1]
@@ -78,7 +78,7 @@ def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
 
 
 def node_widths(num_tokens: int) -> list[int]:
-    """Splits of each node that is left once the splits of so many tokens are merged, widest first.
+    """Return splits of each node that is left once the splits of so many tokens are merged, widest first.
 
     Two nodes that are the halves of an aligned power of two of splits have become one.
     """
@@ -103,7 +103,7 @@ def _own_spans(chunks: np.ndarray) -> np.ndarray:
 
 
 def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list[Route]:
-    """Each R-worker's own rows, which are slices; ``bounds``: int64 [num_workers + 1], where its chunks begin.
+    """Return each R-worker's own rows, which are slices; ``bounds``: int64 [num_workers + 1], where its chunks begin.
 
     ``has_tails``: some chunk is the tail of a longer sequence.
     """
@@ -121,7 +121,7 @@ def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list
 
 
 def _own_route(q_rows: tuple[int, int], kv_rows: tuple[int, int]) -> Route:
-    """The route of an R-worker that has whole sequences only, from first and last row."""
+    """Return the route of an R-worker that has whole sequences only, from first and last row."""
     attending = slice(*q_rows)
     return Route(attending, slice(*kv_rows), attending)
 
@@ -156,7 +156,7 @@ def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_w
 
 
 def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Merge, list[int]]:
-    """How rows of sequences in ranges are merged, and each R-worker's rows of partial results.
+    """Return how rows of sequences in ranges are merged, and each R-worker's rows of partial results.
 
     An R-worker's partial results begin with those of its closed ranges; then come those of tails.
     """
@@ -185,7 +185,7 @@ def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Mer
 
 
 def _joined(first: Rows, second: Rows) -> Rows:
-    """The rows of both, one after the other; a slice where they are consecutive."""
+    """Return the rows of both, one after the other; a slice where they are consecutive."""
     both = (np.arange(each.start, each.stop) if isinstance(each, slice) else each for each in (first, second))
     rows = np.concatenate(list(both))
     if not len(rows):
@@ -196,7 +196,7 @@ def _joined(first: Rows, second: Rows) -> Rows:
 
 
 def _totals(counts: np.ndarray) -> np.ndarray:
-    """Rows before each chunk, and of all: int64 [num_chunks + 1]."""
+    """Return rows before each chunk, and of all: int64 [num_chunks + 1]."""
     totals = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=totals[1:])
     return totals

@@ -24,7 +24,7 @@ class StateRoom:
 
     @classmethod
     def of(cls, memory_bytes: int, state_bytes: int, max_num_seqs: int, copies: int) -> StateRoom:
-        """What ``memory_bytes`` hold; CapacityError where that is less than sequences in flight have."""
+        """Return what ``memory_bytes`` hold. Raise CapacityError if that is less than sequences in flight have."""
         num_states, in_flight = memory_bytes // state_bytes, max_num_seqs * copies
         if num_states < in_flight:
             most = f"at most --max-num-seqs {num_states // copies}, " if num_states >= copies else ""

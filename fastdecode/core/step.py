@@ -104,7 +104,7 @@ class MiniBatch:
 
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> MiniBatch:
-        """The given chunks, in the given order."""
+        """Return the given chunks, in the given order."""
         listed = list(chunks)
         tokens = [token for chunk in listed for token in chunk.token_ids]
         reads = [(index, *read) for index, chunk in enumerate(listed) for read in chunk.reads]
@@ -124,7 +124,7 @@ class MiniBatch:
         return MiniBatch(chunks, tokens, reads).take(np.argsort(chunks["worker"] * 3 + rank, kind="stable"))
 
     def take(self, places: np.ndarray) -> MiniBatch:
-        """The chunks at ``places``, in that order, with their tokens and ranges."""
+        """Return the chunks at ``places``, in that order, with their tokens and ranges."""
         chunks, reads = self.chunks.take(places), self._reads_of(places) if len(self.reads) else NO_READS
         if len(self.token_ids) == len(self.chunks):  # a row each, as where nothing is drafted
             return MiniBatch(chunks, self.token_ids.take(places), reads)
@@ -142,11 +142,11 @@ class MiniBatch:
         return reads[np.argsort(reads["chunk"], kind="stable")]
 
     def __len__(self) -> int:
-        """Number of chunks."""
+        """Return the number of chunks."""
         return len(self.chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """The chunks one by one, for callers that need few of them."""
+        """Yield the chunks one by one, for callers that need few of them."""
         tokens, end = self.token_ids.tolist(), 0
         for index, record in enumerate(self.chunks.tolist()):
             fields: dict[str, Any] = dict(zip(CHUNK_FIELDS, record, strict=True))
@@ -223,7 +223,7 @@ class ScheduledStep:
 
     @cached_property
     def is_decode(self) -> bool:
-        """True when no chunk holds prompt tokens, that is, every sequence adds new tokens to finished context."""
+        """True if no chunk holds prompt tokens, that is, every sequence adds new tokens to finished context."""
         return not any(len(mini_batch.prompts) for mini_batch in self.mini_batches)
 
     @cached_property
@@ -239,11 +239,11 @@ class ScheduledStep:
 
     @property
     def only_decodes_attend(self) -> bool:
-        """True when no prompt attends on an R-worker."""
+        """True if no prompt attends on an R-worker."""
         return not any(bool(mini_batch.prompts["attends"].any()) for mini_batch in self.mini_batches)
 
     def to_step_plan(self) -> StepPlan:
-        """The same step as the R-workers see it."""
+        """Return the same step as the R-workers see it."""
         num_workers = len(self.controls)
         parts = [plan_mini_batch(each.chunks, each.reads, num_workers) for each in self.mini_batches]
         workers = tuple(

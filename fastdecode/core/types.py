@@ -18,7 +18,7 @@ way."""
 
 
 def best_common_isa(isas: Collection[str]) -> str:
-    """The best that all machines have whose best are ``isas``, of which there is one or more."""
+    """Return the best that all machines have whose best are ``isas``, of which there is one or more."""
     for family in (X86_ISAS, ARM_ISAS):
         if all(isa in family for isa in isas):
             return min(isas, key=family.index)
@@ -112,12 +112,12 @@ class Route:
 
     @property
     def is_empty(self) -> bool:
-        """True where it has no rows at all."""
+        """True if it has no rows at all."""
         return not (count_rows(self.q_rows) or count_rows(self.kv_rows))
 
 
 def count_rows(rows: Rows) -> int:
-    """Number of rows."""
+    """Return the number of rows."""
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
@@ -139,7 +139,7 @@ class Merge:
     parts: np.ndarray
 
     def with_part_of(self, worker: int) -> np.ndarray:
-        """Whether R-worker ``worker`` has a part in them: bool [num_merged]."""
+        """Return whether R-worker ``worker`` has a part in them: bool [num_merged]."""
         owners = np.repeat(np.arange(len(self.merged)), self.merged["num_parts"])
         return np.isin(np.arange(len(self.merged)), owners[self.parts["worker"] == worker])
 
@@ -187,13 +187,12 @@ class KvAddress:
 class RWorkerInfo:
     """What an R-worker says of itself when it is opened.
 
-    ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 where it was not.
+    ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 if it was not.
     ``kv_ports``: its KV port, if it has one; those of all ranks' parts, in order, where ranks share the model.
-    ``host``: its machine, by a name that no other machine has; "" where that is not known.
-    ``state_blocks``: blocks that a sequence takes there beside those of its tokens, for the states of a hybrid.
-    ``park_after``: seconds after which prefixes that are not used go to its disk; None where it has none.
-    ``held``: what it has of the session that goes on, ``kept_of`` the S-worker before with this fingerprint.
-    ``epoch``: of the lease of a named session there, 0 without.
+    ``host``: its machine, by a name that no other machine has; "" if that is not known. ``state_blocks``: blocks that a
+    sequence takes there beside those of its tokens, for the states of a hybrid. ``park_after``: seconds after which
+    prefixes that are not used go to its disk; None if it has none. ``held``: what it has of the session that goes on,
+    ``kept_of`` the S-worker before with this fingerprint. ``epoch``: of the lease of a named session there, 0 without.
     """
 
     name: str
@@ -223,9 +222,9 @@ class WorkerReport:
     """What one R-worker did in a step.
 
     ``busy_start`` and ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
-    ``time.perf_counter``; both are 0 where the worker had no rows. ``transfer_seconds``: from submit to o available,
-    less the time busy and the time queued behind the worker's other calls, summed over the step. ``leaving``: the
-    R-worker asks to leave.
+    ``time.perf_counter``; both are 0 if the worker had no rows. ``transfer_seconds``: from submit to o available, less
+    the time busy and the time queued behind the worker's other calls, summed over the step. ``leaving``: the R-worker
+    asks to leave.
     """
 
     busy_start: np.ndarray

@@ -29,7 +29,7 @@ class World(Protocol[T_co]):
     """The machine that the steps run on: real, simulated, or the naive one of the tests."""
 
     def now(self) -> float:
-        """Seconds of this world's clock."""
+        """Return seconds of this world's clock."""
 
     def tell(self, step: ScheduledStep) -> None:
         """Have the R-workers hear the controls of ``step`` and prepare its rows; errors leave all as it was."""
@@ -50,7 +50,10 @@ class World(Protocol[T_co]):
         """Copy cached tokens from one R-worker to another; returns the seconds. WorkerLostError if one is gone."""
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
-        """R-workers that have joined since, by index: the ``vacant`` places first, then new ones. Never waits."""
+        """Return R-workers that have joined since, by index: the ``vacant`` places first, then new ones.
+
+        Never waits.
+        """
 
     def dismiss(self, worker: int) -> None:
         """Let R-worker ``worker`` go."""
@@ -79,7 +82,7 @@ class Requests(Protocol[T_contra]):
         """The R-workers have heard ``step``; it is computed next."""
 
     def accepted(self, step: ScheduledStep, computed: T_contra) -> Mapping[int, int]:
-        """How many draft tokens of each sequence are its next output tokens."""
+        """Return how many draft tokens of each sequence are its next output tokens."""
 
     def take(
         self, cycle: RunningCycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]

@@ -68,7 +68,7 @@ class Cycle(Generic[T]):
         self._lost: tuple[int, ...] = ()  # since the last record: in steps without rows, which have none, and between
 
     def turn(self) -> ScheduledStep:
-        """One step, with what comes before it and after it.
+        """Return one step, with what comes before it and after it.
 
         Whatever is raised, the R-workers forget the rows of the step, and the next turn computes them again.
         """
@@ -183,7 +183,7 @@ class Cycle(Generic[T]):
             self._record(step, report, num_output_tokens)
 
     def _hear(self, report: StepReport) -> list[int]:
-        """Who is lost and who asks to go; returns the sequences that lost something."""
+        """Return who is lost and who asks to go; returns the sequences that lost something."""
         self._lost += report.lost
         spoilt = self.lose(report.lost)
         for companion in self.companions:

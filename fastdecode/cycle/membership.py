@@ -38,7 +38,7 @@ class Membership(Companion):
         self._updated = cycle.world.now()
 
     def admit(self, cycle: Cycle) -> bool:
-        """Count newcomers in; False where there are none."""
+        """Count newcomers in; False if there are none."""
         newcomers = cycle.world.admit(cycle.scheduler.store.workers.vacant)
         for index, newcomer in newcomers.items():
             self._join(cycle.scheduler, index, newcomer)
@@ -50,7 +50,7 @@ class Membership(Companion):
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
-        """R-worker ``worker`` is to go; ConfigError where it is not there."""
+        """R-worker ``worker`` is to go. Raise ConfigError if it is not there."""
         if worker not in scheduler.store.workers.present:
             raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.store.workers.present}")
         scheduler.members.drain(worker)
@@ -76,8 +76,11 @@ class Membership(Companion):
         return self._names.get(worker) or str(worker)
 
     def _move_until(self, cycle: Cycle, deadline: float) -> None:
-        """At least one sequence, if any is to move. One that was chosen before a loss came to light is not moved: its
-        room, its source or itself may be gone, so the scheduler is asked anew."""
+        """At least one sequence, if any is to move.
+
+        One that was chosen before a loss came to light is not moved: its room, its source or itself may be gone, so the
+        scheduler is asked again.
+        """
         scheduler = cycle.scheduler
         while transfer := scheduler.transfers.next():
             if scheduler.store.workers.has_controls:

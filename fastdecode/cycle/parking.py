@@ -91,7 +91,7 @@ class Parking(Companion):
             self._drop(scheduler, disk)
 
     def _meet(self, scheduler: Scheduler) -> None:
-        """Begin with R-workers that have come, and forget those that are gone, or have come anew."""
+        """Begin with R-workers that have come, and forget those that are gone, or have come again."""
         workers = scheduler.store.workers
         for disk in list(self._disks.values()):
             if workers[disk.index] is not disk.state:
@@ -143,7 +143,7 @@ class Parking(Companion):
             has_work &= cycle.world.now() < deadline
 
     def _wake(self, cycle: Cycle, disk: _Disk) -> bool:
-        """Go on with what is wanted from ``disk``; False where that is nothing."""
+        """Go on with what is wanted from ``disk``; False if that is nothing."""
         scheduler, parked = cycle.scheduler, cycle.scheduler.store.parked
         while disk.wishes and disk.waking is None:
             disk.waking = self._begin(scheduler, disk, parked)
@@ -173,7 +173,7 @@ class Parking(Companion):
         return True
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
-        """Begin with the first wish; None where its sequence has left, needs nothing by now, or there is no room."""
+        """Begin with the first wish; None if its sequence has left, needs nothing by now, or there is no room."""
         sequence = disk.wishes[0]
         if not scheduler.queue.is_aside(sequence):
             return None
@@ -183,7 +183,7 @@ class Parking(Companion):
         return parked.begin(sequence, beginning)
 
     def _park(self, cycle: Cycle, disk: _Disk, least_seconds: float) -> bool:
-        """Go on with what is to be parked on ``disk``; False where that is nothing."""
+        """Go on with what is to be parked on ``disk``; False if that is nothing."""
         scheduler, parked, now = cycle.scheduler, cycle.scheduler.store.parked, cycle.world.now()
         after = disk.after_seconds if least_seconds < 0 else least_seconds
         disk.parking = disk.parking or self._next(scheduler, disk, now, after)

@@ -98,7 +98,7 @@ def make_drafter(
     cleanup: ExitStack,
     lead: Lead | None = None,
 ) -> Drafter:
-    """What ``speculative`` asks for; ``cleanup`` frees it in the end.
+    """Return what ``speculative`` asks for; ``cleanup`` frees it in the end.
 
     ``make_backend`` makes the R-worker of a draft model. ``lead``: has other ranks compute the first layers, too.
     ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft for this one.
@@ -117,7 +117,7 @@ def make_drafter(
 
 
 def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model: SModel) -> SModel:
-    """The model that drafts for ``model``, in its dtype and for texts as long; one line says why it cannot."""
+    """Return the model that drafts for ``model``, in its dtype and for texts as long; one line says why it cannot."""
     own = replace(
         config,
         model=speculative.model,

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Continuous batching over one S-worker and its R-workers; used from one thread.
 
-    ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
-    token. ``cycle`` runs the steps in ``world``; ``membership``, and where there are some ``prefills`` and
-    ``speculation``, are its companions. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests
-    that have not ended; ``journal``: what these are written to. ``trouble``: why no step is taken though there are
-    requests, "" where nothing is wrong.
+    ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one token.
+    ``cycle`` runs the steps in ``world``; ``membership``, and where there are some ``prefills`` and ``speculation``,
+    are its companions. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests that have not
+    ended; ``journal``: what these are written to. ``trouble``: why no step is taken though there are requests, "" if
+    nothing is wrong.
     """
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
@@ -124,11 +124,11 @@ class LLMEngine:
         self._attempt(self.cycle.settle, waits=False)
 
     def has_unfinished_requests(self) -> bool:
-        """True while any request waits or runs, or has ended and was not handed out."""
+        """Return True while any request waits or runs, or has ended and was not handed out."""
         return len(self._requests) > 0
 
     def step(self) -> list[RequestOutput]:
-        """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
+        """Return one token for every running request, plus prompt chunks; outputs of the requests that grew."""
         if self.in_flight:
             self._attempt(self.cycle.turn)
         return self._requests.take_outputs()
@@ -144,12 +144,12 @@ class LLMEngine:
     def drain_r_worker(self, index: int) -> None:
         """Let R-worker ``index`` of ``r_workers`` go once its sequences have moved to others, which takes some steps.
 
-        ConfigError where there is none. The last one goes on until another has joined.
+        ConfigError if there is none. The last one goes on until another has joined.
         """
         self.membership.drain(self.scheduler, index)
 
     def score(self, token_ids: list[int]) -> np.ndarray:
-        """Natural-log probability of every token after the first, given those before it: float32 [len - 1].
+        """Return natural-log probability of every token after the first, given those before it: float32 [len - 1].
 
         All attention runs on the first R-worker that is left, over the cache as it stores keys and values. The engine
         must be idle.
@@ -194,7 +194,7 @@ class LLMEngine:
             logger.warning("%s: waiting for one, %g s at most", error, seconds)
 
     def _has_come(self) -> bool:
-        """Whether an R-worker is there again, which is counted in before the loss of the others is."""
+        """Return whether an R-worker is there again, which is counted in before the loss of the others is."""
         with interrupts_deferred():
             if self.membership.admit(self.cycle):
                 self.trouble = ""

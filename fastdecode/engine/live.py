@@ -48,7 +48,7 @@ class LiveRequests:
         self._ended: list[Request] = []
 
     def __len__(self) -> int:
-        """Requests in flight, and those that have ended and were not handed out."""
+        """Return requests in flight, and those that have ended and were not handed out."""
         return len(self.in_flight) + len(self._ended)
 
     def enter(self, request: Request) -> None:
@@ -120,8 +120,10 @@ class LiveRequests:
                 self._finish(cycle, completion, "abort")
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Snapshots of the requests that grew or ended otherwise since the last call. They are made while the journal
-        is on its way."""
+        """Return snapshots of the requests that grew or ended otherwise since the last call.
+
+        They are made while the journal is on its way.
+        """
         outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
         self._grown.clear()
         self._ended.clear()
@@ -175,14 +177,14 @@ class LiveWorld:
         self._ranks = ranks
 
     def now(self) -> float:
-        """Seconds of ``time.perf_counter``."""
+        """Return seconds of ``time.perf_counter``."""
         return time.perf_counter()
 
     def tell(self, step: ScheduledStep) -> None:
         self.backend.begin_step(step.to_step_plan())
 
     def compute(self, step: ScheduledStep) -> Sampled:
-        """Sampled tokens of ``step``, and of the prompts that prefill workers have computed."""
+        """Return sampled tokens of ``step``, and of the prompts that prefill workers have computed."""
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self._prefills.logits(step.arrived) if self._prefills else {}
         sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
@@ -196,7 +198,7 @@ class LiveWorld:
         return tokens
 
     def score(self, step: ScheduledStep) -> np.ndarray:
-        """Log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
+        """Return the log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
 
         Nothing of it stays on the R-workers.
         """

@@ -18,7 +18,7 @@ class Attending(LayerKind, frozen=True):
     chunks, and a query sees those of its own chunk up to itself. ``soft_cap`` is 0 when absent. ``sinks`` holds one
     extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is empty: a score,
     scaled and capped, gains slope · (position of the key - position of the query). ``picked_by`` is the number of the
-    index layer whose picks its queries see, -1 where they see all.
+    index layer whose picks its queries see, -1 if they see all.
     """
 
     num_heads: Heads

@@ -54,13 +54,13 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """The kind's name, on the wire and in C++."""
 
     caches_rows: ClassVar[bool] = True
-    """True where a cached token leaves a row of its own; False where a sequence leaves a state."""
+    """True if a cached token leaves a row of its own; False if a sequence leaves a state."""
 
     ranks_tokens: ClassVar[bool] = False
-    """True where a layer answers which tokens the layers after it see, and attends to nothing."""
+    """True if a layer answers which tokens the layers after it see, and attends to nothing."""
 
     values_in_keys: ClassVar[bool] = False
-    """True where values are the first elements of the keys, and neither travel nor are stored."""
+    """True if values are the first elements of the keys, and neither travel nor are stored."""
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
@@ -74,7 +74,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def reads(self) -> int:
-        """The layer before it whose picks its queries see; -1 where they see all tokens."""
+        """The layer before it whose picks its queries see; -1 if they see all tokens."""
         return -1
 
     def reading(self, index: int) -> Self:
@@ -83,7 +83,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of which blocks of the cache must be divisors; 0 where any will do."""
+        """Tokens of which blocks of the cache must be divisors; 0 if any will do."""
         return 0
 
     @property
@@ -118,7 +118,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def weight_rows(self) -> Shape | None:
-        """Shape of one head's weights that an R-worker multiplies with, None where it has none."""
+        """Shape of one head's weights that an R-worker multiplies with, None if it has none."""
         return None
 
     def absorbed(self) -> Self:
@@ -131,13 +131,13 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return f"{type(self).__name__}({known})"
 
     def rewinds(self, num_rows: int) -> bool:
-        """Say whether a sequence can go back by ``num_rows`` rows that a step has written."""
+        """Return whether a sequence can go back by ``num_rows`` rows that a step has written."""
         return True
 
     def cannot(self, way: Way) -> str | None:
-        """Return why a model with such a layer cannot be put through ``way``; None where it can."""
+        """Return why a model with such a layer cannot be put through ``way``; None if it can."""
         return None
 
     def cannot_lie_in(self, block_size: int) -> str | None:
-        """Return why such a layer cannot be cached in blocks of ``block_size`` tokens; None where it can."""
+        """Return why such a layer cannot be cached in blocks of ``block_size`` tokens; None if it can."""
         return None

@@ -56,7 +56,7 @@ class KVLayout:
 
     @property
     def attends(self) -> bool:
-        """True where some layer caches rows; False where all layers are recurrent."""
+        """True if some layer caches rows; False if all layers are recurrent."""
         return any(layer.caches_rows for layer in self.layers)
 
     @property
@@ -65,7 +65,7 @@ class KVLayout:
         return tuple(layer for layer in self.layers if isinstance(layer, Recurrent))
 
     def cannot(self, way: Way) -> str | None:
-        """Return why this model cannot be put through ``way``; None where it can.
+        """Return why this model cannot be put through ``way``; None if it can.
 
         A model cannot where one of its layers cannot, or where its layers together leave nothing to do.
         """
@@ -94,11 +94,11 @@ class KVLayout:
         return None
 
     def cannot_lie_in(self, block_size: int) -> str | None:
-        """Return why this model cannot be cached in blocks of ``block_size`` tokens; None where it can."""
+        """Return why this model cannot be cached in blocks of ``block_size`` tokens; None if it can."""
         return next((reason for layer in self.layers if (reason := layer.cannot_lie_in(block_size))), None)
 
     def rewinds(self, num_rows: int) -> bool:
-        """Say whether sequences can go back by ``num_rows`` rows that a step has written."""
+        """Return whether sequences can go back by ``num_rows`` rows that a step has written."""
         return all(layer.rewinds(num_rows) for layer in self.layers)
 
     def sequence_bytes(self, layer: int) -> int:

@@ -32,7 +32,7 @@ class Sizes:
 
     @property
     def rewinds(self) -> bool:
-        """True where a sequence can go back to any token before its last."""
+        """True if a sequence can go back to any token before its last."""
         return self.fixed == 0
 
     @property

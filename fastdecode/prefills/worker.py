@@ -53,7 +53,7 @@ class PrefillWorker:
         )
 
     def listen(self, host: str, port: int) -> str:
-        """Accept S-workers; returns the address, "host:port". OSError where that is impossible."""
+        """Accept S-workers; returns the address, "host:port". OSError if that is impossible."""
         return self._server.listen(host, port)
 
     def run(self, between_prompts: Callable[[bool], None] = lambda is_free: None) -> None:

@@ -182,7 +182,7 @@ class Drafts:
 
 
 def _cap(counts: np.ndarray, budget: int) -> int:
-    """The largest number such that ``counts``, none above it, add up to at most ``budget``."""
+    """Return the largest number such that ``counts``, none above it, add up to at most ``budget``."""
     for cap in range(int(counts.max(initial=0)), 0, -1):
         if np.minimum(counts, cap).sum() <= budget:
             return cap

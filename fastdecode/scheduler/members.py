@@ -35,7 +35,7 @@ class Members:
         self._workers.drain(worker)
 
     def drained(self) -> list[int]:
-        """R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
+        """Return R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
         growing = [each for each in self._residents.all if self._room.may_split(each)]
         return [
             worker
@@ -46,8 +46,10 @@ class Members:
         ]
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
-        """The sequences that lost something with R-workers ``workers``, which are gone. Discard their tokens of the
-        last step: they attended there, or have to be computed again."""
+        """Return the sequences that lost something with R-workers ``workers``, which are gone.
+
+        Discard their tokens of the last step: they attended there, or have to be computed again.
+        """
         return self._losses.spoilt(workers)
 
     def lost(self, worker: int) -> list[TokenSequence]:

@@ -51,7 +51,7 @@ class Names:
             self._reached |= {each.sequence_id: each.num_cached for each in prompts}
 
     def take(self) -> Notes:
-        """What is new since this was called last."""
+        """Return what is new since this was called last."""
         notes = Notes(self._named, [Reached(*each) for each in self._reached.items()])
         self._named, self._reached = [], {}
         return notes

@@ -16,7 +16,7 @@ from fastdecode.scheduler.store.store import Store
 class RemotePrompts:
     """A sequence whose prompt is computed elsewhere has its seat and its blocks, but no rows in any step.
 
-    ``policy`` decides which these are; None where there are no prefill workers.
+    ``policy`` decides which these are; None if there are no prefill workers.
     """
 
     def __init__(self, store: Store, policy: PrefillPolicy | None) -> None:
@@ -39,7 +39,7 @@ class RemotePrompts:
         return sequence is not None and sequence.job_id == job_id
 
     def end_if_left(self, job_id: int) -> bool:
-        """End the job ``job_id`` where its sequence waits for it no more; True where that is so."""
+        """End the job ``job_id`` where its sequence waits for it no more; True if that is so."""
         has_left = job_id not in self
         if has_left and job_id in self._under_way:
             self._end(job_id, self._now_seconds)
@@ -120,7 +120,7 @@ class RemotePrompts:
         return True
 
     def failed(self, job_id: int, now_seconds: float) -> TokenSequence | None:
-        """The sequence of a job that failed; None where it does not wait for it any more."""
+        """Return the sequence of a job that failed; None if it does not wait for it any more."""
         return self._end(job_id, now_seconds)
 
     def take(self) -> tuple[tuple[RemotePrefill, ...], tuple[int, ...]]:

@@ -89,7 +89,7 @@ class Scheduler:
         self._rows = np.zeros(0, np.int64)
 
     def with_limits(self, limits: Limits) -> Scheduler:
-        """A new scheduler of the same schedule."""
+        """Return a new scheduler of the same schedule."""
         return Scheduler(self._schedule, limits, self.remote_prompts.policy, self.drafts.policy)
 
     @property
@@ -125,12 +125,12 @@ class Scheduler:
             observer.observe(observed)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Queue a sequence (and the siblings it brings) by its age; RequestError when it could never run."""
+        """Queue a sequence (and the siblings it brings) by its age. Raise RequestError when it could never run."""
         self.admission.room.check(sequence)
         self.queue.push(sequence)
 
     def schedule(self, now_seconds: float = 0.0) -> ScheduledStep:
-        """The next step. Controls are handed over once: the caller applies them even if the step fails later.
+        """Return the next step. Controls are handed over once: the caller applies them even if the step fails later.
 
         ``now_seconds``: of any clock, for the policy of prefill workers.
         """
@@ -150,7 +150,7 @@ class Scheduler:
         return ScheduledStep(mini_batches, self.store.workers.take_controls(), num_starts, prefills, arrived, drafts)
 
     def controls_alone(self) -> ScheduledStep:
-        """A step without rows, which only tells the R-workers what they have yet to hear."""
+        """Return a step without rows, which only tells the R-workers what they have yet to hear."""
         self.store.note_rows(())
         return ScheduledStep((MiniBatch.of([]),), self.store.workers.take_controls())
 

@@ -84,7 +84,7 @@ class TokenSequence:
 
     @property
     def has_several(self) -> bool:
-        """True where it has more than one segment."""
+        """True if it has more than one segment."""
         return len(self.segments) > 1
 
     @property
@@ -99,7 +99,7 @@ class TokenSequence:
 
     @property
     def attends_in_prompt(self) -> bool:
-        """True where its prompt attends on its R-workers."""
+        """True if its prompt attends on its R-workers."""
         return not (self.uses_scratch or self.job_id)
 
     @property
@@ -108,7 +108,7 @@ class TokenSequence:
         return self.num_cached < self.num_prefill
 
     def is_on(self, worker: int) -> bool:
-        """True where R-worker ``worker`` has a copy of a segment."""
+        """Return True if R-worker ``worker`` has a copy of a segment."""
         return any(segment.on(worker) for segment in self.segments)
 
     def tokens(self, start: int, count: int) -> list[int]:

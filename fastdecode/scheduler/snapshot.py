@@ -143,7 +143,7 @@ class Snapshot:
         return [each.sequence_id for each in self.sequences.values() if each.decodes]
 
     def on(self, worker: int) -> list[int]:
-        """Ids of sequences of which R-worker ``worker`` has something, in order."""
+        """Return ids of sequences of which R-worker ``worker`` has something, in order."""
         return [each.sequence_id for each in self.sequences.values() if worker in each.workers]
 
 

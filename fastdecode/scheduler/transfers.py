@@ -44,7 +44,7 @@ class Transfers:
         return carry_out(self.moves.next()) or (carry_out(self.copies.next()) if self.copies else None)
 
     def stands(self, transfer: Transfer) -> bool:
-        """False where its sequence or one of its R-workers has gone since it was chosen: there is nothing to copy."""
+        """False if its sequence or one of its R-workers has gone since it was chosen: there is nothing to copy."""
         return transfer in self._store.transfers
 
     def done(self, transfer: Transfer, seconds: float) -> None:

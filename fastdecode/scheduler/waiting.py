@@ -51,7 +51,7 @@ class WaitingQueue:
 
     @property
     def head_follows(self) -> bool:
-        """True where another computes the prefix of the oldest."""
+        """True if another computes the prefix of the oldest."""
         return bool(self._waiting) and self._prefix_cache.leaders.leader_of(self._waiting[0]) is not None
 
     def set_followers_aside(self) -> None:
@@ -85,7 +85,7 @@ class WaitingQueue:
             self._insert(sequence)
 
     def is_aside(self, sequence: TokenSequence) -> bool:
-        """Whether it still waits for its prefix."""
+        """Return whether it still waits for its prefix."""
         return sequence.sequence_id in self._aside
 
     def discard(self, sequence: TokenSequence) -> None:

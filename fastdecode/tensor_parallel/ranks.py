@@ -71,8 +71,10 @@ class Ranks:
         return TensorParallelBackend(member, self._lifelines)
 
     def tell(self, run: Run) -> None:
-        """Have the other ranks know the journal's ``run``, which they name to their R-workers; RankLostError where one
-        is gone."""
+        """Have the other ranks know the journal's ``run``, which they name to their R-workers.
+
+        Raise RankLostError if one is gone.
+        """
         try:
             self.rank.broadcast(Message("run", asdict(run)).encode())
         except RuntimeError as error:  # of torch.distributed
@@ -134,7 +136,7 @@ def follow(config: EngineConfig) -> None:
 
 
 def begin_ranks(config: EngineConfig) -> Ranks | None:
-    """The ranks that ``config`` asks for, on the first of them; None for one."""
+    """Return the ranks that ``config`` asks for, on the first of them; None for one."""
     return Ranks(config) if config.tensor_parallel_size > 1 else None
 
 

@@ -16,7 +16,7 @@ from fastdecode.sworker.model.support import probe_layers
 def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: int) -> ModelCode:
     """Return a model's code without its layers from ``num_layers`` on; ``code`` itself is left as it is.
 
-    ``layout``: the model's. ConfigError where it has no more layers than that; UnsupportedModelError where its layers
+    ``layout``: the model's. ConfigError if it has no more layers than that. Raise UnsupportedModelError if its layers
     cannot be found, or its code does not run with some of them.
     """
     ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.ranks_tokens]
@@ -43,7 +43,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
 
 
 def _cut(module: torch.nn.Module, path: list[str], num_layers: int) -> torch.nn.Module:
-    """A copy of ``module``, and of those on the way to the list at ``path``, which has its first layers only."""
+    """Return a copy of ``module``, and of those on the way to the list at ``path``, which has its first layers only."""
     view = copy.copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     if path:

@@ -105,7 +105,7 @@ class SModel:
 
     @property
     def on_gpu(self) -> bool:
-        """True when the dense layers run on a GPU, so that S and R share no core."""
+        """True if the dense layers run on a GPU, so that S and R share no core."""
         return self.code.device.type == "cuda"
 
     @property
@@ -115,7 +115,7 @@ class SModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Its sizes; UnsupportedModelError for a model that the performance model's equations do not know."""
+        """Its sizes. Raise UnsupportedModelError for a model that the performance model's equations do not know."""
         shape = model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
         return shape.keeping_states(self._config.state_on == "s")
 
@@ -124,7 +124,7 @@ class SModel:
         return first_layers(self.code, self._hf_config, self.layout, num_layers)
 
     def shares_tokenizer(self, config: EngineConfig) -> bool:
-        """Say whether the model that ``config`` names has the same tokens, as far as both have a tokenizer."""
+        """Return whether the model that ``config`` names has the same tokens, as far as both have a tokenizer."""
         if self.tokenizer is None:
             return True
         try:
@@ -134,11 +134,11 @@ class SModel:
         return other.backend.get_vocab() == self.tokenizer.backend.get_vocab()
 
     def free_memory_bytes(self) -> int:
-        """Memory still free where the model is."""
+        """Return memory still free where the model is."""
         return torch.cuda.mem_get_info()[0] if self.on_gpu else available_memory_bytes()
 
     def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of each word, at the start of a text and after a space, as in vLLM."""
+        """Return the token sequences of each word, at the start of a text and after a space, as in vLLM."""
         if not words:
             return ()
         if self.tokenizer is None:

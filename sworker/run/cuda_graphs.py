@@ -59,7 +59,7 @@ class GraphRecorder:
             torch.cuda.synchronize(self._device)
 
     def pool(self) -> Any:
-        """A new memory pool."""
+        """Return a new memory pool."""
         return torch.cuda.graph_pool_handle()
 
     def begin(self, pool: Any) -> Any:
@@ -159,7 +159,7 @@ class ModelGraphs:
         return sorted(self._captured[0]) if self._captured else []
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> CudaGraphForward | None:
-        """A way through the graphs, where there are some for so many rows, all of them decodes."""
+        """Return a way through the graphs, where there are some for so many rows, all of them decodes."""
         fitting = [count for count in self.row_counts if count >= packed.num_rows]
         if not fitting or packed.prompt_rows or packed.num_sampled != packed.num_rows:
             return None
@@ -221,14 +221,14 @@ class _Capture:
         return self._rows(name, len(rows), rows.shape[1:], rows.dtype).copy_(rows)
 
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first ``count`` static rows of a name; all layers of one shape use the same."""
+        """Return the first ``count`` static rows of a name; all layers of one shape use the same."""
         key = (name, *shape, dtype)
         if key not in self._static:  # in the first warm-up, so never in a graph's own memory
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
         return self._static[key][:count]
 
     def _prove(self, captured: CapturedForward, count: int) -> None:
-        """RuntimeError if the graphs differ from the model's own forward, over tokens that were not captured."""
+        """Raise RuntimeError if the graphs differ from the model's own forward, over tokens that were not captured."""
 
         def values_as_o(rows: AttentionRows) -> None:
             values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]

@@ -87,7 +87,7 @@ class MiniBatchForward:
         self._prompts = prompts
 
     def _run(self) -> torch.Tensor:
-        """Logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
+        """Return logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
         packed = self.packed
         return self._code.logits(packed.input_ids, packed.position_ids, packed.logits_rows)[: packed.num_sampled]
 
@@ -117,7 +117,7 @@ class MiniBatchForward:
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
-        """All rows of o in packed order; rows of padding are zero."""
+        """Return all rows of o in packed order; rows of padding are zero."""
         if len(remote) == num_padded_rows:
             return remote[None]
         o = remote.new_zeros((num_padded_rows, *remote.shape[1:]))
@@ -161,7 +161,7 @@ class Pipeline:
         self.in_order = in_order
 
     def run(self, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
-        """The logits of every mini-batch, [num_sampled, vocab] each.
+        """Return the logits of every mini-batch, [num_sampled, vocab] each.
 
         With two mini-batches, A and B, layers 0, 1, …; every S segment ends by sending q, k, v::
 
@@ -171,8 +171,8 @@ class Pipeline:
                       fill ┘    └── steady: each resumes when its o is there  └ drain
 
         On a GPU the S lane is the compute stream: this thread only queues its work, and the copies down and up run
-        beside it (:class:`fastdecode.sworker.run.cuda_staging.CudaStaging` draws them).
-        Without ``overlap`` each mini-batch runs alone from first layer to last, for comparison.
+        beside it (:class:`fastdecode.sworker.run.cuda_staging.CudaStaging` draws them). Without ``overlap`` each
+        mini-batch runs alone from first layer to last, for comparison.
         """
         logits: dict[int, torch.Tensor] = {}
         self.staging.begin_step()

@@ -125,7 +125,7 @@ class SWorker:
         self._forget_finished_prompts(step)
 
     def score(self, step: ScheduledStep) -> torch.Tensor:
-        """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
+        """Return log-probabilities of the next tokens in the step's one scored chunk: float32 [num_tokens - 1]."""
         (mini_batch,) = step.mini_batches
         with torch.inference_mode():
             (logits,) = self._run(step, self.forwards(step))
@@ -137,7 +137,7 @@ class SWorker:
         self.prompts.forget(sequence_id)
 
     def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
-        """The pipeline's logits, with the prompts that attend here."""
+        """Return the pipeline's logits, with the prompts that attend here."""
         with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
             return self._run_here(step, forwards, overlap)
 
@@ -188,7 +188,7 @@ class SWorker:
         return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in num_logits}
 
     def _own(self, logits: np.ndarray) -> torch.Tensor:
-        """Logits that came as numpy's, as [1, vocab_size] beside the model's."""
+        """Return logits that came as numpy's, as [1, vocab_size] beside the model's."""
         return from_numpy(logits, TORCH_DTYPE[self.layout.model_dtype])[None].to(self.device)
 
     def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
@@ -209,7 +209,7 @@ class SWorker:
 
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
-    """The hand-off for a model on ``device``."""
+    """Return the hand-off for a model on ``device``."""
     return CudaStaging(backend, CudaDevice(device)) if device.type == "cuda" else HostStaging(backend)
 
 

@@ -92,14 +92,14 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
 
 
 def _logits_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The rows whose logits are wanted: the last of a chunk that samples, every one of a scored chunk."""
+    """Return the rows whose logits are wanted: the last of a chunk that samples, every one of a scored chunk."""
     wanted = np.repeat(chunks["scored"], chunks["num_rows"])
     wanted[ends[chunks["samples"]] - 1] = True
     return np.flatnonzero(wanted)
 
 
 def _attending_rows(chunks: np.ndarray) -> slice | np.ndarray:
-    """A slice where the attending rows lead (always so with one R-worker), else their indices."""
+    """Return a slice where the attending rows lead (always so with one R-worker), else their indices."""
     attends = np.repeat(chunks["attends"], chunks["num_rows"])
     count = int(attends.sum())
     return slice(0, count) if attends[:count].all() else np.flatnonzero(attends)
@@ -115,13 +115,13 @@ def rows_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(rows: torch.Tensor) -> np.ndarray:
-    """``rows`` as a C-contiguous array sharing its memory where it can; 16-bit floats as uint16."""
+    """Return ``rows`` as a C-contiguous array sharing its memory where it can; 16-bit floats as uint16."""
     rows = rows.contiguous()
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 def from_numpy(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of :func:`to_numpy`: a tensor of ``dtype`` over the same memory."""
+    """Return the inverse of :func:`to_numpy`: a tensor of ``dtype`` over the same memory."""
     tensor = torch.from_numpy(array)
     return tensor if dtype == torch.float32 else tensor.view(dtype)
 
@@ -145,7 +145,7 @@ class Staging(Protocol):
         """Either end of a stretch of model code, on the device's own clock where it has one."""
 
     def device_seconds(self) -> float | None:
-        """Time between the marks of this step, pair by pair; None where the thread's own clock says it."""
+        """Time between the marks of this step, pair by pair; None if the thread's own clock says it."""
 
 
 class HostStaging:

@@ -17,12 +17,12 @@ from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.dtypes import KV_BITS
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.hardware import kernel_bytes_per_second
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_config import find_shape, read_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.presets import find_cpu_host
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker import SModel
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.model.transformers_code import TransformersCode

@@ -64,11 +64,11 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return num_marks(self.num_blocks, self.block_size)
 
     def piece_tokens(self, number: int) -> int:
-        """Tokens of piece ``number``."""
+        """Return tokens of piece ``number``."""
         return min(PIECE_TOKENS, self.num_tokens - number * PIECE_TOKENS)
 
     def piece_bytes(self, number: int) -> int:
-        """Bytes of piece ``number``."""
+        """Return bytes of piece ``number``."""
         return self.piece_tokens(number) // self.block_size * self.block_bytes
 
     @property
@@ -82,7 +82,7 @@ _HEAD = msgspec.json.Decoder(Head)
 
 
 def file_name(fingerprint: str, mark: bytes) -> str:
-    """The name of the chain that ends with ``mark``, under ``fingerprint``."""
+    """Return the name of the chain that ends with ``mark``, under ``fingerprint``."""
     return f"{fingerprint[:16]}-{mark.hex()}{SUFFIX}"
 
 
@@ -90,7 +90,7 @@ class ChainWriter:
     """Writes a chain beside its place, under another ending, and moves it there when it is whole."""
 
     def __init__(self, path: Path, head: Head, marks: tuple[bytes, ...]) -> None:
-        """OSError where the file cannot be made."""
+        """Raise OSError if the file cannot be made."""
         self._path, self._aside = path, path.with_suffix(UNFINISHED)
         self._number = 0
         text = msgspec.json.encode(head)
@@ -126,7 +126,7 @@ class ChainWriter:
 class ChainReader:
     """A chain's file, open: its head and marks, checked at once, and its pieces, each checked when it is read.
 
-    ChainError for what is no whole and unchanged chain, OSError where it cannot be read.
+    ChainError for what is no whole and unchanged chain, OSError if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,17 +153,17 @@ class ChainReader:
         return file_name(self.head.fingerprint, self.marks[-1])
 
     def place(self, number: int) -> tuple[int, bytes]:
-        """Where the bytes of piece ``number`` lie in the file, and what their checksum starts from."""
+        """Return where the bytes of piece ``number`` lie in the file, and what their checksum starts from."""
         offset = self._start + number * (_CHECKSUM_BYTES + self.head.piece_bytes(0)) + _CHECKSUM_BYTES
         return offset, _seed(self._digest, number)
 
     def check(self, number: int, checksum: bytes) -> None:
-        """ChainError unless what was read as piece ``number`` has this ``checksum``."""
+        """Raise ChainError unless what was read as piece ``number`` has this ``checksum``."""
         if checksum != os.pread(self.fileno(), _CHECKSUM_BYTES, self.place(number)[0] - _CHECKSUM_BYTES):
             raise self._broken(f"piece {number} is not what was written")
 
     def is_cached(self, number: int) -> bool:
-        """Whether the end of piece ``number`` is in memory, as far as the system tells."""
+        """Return whether the end of piece ``number`` is in memory, as far as the system tells."""
         end = self.place(number)[0] + self.head.piece_bytes(number)
         try:
             return os.preadv(self.fileno(), [bytearray(1)], end - 1, os.RWF_NOWAIT) == 1

@@ -20,7 +20,7 @@ LOCK, LOCK_SECONDS = ".lock", 1.0
 
 
 def chain_files(folder: Path) -> list[Path]:
-    """The chains in ``folder``, the one that was used longest ago first; OSError where it cannot be read."""
+    """Return the chains in ``folder``, the one that was used longest ago first. Raise OSError if it cannot be read."""
     times = {}
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # its R-worker has dropped it since
@@ -35,8 +35,11 @@ class ParkDirectory:
     """
 
     def __init__(self, place: ParkPlace) -> None:
-        """Make the folder, readable by this user alone, and clear it of what was not finished. Its limit: what is there
-        already and half of what is free, unless ``place`` has one. ConfigError where it cannot be had."""
+        """Make the folder, readable by this user alone, and clear it of what was not finished.
+
+        Its limit: what is there already and half of what is free, unless ``place`` has one. ConfigError if it cannot be
+        had.
+        """
         self.folder, self.after_seconds = place.folder, place.after_seconds
         try:
             make_folder(self.folder, 0o700)
@@ -57,7 +60,7 @@ class ParkDirectory:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest file, 0 where there is none."""
+        """Bytes of the largest file, 0 if there is none."""
         return max(self._sizes.values(), default=0)
 
     def chains(self, fingerprint: str) -> Iterator[Chain]:
@@ -72,7 +75,7 @@ class ParkDirectory:
                 self.drop(name)
 
     def path(self, fingerprint: str, mark: bytes) -> Path:
-        """Where the chain that ends with ``mark`` is, or would be."""
+        """Return where the chain that ends with ``mark`` is, or would be."""
         return self.folder / file_name(fingerprint, mark)
 
     def make_room(self, head: Head, name: str) -> list[str] | None:

@@ -59,7 +59,7 @@ class Room:
                 rest = (time.perf_counter() - start) * (1 / SHARE - 1)
 
     def _commit_chunk(self, ahead: int) -> bool:
-        """False where nothing is left to commit."""
+        """False if nothing is left to commit."""
         used = self._worker.blocks_touched
         first, end = max(used, self._end), min(used + ahead, self._worker.num_blocks)
         count = min(end - first, max(1, CHUNK_BYTES // self._worker.block_bytes))

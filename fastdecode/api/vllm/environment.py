@@ -30,7 +30,7 @@ _OF_KUBERNETES = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
 
 
 def said() -> str:
-    """Return one sentence about vLLM's variables that are set and have no effect; "" where there are none."""
+    """Return one sentence about vLLM's variables that are set and have no effect; "" if there are none."""
     names = sorted(
         name for name, value in os.environ.items() if name.startswith("VLLM_") and _is_a_setting(name, value)
     )

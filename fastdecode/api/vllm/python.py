@@ -100,7 +100,7 @@ Params = TypeVar("Params", bound=type)
 
 
 def takes_vllms_fields(kind: Params) -> Params:
-    """Have a frozen dataclass take the fields that vLLM's ``SamplingParams`` has besides.
+    """Have a frozen dataclass take the fields that vLLM's ``SamplingParams`` has as well.
 
     It says what to do instead of setting a field, where vLLM's parameters may be changed.
     """
@@ -121,7 +121,10 @@ def takes_vllms_fields(kind: Params) -> Params:
 
 
 def _ours(fields: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` without vLLM's; ConfigError for one that would give another text, or that nobody knows."""
+    """Return ``fields`` without vLLM's.
+
+    Raise ConfigError for one that would give another text, or that nobody knows.
+    """
     if fields.keys() <= known.keys():
         return fields
     found = {name: value for name, value in fields.items() if name in known}

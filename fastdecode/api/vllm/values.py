@@ -43,7 +43,7 @@ def read_count(text: str) -> int:
 
 
 def translate(name: str, value: Any) -> Any:
-    """Return the value of the setting ``name`` as it is spelt here; ConfigError where there is no such value."""
+    """Return the value of the setting ``name`` as it is spelt here. Raise ConfigError if there is no such value."""
     if name in DTYPE_SETTINGS and value is not None:
         return _dtype(name, str(value).removeprefix("torch."))  # dtypes of torch too
     if name in COUNTS:

@@ -111,11 +111,11 @@ class Segment:
 
     @property
     def twice(self) -> bool:
-        """True where two R-workers have a copy."""
+        """True if two R-workers have a copy."""
         return len(self.copies) > 1
 
     def on(self, worker: int) -> Copy | None:
-        """The copy on R-worker ``worker``, if there is one."""
+        """Return the copy on R-worker ``worker``, if there is one."""
         return next((copy for copy in self.copies if copy.worker == worker), None)
 
     def bind(self, columns: Columns, row: int) -> None:

@@ -27,7 +27,7 @@ class Observed:
 
     @cached_property
     def shows_speeds(self) -> bool:
-        """True where the R-workers did little else than attend for decodes."""
+        """True if the R-workers did little else than attend for decodes."""
         step = self.step
         if step.is_decode:
             return True
@@ -35,7 +35,7 @@ class Observed:
 
     @cached_property
     def decodes(self) -> bool:
-        """True where the step had rows, all of them decodes; a step may only sample first tokens of arrived prompts."""
+        """True if the step had rows, all of them decodes; a step may only sample first tokens of arrived prompts."""
         return self.step.is_decode and self.step.num_tokens > 0
 
 

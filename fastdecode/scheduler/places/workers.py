@@ -75,7 +75,7 @@ class WorkerState:
 
     @property
     def holds_nothing(self) -> bool:
-        """True where no sequence has anything here."""
+        """True if no sequence has anything here."""
         return not self.num_segments
 
     def take(self, num_blocks: int) -> None:
@@ -163,15 +163,15 @@ class Workers:
             state.host = host
 
     def __len__(self) -> int:
-        """R-workers that are or were here, one for each index."""
+        """Return R-workers that are or were here, one for each index."""
         return len(self._states)
 
     def __getitem__(self, index: int) -> WorkerState:
-        """One of them."""
+        """Return the one of them."""
         return self._states[index]
 
     def __iter__(self) -> Iterator[WorkerState]:
-        """All of them, in order."""
+        """Yield all of them, in order."""
         return iter(self._states)
 
     @property
@@ -232,11 +232,11 @@ class Workers:
             self.speeds.observe(observed.step.kv_loads, observed.r_seconds)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens takes."""
+        """Return blocks that a sequence of so many tokens takes."""
         return self.sizes.blocks_for(num_tokens)
 
     def join(self, index: int, num_blocks: int, bandwidth: float, host: str = "") -> float:
-        """One more, with all its blocks free; returns how fast it is beside all others together.
+        """Return one more, with all its blocks free; returns how fast it is beside all others together.
 
         ``index`` is vacant, or the next one.
         """

@@ -61,7 +61,7 @@ class Decodes:
             yield Preempt(sequence)
 
     def _make_way(self, worker: int) -> Decision[None]:
-        """Free blocks of R-worker ``worker``: copies that are not needed go first, then a sequence."""
+        """Return free blocks of R-worker ``worker``: copies that are not needed go first, then a sequence."""
         if self._copies is None or not (yield from self._copies.give_up(worker)):
             yield Preempt(self._victim(worker))
 
@@ -76,7 +76,7 @@ class Decodes:
         return here[-1]
 
     def _within_load_limit(self) -> np.ndarray:
-        """All rows, but for the youngest where expected lengths were exceeded and a strict limit would be."""
+        """Return all rows, except the youngest where expected lengths were exceeded and a strict limit would be."""
         table, limits = self._table, self._load_limit.strict
         rows = table.rows
         if limits is None:
@@ -99,7 +99,7 @@ MOST_SWAPS = 64
 
 
 class Attendance:
-    """Evens the load of R-workers anew in each step, without a move."""
+    """Evens the load of R-workers again in each step, without a move."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._table, self._workers = store, store.table, store.workers
@@ -170,7 +170,7 @@ class _Choice:
         return self._holders[np.arange(len(self.on_second)), 1 - self.on_second.astype(np.int64)]
 
     def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
-        """Return the change that leaves the least to the busiest of the R-workers it touches; None where nothing helps.
+        """Return the change that leaves the least to the busiest of the R-workers it touches; None if nothing helps.
 
         One thing of the busiest R-worker goes to its other holder, alone or with one from there that goes on to its own
         other holder.

@@ -73,7 +73,7 @@ class RowCost:
         self._widest = max(rows, self._widest - WIDTH_RATE * (self._widest - self.rows))
 
     def at(self, rows: np.ndarray, optimism: float = 0.0) -> np.ndarray:
-        """Expected of each of ``rows``, float64 [n]."""
+        """Return the expected value of each of ``rows``, float64 [n]."""
         slope = self.slope(optimism)
         if not self._widest:
             return np.zeros(len(rows))

@@ -27,7 +27,7 @@ class Future:
         self._forecast: LoadForecast | None = None
 
     def begin_step(self) -> None:
-        """The running sequences of this step are known: what was derived from them is derived anew."""
+        """The running sequences of this step are known: what was derived from them is derived again."""
         self._forecast = None
 
     def learn_lengths(self) -> None:
@@ -109,7 +109,7 @@ class Future:
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
     def _closed(self, steps_left: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """R-workers and decode steps of all closed segments of the sequences that decode, if there are any."""
+        """Return R-workers and decode steps of all closed segments of the sequences that decode, if there are any."""
         reads = self._table.reads(self._table.rows)
         return (reads["worker"], steps_left[reads["chunk"]]) if len(reads) else None
 

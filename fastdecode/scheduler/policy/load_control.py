@@ -88,7 +88,7 @@ class LoadControl:
             self._earn(head, is_idle or begins)
 
     def affords(self, newcomer: Newcomer) -> bool:
-        """Whether enough was earned for ``newcomer`` to start in this step, on any R-worker."""
+        """Return whether enough was earned for ``newcomer`` to start in this step, on any R-worker."""
         return not self._is_paced or self._granted >= newcomer.kv_area
 
     def started(self, newcomer: Newcomer) -> None:
@@ -100,7 +100,7 @@ class LoadControl:
 
     @property
     def bounds_rows(self) -> bool:
-        """Whether ``most_rows`` may be less than the token budget."""
+        """True if ``most_rows`` may be less than the token budget."""
         limit, knows_newcomers = self._limit, bool(self._per_newcomer.sums[1])
         return not limit.is_strict and not self._is_paced and limit.tokens is not None and knows_newcomers
 
@@ -122,7 +122,7 @@ class LoadControl:
         forecast: Callable[[], LoadForecast],
         outlook: Callable[[], Outlook] | None,
     ) -> bool:
-        """A user's limit has to be kept; else staggering must pay, from the first step of a queue or clearly."""
+        """Return a user's limit has to be kept; else staggering must pay, from the first step of a queue or clearly."""
         if self._limit.is_strict:
             return self._exceeds(waiting(), forecast())
         if outlook is None or fits_seats or not self._looks_again(head) or not self._exceeds(waiting(), forecast()):
@@ -131,7 +131,7 @@ class LoadControl:
         return ahead.spread <= (1 + TOLERANCE if self._looked == 1 else 1 - TOLERANCE) * ahead.together
 
     def _goes_on(self, ahead: Outlook) -> bool:
-        """Whether starts stay spread: to end that has to win a part of all that was spread so far as well."""
+        """Return whether starts stay spread: to end that has to win a part of all that was spread so far as well."""
         return ahead.spread - ahead.together <= 2 * TOLERANCE * (self._steps_paced + ahead.together)
 
     def _looks_again(self, head: Newcomer) -> bool:
@@ -165,7 +165,7 @@ class LoadControl:
         return max(1.0, least, num_workers * steps if uneven > bursts else steps)
 
     def _exceeds(self, waiting: list[Newcomer], forecast: LoadForecast) -> bool:
-        """Whether all of ``waiting``, started now, would ever exceed the limit."""
+        """Return whether all of ``waiting``, started now, would ever exceed the limit."""
         cached = np.array([newcomer.num_prefill for newcomer in waiting])
         steps = np.array([newcomer.decode_steps for newcomer in waiting])
         members = np.array([1 + newcomer.num_siblings for newcomer in waiting])

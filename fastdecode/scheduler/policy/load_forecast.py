@@ -101,7 +101,7 @@ class LoadForecast:
         """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode, or their tails.
 
         ``closed``: of their closed ranges, of ``segment_tokens`` each, R-workers and decode steps, int64 [num_closed].
-        ``seconds``: R-workers of their second copies, int64 [n], -1 where there is none; None: nowhere is one.
+        ``seconds``: R-workers of their second copies, int64 [n], -1 if there is none; None: nowhere is one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
         cells = (num_workers, horizon)
@@ -137,7 +137,7 @@ class LoadForecast:
         return self.loads.shape[1]
 
     def first_decode(self, newcomer: Newcomer) -> int:
-        """The step after the one that computes the prompt's last token."""
+        """Return the step after the one that computes the prompt's last token."""
         if self.room[0] >= newcomer.num_left:
             return 1
         free = np.cumsum(np.maximum(self.room, 0))
@@ -197,7 +197,7 @@ class LoadForecast:
         self.room[start:end] -= 1 + newcomer.num_siblings
 
     def _ramp(self, newcomer: Newcomer) -> np.ndarray:
-        """What the new sequences attend from their first decode on, on each of their holders."""
+        """Return what the new sequences attend from their first decode on, on each of their holders."""
         first = newcomer.num_prefill - newcomer.base + 1
         one = np.arange(first, first + newcomer.decode_steps, dtype=np.float64)
         return np.minimum(one, self._segment_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))

@@ -47,12 +47,12 @@ class LoadLimit:
 
     @property
     def tokens(self) -> int | None:
-        """KV tokens per step over all R-workers; None where nothing limits them, or nothing yet."""
+        """KV tokens per step over all R-workers; None if nothing limits them, or nothing yet."""
         return self.known if self._is_kept else None
 
     @property
     def is_strict(self) -> bool:
-        """True where the user gave the limit that is kept."""
+        """True if the user gave the limit that is kept."""
         return self._is_given and self._is_kept
 
     @property
@@ -62,7 +62,7 @@ class LoadLimit:
 
     @property
     def strict(self) -> np.ndarray | None:
-        """The part of each R-worker, float64 [num_workers]; None where the limit may be exceeded."""
+        """The part of each R-worker, float64 [num_workers]; None if the limit may be exceeded."""
         return self.of_workers if self.is_strict else None
 
     @property
@@ -90,7 +90,7 @@ class LoadLimit:
         return not self.is_strict or longest <= self.of_workers[worker]
 
     def fits(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> bool:
-        """Whether ``newcomer``'s R-workers stay within their limits with it."""
+        """Return whether ``newcomer``'s R-workers stay within their limits with it."""
         if not self.is_strict:
             return True
         limits, holders = self.of_workers, newcomer.holders
@@ -156,7 +156,9 @@ class BalanceFinder:
     def observe(
         self, num_rows: int, kv_loads: Sequence[int], s_seconds: float, r_seconds: Sequence[float]
     ) -> int | None:
-        """One decode step of ``num_rows``: KV tokens attended and busy seconds of each R-worker, S-worker's seconds.
+        """Return one decode step of ``num_rows``:
+
+        KV tokens attended and busy seconds of each R-worker, S-worker's seconds.
 
         Returns, after the last step of a measurement, the KV tokens per step that one R-worker attends in S time.
         """

@@ -93,7 +93,7 @@ class MovePrices:
 
     @property
     def may_pay(self) -> bool:
-        """Whether to look for a correction now."""
+        """True if to look for a correction now."""
         is_known = self._seen.sums[0] >= LEAST_SECONDS
         return self._corrects and is_known and self._is_uneven and self._credit >= 0 and not self._pause
 
@@ -119,8 +119,10 @@ class MovePrices:
         self._pause = 0 if found else PAUSE_STEPS
 
     def worth(self, gains: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Seconds that moves win above their price, float64 [n, num_targets]. ``gains``: seconds, of the same shape;
-        ``num_tokens``: cached tokens of each, float64 [n]."""
+        """Return seconds that moves win above their price, float64 [n, num_targets].
+
+        ``gains``: seconds, of the same shape; ``num_tokens``: cached tokens of each, float64 [n].
+        """
         return gains - 2 * self._price.per_token * num_tokens[:, None]
 
     def corrected(self, seconds: float) -> None:
@@ -129,7 +131,7 @@ class MovePrices:
 
 
 def attended_in(steps: np.ndarray, attended: np.ndarray, steps_left: np.ndarray) -> np.ndarray:
-    """KV tokens that sequences attend in each of ``steps``, int64 [num_steps]: float64 [n, num_steps].
+    """Return KV tokens that sequences attend in each of ``steps``, int64 [num_steps]: float64 [n, num_steps].
 
     ``attended``: of each in the first step, float64 [n], growing by one a step; ``steps_left``: int64 [n].
     """

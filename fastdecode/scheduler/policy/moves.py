@@ -73,7 +73,7 @@ class Moves:
             self.prices.corrected(seconds)
 
     def homeless(self) -> list[TokenSequence]:
-        """Return those on R-workers that drain that could run elsewhere, but for which no R-worker has room now."""
+        """Return those on R-workers that drain that could run elsewhere, except which no R-worker has room now."""
         found = {
             sequence.sequence_id: sequence
             for sequence, held in self._leaving()

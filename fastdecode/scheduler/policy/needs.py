@@ -20,13 +20,13 @@ def place_segments(
     load_room: np.ndarray,
     speeds: np.ndarray,
 ) -> list[int] | None:
-    """R-workers for ranges of ``sizes``, in order: blocks now, size in the end, KV tokens; None where one has none.
+    """Return R-workers for ranges of ``sizes``, in order: blocks now, size in the end, KV tokens; None if one has none.
 
     Each goes where the coming load, with it, takes least time, among equals where most blocks are left; one that takes
-    more blocks than the others, which are alike, goes first, where it leaves room for them. All arrays but
-    ``speeds`` count what was placed: ``room``, int64 [num_workers], blocks that are left now, ``capacities``, int64
-    [num_workers, 2], what is left for this sequence in the end; ``loads`` and ``load_room``, float64 [num_workers], KV
-    tokens that will be attended, and that may be. ``speeds``, float64 [num_workers], are 0 where nothing may go.
+    more blocks than the others, which are alike, goes first, where it leaves room for them. All arrays but ``speeds``
+    count what was placed: ``room``, int64 [num_workers], blocks that are left now, ``capacities``, int64 [num_workers,
+    2], what is left for this sequence in the end; ``loads`` and ``load_room``, float64 [num_workers], KV tokens that
+    will be attended, and that may be. ``speeds``, float64 [num_workers], are 0 if nothing may go.
     """
     listed = list(sizes)
     places = [-1] * len(listed)
@@ -61,7 +61,7 @@ class Needs:
 
     @property
     def holds_all_from_start(self) -> bool:
-        """True where a sequence never grows, since it begins with all blocks of the longest one."""
+        """True if a sequence never grows, since it begins with all blocks of the longest one."""
         return self._reserved > 0
 
     def at_start(self, sequence: TokenSequence) -> int:
@@ -86,7 +86,7 @@ class Needs:
         return min(sequence.max_cached, self.segment_tokens) * (1 + len(sequence.siblings))
 
     def elsewhere(self, sequence: TokenSequence, moved: Segment) -> int:
-        """Blocks that ``moved``, of ``sequence``, takes elsewhere, the one for the next token included."""
+        """Return blocks that ``moved``, of ``sequence``, takes elsewhere, the one for the next token included."""
         if sequence.num_tokens <= self.segment_tokens:
             return self.at_start(sequence)
         return self._blocks_for(min(moved.num_tokens + 1, self.segment_tokens))
@@ -98,7 +98,7 @@ class Needs:
         return [*others, (blocks + len(sequence.siblings) * (tokens % self._block_size > 0), tokens)]
 
     def sizes_at_end(self, sequence: TokenSequence) -> list[Size]:
-        """Blocks and tokens of each segment of ``sequence`` at its end."""
+        """Return blocks and tokens of each segment of ``sequence`` at its end."""
         return sizes_of(sequence.max_cached, self.segment_tokens, self._block_size)
 
     def _blocks_for(self, num_tokens: int) -> int:

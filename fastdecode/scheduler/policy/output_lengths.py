@@ -34,7 +34,7 @@ class OutputLengths:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough outputs have stopped by themselves to say something about the others."""
+        """True if enough outputs have stopped by themselves to say something about the others."""
         return self._num_ended >= MIN_ENDED
 
     def running(self, num_outputs: np.ndarray) -> None:
@@ -53,9 +53,9 @@ class OutputLengths:
             self._survival_sums = None
 
     def expected(self, num_outputs: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-        """Expected tokens of outputs that have ``num_outputs`` now and end at ``max_tokens``; int64, rounded up.
+        """Return the expected lengths of outputs that have ``num_outputs`` tokens now and end at ``max_tokens``.
 
-        At least one more than now where more are allowed.
+        The result is int64, rounded up, and at least one above ``num_outputs`` unless that is the limit.
         """
         if not self.is_known:
             return np.asarray(max_tokens, np.int64)

@@ -75,7 +75,7 @@ class HomePlacement:
         return min(workers, key=lambda worker: costs[worker])
 
     def _row_kv_tokens(self, forecast: LoadForecast) -> float:
-        """KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
+        """Return KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
 
         Where neither was measured yet, as if both sides were as busy now, which is what R-workers are bought for.
         """
@@ -121,7 +121,7 @@ class SecondPlacement:
         return -1 if found is None else found
 
     def _choose(self, home: int, could_hold: np.ndarray | bool, num_blocks: int, costs: np.ndarray) -> int | None:
-        """-1 where no other R-worker could ever hold it; None where none of those that could has room now.
+        """-1 if no other R-worker could ever hold it; None if none of those that could has room now.
 
         ``could_hold``: bool [num_workers]; ``num_blocks``: what it takes now; ``costs``: float64 [num_workers], as of
         ``placement_costs``.
@@ -142,7 +142,7 @@ class SecondPlacement:
         return int(best[np.argmin(self._shared_with(home)[best])])
 
     def _shared_with(self, home: int) -> np.ndarray:
-        """Sequences that each R-worker holds together with ``home``: int64 [num_workers]."""
+        """Return sequences that each R-worker holds together with ``home``: int64 [num_workers]."""
         rows = self._table.rows
         homes, others = self._table.homes[rows], self._table.second_workers[rows]
         partners = np.concatenate([others[(homes == home) & (others >= 0)], homes[others == home]])
@@ -230,7 +230,7 @@ class SegmentPlacement:
         return (found or [-1])[0], False
 
     def again(self, sequence: TokenSequence) -> list[tuple[Segment, int]] | None:
-        """Places for the segments of ``sequence`` that were lost; None where there is no room."""
+        """Return places for the segments of ``sequence`` that were lost; None if there is no room."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         lost = [each for each in sequence.segments if each.home < 0]
         most, length = self._needs.sizes_at_end(sequence), self._needs.segment_tokens
@@ -252,6 +252,6 @@ class SegmentPlacement:
         return speeds
 
     def _tokens(self, sequence: TokenSequence) -> list[int]:
-        """KV tokens that each segment, with which ``sequence`` begins, and its siblings will have attended."""
+        """Return KV tokens that each segment, with which ``sequence`` begins, and its siblings will have attended."""
         length, members, num_tokens = self._needs.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
         return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

@@ -28,7 +28,7 @@ class PrefillForecast(Protocol):
     cached prefix, to which the prompt's own attend."""
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
-        """Tokens of each worker, none 0."""
+        """Return tokens of each worker, none 0."""
 
     def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
         """When each is done, from the prompt's start; the last is the time to its first token."""
@@ -146,7 +146,7 @@ class LeastWaiting:
     def _predict(
         self, num_tokens: int, context_len: int, speeds: tuple[float, ...]
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The best parts and their seconds. Equal workers have equal answers, so few are ever new."""
+        """Return the best parts and their seconds. Equal workers have equal answers, so few are ever new."""
         asked = num_tokens, context_len, speeds
         if asked not in self._known:
             if len(self._known) >= MOST_KNOWN:

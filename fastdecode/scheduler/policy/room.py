@@ -25,7 +25,7 @@ class Room:
         self._load_limit = load_limit
 
     def check(self, sequence: TokenSequence) -> None:
-        """RequestError when ``sequence``, with its siblings, could never run."""
+        """Raise RequestError when ``sequence``, with its siblings, could never run."""
         members = 1 + len(sequence.siblings)
         if members > self._max_num_seqs:
             raise RequestError(f"n is {members}, and max_num_seqs is {self._max_num_seqs}")
@@ -41,7 +41,7 @@ class Room:
         self._load_limit.check(self._needs.attended(sequence))
 
     def may_split(self, sequence: TokenSequence) -> bool:
-        """Whether ``sequence`` may come to lie in several segments."""
+        """Return whether ``sequence`` may come to lie in several segments."""
         return sequence.max_cached > self._needs.segment_tokens
 
     def fits_somewhere(self, sequence: TokenSequence) -> bool:
@@ -49,7 +49,7 @@ class Room:
         return self._fits_among(sequence, self._workers.present)
 
     def fits_elsewhere(self, sequence: TokenSequence) -> bool:
-        """Whether one of the R-workers that do not drain, or all of these, could run ``sequence`` by itself."""
+        """Return whether one of the R-workers that do not drain, or all of these, could run ``sequence`` by itself."""
         return self._fits_among(sequence, self._workers.accepting)
 
     def could_hold(self, sequence: TokenSequence, worker: int | slice = slice(None)) -> np.ndarray | bool:
@@ -83,7 +83,7 @@ class Room:
         return num_blocks + there.num_sequences <= there.available and bool(self.could_hold(sequence, worker))
 
     def to_move(self, sequence: TokenSequence, moved: Segment, worker: int) -> bool:
-        """Whether ``moved``, of ``sequence``, could go on on ``worker`` without a preemption there."""
+        """Return whether ``moved``, of ``sequence``, could go on on ``worker`` without a preemption there."""
         if moved.on(worker) or any(each.segment is moved and each.target == worker for each in self._transfers):
             return False
         needed, there = self._needs.elsewhere(sequence, moved), self._workers[worker]
@@ -94,7 +94,7 @@ class Room:
         return bool(fits) and needed + there.num_sequences <= there.available
 
     def capacities(self) -> np.ndarray:
-        """Tokens that the blocks of each R-worker hold: int64 [num_workers]."""
+        """Return tokens that the blocks of each R-worker hold: int64 [num_workers]."""
         return self._workers.num_blocks * self._workers.block_size
 
     def ceilings(self) -> np.ndarray:
@@ -110,7 +110,7 @@ class Room:
         return capacities
 
     def alone(self, sequence: TokenSequence) -> np.ndarray:
-        """Blocks and tokens that ``sequence``, alone, could have on each R-worker: int64 [num_workers, 2]."""
+        """Return blocks and tokens that ``sequence``, alone, could have on each R-worker: int64 [num_workers, 2]."""
         tokens = np.minimum(self._load_limit.ceilings, UNLIMITED) // (1 + len(sequence.siblings))
         return np.column_stack([self._workers.num_blocks, tokens.astype(np.int64)])
 

@@ -91,7 +91,7 @@ class SecondCopies:
         return (yield from self._give_up_making(worker)) or (yield from self._give_up_spare(worker))
 
     def _give_up_making(self, worker: int) -> Decision[bool]:
-        """Give up the copy that is being made on ``worker``; False where none is."""
+        """Give up the copy that is being made on ``worker``; False if none is."""
         made = next((each for each in self._store.transfers if each.target == worker), None)
         if made:
             yield DropTransfer(made)
@@ -125,7 +125,7 @@ class SecondCopies:
         return transfer
 
     def _grow(self, transfer: Transfer) -> Decision[bool]:
-        """Take the blocks that the segment has got since the copy began; False where there is no room for them."""
+        """Take the blocks that the segment has got since the copy began; False if there is no room for them."""
         worker, more = self._workers[transfer.target], transfer.segment.num_blocks - transfer.num_blocks
         if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
             return False
@@ -133,7 +133,7 @@ class SecondCopies:
         return True
 
     def _piece_tokens(self) -> int:
-        """Tokens that are copied in a part of a step's time, in whole blocks."""
+        """Return tokens that are copied in a part of a step's time, in whole blocks."""
         seconds, block_size = max(SHARE * self._step_seconds, LEAST_SECONDS), self._workers.block_size
         num_blocks = seconds / max(self._price.per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size

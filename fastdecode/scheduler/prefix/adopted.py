@@ -147,9 +147,11 @@ class Adopted(Source):
         return sum(lengths.values())
 
     def _lengths(self, ours: Mapping[int, HeldSequence], wanted: Mapping[int, int]) -> dict[int, int]:
-        """Tokens that are kept of each. A last block that is not full must be no other's, since more is written there:
-        one that was cut within a block that others hold keeps its full blocks. One with a state that does not go back
-        so far is not kept."""
+        """Return how many tokens of each held sequence are kept.
+
+        A sequence keeps its last, partial block only if no other sequence shares it, since more tokens are written
+        there. A sequence whose recurrent state cannot go back to that length is dropped.
+        """
         size = self._workers.block_size
         lengths = {name: wanted[name] for name in ours}
         last = {name: -(-length // size) for name, length in lengths.items()}

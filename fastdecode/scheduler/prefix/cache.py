@@ -141,7 +141,7 @@ class PrefixCache:
             source.close(sequence)
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep what ``sequence``, which gives up its cache, leaves; True where that is its cache as it is."""
+        """Keep what ``sequence``, which gives up its cache, leaves; True if that is its cache as it is."""
         return any(source.leave(sequence) for source in self.sources)
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:

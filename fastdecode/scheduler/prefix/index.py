@@ -42,11 +42,11 @@ class PrefixIndex:
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
     def holder(self, block_hash: bytes) -> Prefix | None:
-        """A prefix that has the block, and with it all blocks of its segment before that one."""
+        """Return a prefix that has the block, and with it all blocks of its segment before that one."""
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)
 
     def on(self, worker: int, block_hash: bytes) -> Prefix | None:
-        """A prefix of ``worker`` that has the block."""
+        """Return a prefix of ``worker`` that has the block."""
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
     def twin(self, hit: Hit) -> Hit | None:
@@ -118,7 +118,7 @@ class PrefixIndex:
                 return
 
     def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
-        """Hashes of all its blocks but the first ``keep``, by which it is found."""
+        """Return hashes of all its blocks but the first ``keep``, by which it is found."""
         return prefix.block_hashes[keep:]
 
     def clear(self, index: int) -> None:

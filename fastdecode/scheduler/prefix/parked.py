@@ -81,11 +81,11 @@ class ParkedChains:
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
 
     def within(self, worker: int, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """Names of the chains of ``worker`` that end within blocks of these hashes."""
+        """Return names of the chains of ``worker`` that end within blocks of these hashes."""
         return [name for name in block_hashes if (worker, name) in self._by_name]
 
     def longest(self, block_hashes: list[bytes], workers: list[int]) -> Beginning | None:
-        """The longest beginning of blocks of these hashes that one of ``workers`` has."""
+        """Return the longest beginning of blocks of these hashes that one of ``workers`` has."""
         for depth in range(len(block_hashes), 0, -1):
             for (worker, _), chain in self._by_mark.get(block_hashes[depth - 1], {}).items():
                 if worker in workers:
@@ -124,7 +124,7 @@ class Parked(Source):
         return found if self._kept.is_worth(sequence, found.num_blocks) else None
 
     def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
-        """Take blocks for ``beginning``, of ``sequence``; None where there are none, or not for the sequence too."""
+        """Take blocks for ``beginning``, of ``sequence``; None if there are none, or not for the sequence too."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
         if needed > worker.available or not self._index.make_room(beginning.worker, beginning.num_blocks):
             return None

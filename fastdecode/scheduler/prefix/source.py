@@ -19,8 +19,7 @@ class Hit(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """True where the sequence itself left it: the sequence goes on in its blocks, also in those it does not
-        share."""
+        """True if the sequence itself left it: the sequence goes on in its blocks, also in those it does not share."""
         return self.source.is_own
 
 

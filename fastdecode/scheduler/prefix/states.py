@@ -41,7 +41,7 @@ class StateIndex(PrefixIndex):
         return found
 
     def ending(self, worker: int, block_hash: bytes, rest: list[int]) -> Prefix | None:
-        """A prefix of ``worker`` that ends with that block and ``rest``."""
+        """Return a prefix of ``worker`` that ends with that block and ``rest``."""
         holders = self._by_hash.get(block_hash, {}).values()
         return next((each for each in holders if each.worker == worker and each.rest == rest), None)
 
@@ -66,7 +66,7 @@ class StateIndex(PrefixIndex):
         worker.drop(blocks)
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free at least ``count`` more blocks if the cache, but for ``spared``, holds so many; the oldest go first."""
+        """Free at least ``count`` more blocks if the cache, except ``spared``, holds so many; the oldest go first."""
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
         for prefix in list(worker.prefixes.values()):

@@ -19,7 +19,7 @@ class Holdings:
         self._workers, self._prefixes, self._table = workers, prefixes, table
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Evict prefixes until ``num_blocks`` are free on R-worker ``worker``; False where that is not enough."""
+        """Evict prefixes until ``num_blocks`` are free on R-worker ``worker``; False if that is not enough."""
         return self._prefixes.make_room(worker, num_blocks)
 
     def take(self, segment: Segment, copy: Copy) -> None:
@@ -124,7 +124,7 @@ class Transfer:
 
     @property
     def is_move(self) -> bool:
-        """True where the source's copy goes."""
+        """True if the source's copy goes."""
         return self.drops == self.source
 
 
@@ -140,7 +140,7 @@ class TransfersUnderWay:
         return len(self._all)
 
     def __iter__(self) -> Iterator[Transfer]:
-        """All of them, oldest first; some may be dropped meanwhile."""
+        """Yield all of them, oldest first; some may be dropped meanwhile."""
         return iter(list(self._all))
 
     def begin_move(self, sequence: TokenSequence, segment: Segment, target: int, num_blocks: int) -> Transfer:
@@ -171,7 +171,7 @@ class TransfersUnderWay:
         transfer.num_blocks += num_blocks
 
     def advance(self, transfer: Transfer) -> bool:
-        """The next piece is there; True where all is, so that it is a copy like any other."""
+        """Return the next piece is there; True if all is, so that it is a copy like any other."""
         transfer.num_copied += transfer.num_tokens
         sequence, segment = transfer.sequence, transfer.segment
         if transfer.num_copied < segment.num_tokens:

@@ -33,8 +33,11 @@ class Losses:
         return [each for each, it in held.items() if each in attended or _loses_some(it, set(workers))]
 
     def lose(self, worker: int) -> Damage:
-        """R-worker ``worker`` is gone. The last rows that attended there are wrong, but for those of a sequence that
-        has another copy of all and attended nothing there. A prompt of which others store all goes on with these."""
+        """R-worker ``worker`` is gone.
+
+        The last rows that attended there are wrong, except those of a sequence that has another copy of all and
+        attended nothing there. A prompt of which others store all goes on with these.
+        """
         attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
         starved: list[TokenSequence] = []
@@ -68,7 +71,7 @@ class Losses:
         return Damage(whole, broken, starved)
 
     def _attended_on(self, worker: int) -> dict[int, int]:
-        """Sequences whose last rows attended on ``worker``, and what they had cached before these."""
+        """Return sequences whose last rows attended on ``worker``, and what they had cached before these."""
         found: dict[int, int] = {}
         for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
@@ -111,5 +114,5 @@ class Losses:
 
 
 def _loses_some(sequence: TokenSequence, workers: set[int]) -> bool:
-    """Whether R-workers ``workers`` alone hold some segment of ``sequence``."""
+    """Return whether R-workers ``workers`` alone hold some segment of ``sequence``."""
     return any(segment.home >= 0 and set(segment.workers) <= workers for segment in sequence.segments)

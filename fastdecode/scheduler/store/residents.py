@@ -27,11 +27,11 @@ class Residents:
         self._unborn = 0
 
     def __len__(self) -> int:
-        """Sequences that hold a cache, and siblings that will as soon as their prompt is computed."""
+        """Return sequences that hold a cache, and siblings that will as soon as their prompt is computed."""
         return len(self.prompts) + len(self.decoding) + self._unborn
 
     def __contains__(self, sequence: TokenSequence) -> bool:
-        """True when ``sequence`` holds a cache."""
+        """Return True if ``sequence`` holds a cache."""
         return sequence.sequence_id in self.prompts or sequence.sequence_id in self.decoding
 
     @property
@@ -46,11 +46,11 @@ class Residents:
         return tails - sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
 
     def on(self, worker: int) -> list[TokenSequence]:
-        """The sequences of which R-worker ``worker`` has something, oldest first."""
+        """Return the sequences of which R-worker ``worker`` has something, oldest first."""
         return sorted(self.table.on(worker), key=lambda sequence: sequence.sequence_id)
 
     def prompt_loads(self, num_workers: int) -> np.ndarray:
-        """KV tokens that each R-worker will attend for the prompts that attend there: int64 [num_workers]."""
+        """Return KV tokens that each R-worker will attend for the prompts that attend there: int64 [num_workers]."""
         loads = np.zeros(num_workers, np.int64)
         for prompt in self.prompts.values():
             for each in prompt.segments if prompt.attends_in_prompt else ():
@@ -115,7 +115,7 @@ class Residents:
         self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """``sequence`` runs no more; True where its prompt was being computed."""
+        """``sequence`` runs no more; True if its prompt was being computed."""
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
             self._give_up_scratch(sequence)

@@ -99,12 +99,12 @@ class Store:
         self.num_sound |= {each: self.residents.prompts[each].num_prefill - 1 for each in arrived}
 
     def take_notes(self) -> Notes:
-        """What an engine after this one has to know, and was not taken before."""
+        """Return what an engine after this one has to know, and was not taken before."""
         self.names.progress(self.residents.prompts.values())
         return self.names.take()
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Have ``num_blocks`` blocks free on R-worker ``worker``; False where not even evicted prefixes leave them."""
+        """Have ``num_blocks`` blocks free on R-worker ``worker``; False if not even evicted prefixes leave them."""
         return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
 
     def begin(self, sequence: TokenSequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:

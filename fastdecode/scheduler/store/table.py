@@ -51,7 +51,7 @@ class SequenceTable:
     """Progress and places of the tails of sequences that hold a cache, a row each.
 
     ``chunks``: CHUNK [most rows], the next decode of each; ``homes``, ``second_workers``, ``num_cached``, ``bases`` and
-    ``cache_ids`` are columns of it: the R-workers of the tail's first and second copy, -1 where there is none.
+    ``cache_ids`` are columns of it: the R-workers of the tail's first and second copy, -1 if there is none.
     ``on_second``: bool [most rows], whether the second copy's R-worker attends in the next step. Segments end at
     multiples of ``segment_tokens``. ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most
     rows]; a sequence writes its last token there itself, since looking it up in thousands of lists takes longer than
@@ -140,28 +140,28 @@ class SequenceTable:
             self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted: linear
 
     def sequence(self, row: int) -> TokenSequence:
-        """The sequence of one row in use."""
+        """Return the sequence of one row in use."""
         found = self.sequences[row]
         if found is None:
             raise KeyError(f"row {row} is not in use")
         return found
 
     def several(self) -> list[TokenSequence]:
-        """Sequences of several segments."""
+        """Return sequences of several segments."""
         return [self.sequence(row) for row in self._several]
 
     def on(self, worker: int) -> list[TokenSequence]:
-        """Sequences of which R-worker ``worker`` has something, in no order."""
+        """Return sequences of which R-worker ``worker`` has something, in no order."""
         rows = np.flatnonzero((self.homes == worker) | (self.second_workers == worker)).tolist()
         more = [row for row in self._several if self.sequence(row).is_on(worker)]
         return [self.sequence(row) for row in dict.fromkeys([*rows, *more])]
 
     def attending(self, rows: np.ndarray) -> np.ndarray:
-        """The R-workers that attend the tails of ``rows``; int64 [n]."""
+        """Return the R-workers that attend the tails of ``rows``; int64 [n]."""
         return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
-        """``counts`` of each of ``rows`` summed over the R-workers of their tails; int64 [num_workers]."""
+        """Return ``counts`` of each of ``rows`` summed over the R-workers of their tails; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
         copied = rows[self.second_workers[rows] >= 0]
@@ -178,11 +178,11 @@ class SequenceTable:
         self.num_cached[rows] += num_tokens
 
     def tail_lens(self, rows: np.ndarray) -> np.ndarray:
-        """Cached tokens of the tails of ``rows``; int64 [n]."""
+        """Return the cached tokens of the tails of ``rows``; int64 [n]."""
         return self.num_cached[rows] - self.bases[rows]
 
     def tail_room(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens by which the tails of ``rows`` may grow, however many blocks are free; int64 [n]."""
+        """Return tokens by which the tails of ``rows`` may grow, however many blocks are free; int64 [n]."""
         return self.segment_tokens - self.tail_lens(rows)
 
     def reads(self, rows: np.ndarray) -> np.ndarray:
@@ -197,7 +197,7 @@ class SequenceTable:
         return np.concatenate([found[place] for place in sorted(found)]) if found else NO_READS
 
     def kv_loads(self, num_workers: int) -> np.ndarray:
-        """KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
+        """Return KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
         tokens = self.tail_lens(self.rows) + 1
         loads = np.bincount(self.attending(self.rows), tokens, num_workers).astype(np.float64)
         if self._reads:
@@ -205,17 +205,17 @@ class SequenceTable:
         return loads
 
     def cached_of_several(self) -> dict[int, int]:
-        """Cached tokens of each sequence of several segments."""
+        """Return the cached tokens of each sequence of several segments."""
         return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._several}
 
     def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
-        """KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
+        """Return KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
         loads = np.where(self.attending(rows) == worker, self.tail_lens(rows) + 1, 0)
         reads = self.reads(rows)
         return loads + self.segment_tokens * np.bincount(reads["chunk"][reads["worker"] == worker], minlength=len(rows))
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
-        """The next chunks of ``rows``, with their tokens: the last one, and drafts."""
+        """Return the next chunks of ``rows``, with their tokens: the last one, and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.drafts.counts[rows]
         reads, swapped = self.reads(rows), self.on_second[rows]
         if swapped.any():  # in a step `worker` is who attends, `copy` who stores as well
