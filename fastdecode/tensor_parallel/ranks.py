@@ -19,7 +19,8 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine.compose.backends import make_backend, make_prompt_backend, pool_layout
+from fastdecode.engine.compose.backends import make_backend, pool_layout
+from fastdecode.engine.compose.own_caches import make_prompt_backend
 from fastdecode.engine.compose.setup import pin_s_worker
 from fastdecode.journal.records import Run
 from fastdecode.kinds.layout import KVLayout
