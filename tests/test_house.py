@@ -20,10 +20,10 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 330,
-    "lines that serving imports": 50_600,
-    "lines of the product": 63_900,
-    "files over 300 lines": 8,
+    "modules that serving imports": 339,
+    "lines that serving imports": 50_800,
+    "lines of the product": 64_600,
+    "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,

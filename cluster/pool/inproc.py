@@ -13,10 +13,9 @@ from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
-from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.parking.parker import Parker
-from fastdecode.cluster.r_worker.session import open_kv_port
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.machine import host_id
 from fastdecode.core.parked import ParkPlace

@@ -12,6 +12,7 @@ import numpy as np
 
 from fastdecode.cluster.prefill.messages import Prompt
 from fastdecode.cluster.prefill.rows import Arrays, LayerRows
+from fastdecode.cluster.prefill.stores import Send, Stores, StoreWay
 from fastdecode.core.errors import FastDecodeError, FrameError
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.kinds.layout import KVLayout
@@ -25,25 +26,11 @@ KV_BYTES = 1 << 22
 LAYERS_AHEAD = 2
 """Layers of a prefix that are asked for before the layer that is computed: one comes while another is on its way."""
 
-Send = Callable[[int, int, Arrays], int]
-"""Queues rows of a layer to be sent: layer, first position, and the rows; returns how many bytes that are."""
-
 Read = Callable[[int, np.ndarray, Callable[[], None]], None]
 """Queues a range of a prefix to be read from its R-worker.
 
 Its arguments: layer, where the tokens go as they are stored, and what is called once they are there.
 """
-
-
-@dataclass(frozen=True)
-class StoreWay:
-    """Tokens ``start`` to ``end`` of a prompt; ``send`` queues rows for their R-worker, by position in the prompt, and
-    raises ConnectionError once that is gone. ``ticket``: by which it knows them."""
-
-    start: int
-    end: int
-    send: Send
-    ticket: int
 
 
 @dataclass(frozen=True)
@@ -84,16 +71,14 @@ class PromptJob:
         self._own = prompt.part + len(self._bounds) - len(prompt.bounds)
         self._prefix = tuple(prefix) if prompt.part == 0 else ()
         self.is_cancelled = False
-        self._send_on, self._stores = send_on, stores
+        self._send_on = send_on
+        self.stores = Stores(prompt, stores)
         self._changed = threading.Condition()
         self._layers: dict[int, LayerRows] = {}
         self._states: dict[int, np.ndarray] = {}
         self._has_state: set[int] = set()
         self._num_done = 0
-        self.sent_bytes = self.stored_bytes = self.read_bytes = 0
-        self.missed: set[int] = set()
-        self._to_store: list[int] = []
-        self._when_stored: Callable[[], None] | None = None
+        self.sent_bytes = self.read_bytes = 0
 
     def begin(self) -> None:
         """Ask for the first layers of the prefix, if that is this worker's to do, before it is computed.
@@ -108,39 +93,6 @@ class PromptJob:
         with self._changed:
             self.is_cancelled = True
             self._changed.notify_all()
-
-    def miss(self, ticket: int) -> bool:
-        """The R-worker that knows the prompt by ``ticket`` gets no more of it; False where no other stores its rows."""
-        with self._changed:
-            self.missed.add(ticket)
-            self._to_store = [each for each in self._to_store if each != ticket]
-            reached = self.prompt.start
-            for store in sorted(self._stores, key=lambda store: store.start):
-                if store.ticket not in self.missed and store.start <= reached:
-                    reached = max(reached, store.end)
-        self._look_whether_stored()
-        return reached >= self.prompt.end
-
-    def when_stored(self, tickets: Sequence[int], tell: Callable[[], None]) -> None:
-        """Have ``tell`` called once ``stored`` has been, for each of ``tickets`` that is not missed."""
-        with self._changed:
-            self._to_store = [each for each in tickets if each not in self.missed]
-            self._when_stored = tell
-        self._look_whether_stored()
-
-    def stored(self, ticket: int) -> None:
-        """One of the ports of the R-worker with ``ticket`` has all rows."""
-        with self._changed:
-            if ticket in self._to_store:
-                self._to_store.remove(ticket)
-        self._look_whether_stored()
-
-    def _look_whether_stored(self) -> None:
-        with self._changed:
-            tell = None if self._to_store else self._when_stored
-            self._when_stored = None if tell else self._when_stored
-        if tell:
-            tell()
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
         """Where ``num_rows`` rows from another worker go; FrameError where they have no place."""
@@ -193,8 +145,7 @@ class PromptJob:
         for place, own in zip(rows.of(prompt.start, prompt.end), (k, v), strict=True):
             place[...] = own
         self._read_prefix(layer + LAYERS_AHEAD)
-        for store in self._stores:
-            self._store(store, layer, rows)
+        self.stores.send(partial(self._send, layer=layer, rows=rows))
         if prompt.method == "tsp":
             self._go_round(layer, rows)
         else:
@@ -215,8 +166,8 @@ class PromptJob:
         arrays = (state[None],)
         if self._send_on is not None:
             self.sent_bytes += self._send_on(layer, self.prompt.start, arrays)
-        for store in self._stores if self.prompt.is_last else ():
-            self._store_arrays(store, lambda send: send(layer, self.prompt.start, arrays))
+        if self.prompt.is_last:
+            self.stores.send(lambda send, first, end: send(layer, self.prompt.start, arrays))
         with self._changed:
             self._states.pop(layer, None)
             self._num_done = layer + 1
@@ -241,20 +192,6 @@ class PromptJob:
                 self._check_wanted()
                 self._changed.wait(TICK_SECONDS)
             return self._states[layer]
-
-    def _store(self, store: StoreWay, layer: int, rows: LayerRows) -> None:
-        """Send ``store`` its rows of this part; ConnectionError where it is gone and no other has them."""
-        start, end = max(store.start, self.prompt.start), min(store.end, self.prompt.end)
-        self._store_arrays(store, lambda send: self._send(send, layer, rows, start, end))
-
-    def _store_arrays(self, store: StoreWay, queue: Callable[[Send], int]) -> None:
-        if store.ticket in self.missed:
-            return
-        try:
-            self.stored_bytes += queue(store.send)
-        except ConnectionError:
-            if not self.miss(store.ticket):
-                raise
 
     def _hand_on(self, layer: int, rows: LayerRows) -> None:
         """The chain: own rows first, since they are here, then those before them as they come."""
@@ -285,9 +222,9 @@ class PromptJob:
 
     def _pass(self, layer: int, rows: LayerRows, part: int) -> None:
         if self._send_on is not None:
-            self.sent_bytes += self._send(self._send_on, layer, rows, *self._bounds[part : part + 2])
+            self.sent_bytes += self._send(self._send_on, *self._bounds[part : part + 2], layer, rows)
 
-    def _send(self, send: Send, layer: int, rows: LayerRows, first: int, end: int) -> int:
+    def _send(self, send: Send, first: int, end: int, layer: int, rows: LayerRows) -> int:
         """Send rows ``first`` to ``end``, if any, in pieces; returns the bytes that were sent."""
         if first >= end:
             return 0

@@ -11,10 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from fastdecode.cluster.prefill.jobs import Read, Send
+from fastdecode.cluster.prefill.jobs import Read
 from fastdecode.cluster.prefill.messages import PlacedRows
 from fastdecode.cluster.prefill.rows import Arrays
 from fastdecode.cluster.prefill.senders import PrefixReader, StoreSender
+from fastdecode.cluster.prefill.stores import Send
 from fastdecode.core.errors import FrameError
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout

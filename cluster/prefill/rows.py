@@ -71,3 +71,20 @@ class EarlyRows:
         with self._lock:
             self._rows.clear()
             self.num_bytes = 0
+
+
+def early_place(layout: KVLayout, number: int, num_rows: int, num_bytes: tuple[int, ...]) -> Arrays:
+    """Return room for rows of layer ``number`` whose job is not known yet: of a prefix or after it, or a state.
+
+    ``num_bytes``: of the two parts of the frame that carries them, which tell a prefix's rows from others.
+    """
+    layer = layout.layers[number]
+    if not layer.caches_rows:
+        return (np.empty((1, layout.sequence_bytes(number)), np.uint8),)
+    forms = [LayerRows(layout, layer, length, num_rows, 0).of(0, num_rows) for length in (num_rows, 0)]
+    return forms[0] if part_bytes(forms[0]) == num_bytes else forms[1]
+
+
+def part_bytes(arrays: Arrays) -> tuple[int, ...]:
+    """Return the bytes of the two parts of a KV frame that carries rows."""
+    return (*(each.nbytes for each in arrays), 0)[:2]

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from fastdecode.cluster.links.port import Port, Reader
-from fastdecode.cluster.prefill.jobs import PromptJob, ReadWay, StoreWay
+from fastdecode.cluster.prefill.jobs import PromptJob, ReadWay
 from fastdecode.cluster.prefill.kv_ways import PortHeads, read_way, store_way
 from fastdecode.cluster.prefill.messages import (
     JOB,
@@ -26,8 +26,9 @@ from fastdecode.cluster.prefill.messages import (
     decode_prompt,
     encode,
 )
-from fastdecode.cluster.prefill.rows import Arrays, EarlyRows, LayerRows
+from fastdecode.cluster.prefill.rows import Arrays, EarlyRows, early_place, part_bytes
 from fastdecode.cluster.prefill.senders import ChainSender, PrefixReader, Senders, StoreSender
+from fastdecode.cluster.prefill.stores import StoreWay
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
@@ -100,18 +101,18 @@ class PrefillServer:
         """The part is computed: once all R-workers that store it have it, tell the S-worker."""
         if job.is_cancelled:
             return
-        counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stored_bytes, job.read_bytes)
+        counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stores.num_bytes, job.read_bytes)
         own = b"" if logits is None else logits
 
         def tell() -> None:
-            self._report(job, Kind.PREFILLED, counts + np.array(sorted(job.missed), TICKETS).tobytes(), own)
+            self._report(job, Kind.PREFILLED, counts + np.array(sorted(job.stores.missed), TICKETS).tobytes(), own)
 
         stores = job.prompt.own_stores
-        job.when_stored([each.ticket for each in stores for _ in each.places], tell)
-        for each in [each for each in stores if each.ticket not in job.missed]:
+        job.stores.when_stored([each.ticket for each in stores for _ in each.places], tell)
+        for each in [each for each in stores if each.ticket not in job.stores.missed]:
             try:
                 for sender in self._senders.of_each(StoreSender, each):
-                    sender.when_stored(each.ticket, partial(job.stored, each.ticket))
+                    sender.when_stored(each.ticket, partial(job.stores.stored, each.ticket))
             except ConnectionError as error:
                 self._miss(job, each.ticket, str(error))
 
@@ -234,18 +235,10 @@ class PrefillServer:
         if job := self._jobs.get(job_id):
             arrays = job.place_for(frame.layer, start, num_rows)
         else:
-            arrays = self._early_place(frame.layer, num_rows, frame.lengths[1:])
-        if frame.lengths[1:] != _part_bytes(arrays):
-            raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {_part_bytes(arrays)}")
+            arrays = early_place(self._layout, frame.layer, num_rows, frame.lengths[1:])
+        if frame.lengths[1:] != part_bytes(arrays):
+            raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {part_bytes(arrays)}")
         return arrays
-
-    def _early_place(self, number: int, num_rows: int, part_bytes: tuple[int, ...]) -> Arrays:
-        """Room for rows of a job that is not here yet: of a prefix or after it, as their bytes tell, or a state."""
-        layer = self._layout.layers[number]
-        if not layer.caches_rows:
-            return (np.empty((1, self._layout.sequence_bytes(number)), np.uint8),)
-        forms = [LayerRows(self._layout, layer, length, num_rows, 0).of(0, num_rows) for length in (num_rows, 0)]
-        return forms[0] if _part_bytes(forms[0]) == part_bytes else forms[1]
 
     def _cancel(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         data = reader.body(frame, JOB.size)
@@ -294,12 +287,7 @@ class PrefillServer:
 
     def _miss(self, job: PromptJob, ticket: int, reason: str) -> None:
         """Go on without an R-worker that was to store rows of ``job``, if others do."""
-        if not job.miss(ticket):
+        if not job.stores.miss(ticket):
             self.fail(job, reason)
         elif not job.is_cancelled:
             log.warning("job %d goes on without one of two copies: %s", job.prompt.job_id, reason)
-
-
-def _part_bytes(arrays: Arrays) -> tuple[int, ...]:
-    """Bytes of the two parts of a KV frame that carries rows."""
-    return (*(each.nbytes for each in arrays), 0)[:2]

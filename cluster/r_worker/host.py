@@ -8,12 +8,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
+from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.machine import (
     CAN_BIND,
@@ -28,6 +30,9 @@ from fastdecode.core.machine import (
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import WorkerPlan, WorkerReport
 from fastdecode.kinds.layout import KVLayout
+
+if TYPE_CHECKING:
+    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 LAYER_CACHE_BLOCK = 256
 """Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""
@@ -227,3 +232,13 @@ def _ranges(cores: list[int] | tuple[int, ...]) -> str:
         else:
             parts.append([core, core])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> KvPort:
+    """See ``KvPort``; ValueError where it cannot be opened. Imported here, since most R-workers need no ZeroMQ."""
+    from fastdecode.cluster.r_worker.kv_port import KvPort
+
+    try:
+        return KvPort(worker, layout, security, host)
+    except OSError as error:
+        raise ValueError(f"kv_port: {error.strerror}") from None

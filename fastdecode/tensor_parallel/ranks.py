@@ -19,7 +19,8 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine.compose.backends import make_backend, make_prompt_backend, pool_layout
+from fastdecode.engine.compose.backends import make_backend, pool_layout
+from fastdecode.engine.compose.own_caches import make_prompt_backend
 from fastdecode.engine.compose.setup import pin_s_worker
 from fastdecode.journal.records import Run
 from fastdecode.kinds.layout import KVLayout
@@ -189,10 +190,10 @@ class Follower:
             self._cleanup.callback(backend.close)
             prompts = PromptCache(backend)
         self._pool = pool
-        self._s_worker = SWorker(model.model, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
+        self._s_worker = SWorker(model.code, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
         self._computes = {
             "model": self._s_worker,
-            "random": RandomPrompts(model.model, model.layout, pool, StateClock()),
+            "random": RandomPrompts(model.code, model.layout, pool, StateClock()),
         }
         if config.speculative and config.speculative.method == "early_exit":
             first = model.first_layers(config.speculative.num_layers)
