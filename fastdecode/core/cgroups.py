@@ -45,7 +45,7 @@ def cpu_limit() -> float | None:
 
 
 def _limit(folder: Path) -> int | None:
-    """Return a group's limit: the hard one, the one above which it is throttled, or one of groups out of sight."""
+    """Return a group's memory limit: the lowest of its hard limit, throttling limit, and invisible parents' limits."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
     return min((limit for limit in found if limit is not None and limit < UNLIMITED), default=None)

@@ -35,8 +35,7 @@ PREFILL_METHODS = ("kvr", "tsp")
 """
 
 READ_AHEAD = ("run", "run-l2", "pages")
-"""How attention asks for the tokens it reads next: in one ascending run, the same only into the second-level cache, or
-eight pages side by side."""
+"""How attention prefetches tokens: one ascending run, only into the second-level cache, or eight pages at once."""
 
 
 class Verb(IntEnum):
