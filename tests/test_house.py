@@ -27,7 +27,7 @@ CEILINGS = {
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,
-    "docstrings that are fragments": 153,
+    "docstrings that are fragments": 144,
 }
 
 FRAGMENT = re.compile(
