@@ -1,6 +1,6 @@
 """Count words and forms that our English avoids, and hold each count below its ceiling: python scripts/tidy.py
 
-A ceiling only falls: whoever gets below one lowers it here. ``python scripts/tidy.py NAME`` prints the places of a form.
+A ceiling only falls: whoever gets below one lowers it here. ``python scripts/tidy.py NAME`` prints a form's places.
 """
 
 from __future__ import annotations
@@ -12,15 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/**/*.md", "examples/**/*.md")
-CODE = (
-    "fastdecode/**/*.py",
-    "sworker/**/*.py",
-    "cluster/**/*.py",
-    "perfmodel/**/*.py",
-    "scripts/*.py",
-    "benchmarks/*.py",
-)
-CODE += ("rworker_cpp/**/*.[ch]pp", "sworker/cpp/*.[ch]pp")
+PYTHON = ("fastdecode/**/*.py", "sworker/**/*.py", "cluster/**/*.py", "perfmodel/**/*.py", "scripts/*.py")
+CODE = (*PYTHON, "benchmarks/*.py", "rworker_cpp/**/*.[ch]pp", "sworker/cpp/*.[ch]pp")
 
 WORDS = {
     "anew": r"\banew\b",
@@ -48,7 +41,50 @@ LISTS = ("models.md", "features.md")
 MOST_WORDS_OF_A_SENTENCE = 25
 MOST_CHARACTERS_OF_A_CELL = 200
 
-CEILINGS: dict[str, int] = {}
+CEILINGS = {
+    "pages: anew": 1,
+    "pages: goes on": 2,
+    "pages: is to": 2,
+    "pages: has its due": 0,
+    "pages: so far": 4,
+    "pages: wanted were": 0,
+    "pages: gives way": 0,
+    "pages: is let go": 0,
+    "pages: has come back": 0,
+    "pages: what it held": 0,
+    "pages: of which": 0,
+    "pages: those that": 8,
+    "pages: what is left of": 0,
+    "pages: that of": 1,
+    "pages: but for": 0,
+    "pages: all that": 0,
+    "code: anew": 28,
+    "code: goes on": 33,
+    "code: is to": 56,
+    "code: has its due": 10,
+    "code: so far": 44,
+    "code: wanted were": 10,
+    "code: gives way": 12,
+    "code: is let go": 12,
+    "code: has come back": 10,
+    "code: what it held": 15,
+    "code: of which": 69,
+    "code: those that": 277,
+    "code: what is left of": 24,
+    "code: that of": 67,
+    "code: but for": 24,
+    "code: all that": 44,
+    "pages: sentences of over 25 words": 2,
+    "code: docstrings that are fragments": 182,
+    "docs: table cells of over 200 characters": 0,
+    "docs: words": 25000,
+    "README.md: words": 700,
+    "README.md: lines": 90,
+    "CONTRIBUTING.md: lines": 120,
+    "SECURITY.md: lines": 120,
+    "CHANGELOG.md: lines": 40,
+    "docs/structure.md: lines": 250,
+}
 """The count that each form may have: in pages, and in code (docstrings, comments, messages)."""
 
 
@@ -56,7 +92,8 @@ def files(patterns: tuple[str, ...]) -> list[Path]:
     """Return the files of the repository that match one of ``patterns``, links to packages apart."""
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
     linked = [ROOT / "fastdecode" / name for name in ("sworker", "cluster", "perfmodel")]
-    return sorted(path for path in found if not any(link in path.parents for link in linked))
+    linked.append(Path(__file__))  # it names what it looks for
+    return sorted(path for path in found if path not in linked and not any(link in path.parents for link in linked))
 
 
 def texts(patterns: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
