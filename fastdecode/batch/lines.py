@@ -1,4 +1,4 @@
-"""The lines of OpenAI batch files, in and out; the requests in them are those of the server."""
+"""The lines of OpenAI batch files, in and out. Their requests are those of the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequ
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request: ``url`` says which kind, ``body`` is as OpenAI's API takes it."""
+    """One request. ``url`` says which kind; ``body`` is as in OpenAI's API."""
 
     custom_id: str
     url: Any
@@ -36,7 +36,10 @@ class BatchLine:
 
 
 def read_line(text: str | bytes, number: int) -> BatchLine:
-    """Line ``number`` of an input file. Raise ConfigError if it is no JSON object with a custom_id to answer."""
+    """Return line ``number`` of an input file.
+
+    Raise ConfigError if it is no JSON object with a custom_id.
+    """
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,7 +68,7 @@ def read_request(line: BatchLine) -> Asked:
 
 
 def chat_asked(request: Asked) -> CompletionRequest | ChatRequest:
-    """Return the chat that a response is the answer of; other requests as they are. RequestError."""
+    """Return the chat whose answer is the response; other requests unchanged. Raise RequestError."""
     return chat_of(request, messages_of(request.input)) if isinstance(request, ResponsesRequest) else request
 
 
@@ -78,9 +81,9 @@ def answer(
     logprobs: LogprobForm | None = None,
     params: SamplingParams | None = None,
 ) -> dict[str, Any]:
-    """Return the output line of a finished request; ``outputs``: of its prompts, in order.
+    """Return the output line of a finished request. ``outputs``: of its prompts, in order.
 
-    ``reading``: of its answers.
+    ``reading``: how its answers are read.
     """
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:

@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape of Anthropic's errors."""
+"""Errors in the shape of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _KINDS = {
 
 
 def is_messages(scope: Scope) -> bool:
-    """Return whether a request's client is Anthropic's, by its path."""
+    """Return whether a request is for Anthropic's API, by its path."""
     path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def message_error(status: int, message: str, answer_id: str | None = None) -> dict[str, Any]:
-    """Return the body of an error, which is its event too."""
+    """Return the body of an error, which is also its event."""
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     told = {"type": kind, "message": " ".join(message.split())}
     return {"type": "error", "error": told, "request_id": answer_id}
 
 
 def message_error_response(error: Exception, answer_id: str | None = None) -> Response:
-    """Return what ``error`` is answered with."""
+    """Return the answer to ``error``."""
     found = api_error(error)
     body = message_error(found.status, str(found), answer_id)
     return Response(msgspec.json.encode(body), found.status, found.headers, "application/json")

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, what is asked: the body, and the chat that it means."""
+"""Requests of OpenAI's Responses API: the body, and the corresponding chat."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ INCLUDES = frozenset({
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 })  # fmt: skip
-"""What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has."""
+"""OpenAI's values of ``include``. All but LOGPROBS are about items that no answer here has."""
 
 SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
-"""Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
+"""Fields with the same name in a chat: OpenAI's, and vLLM's additional ones."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form that the text must have; of "json_schema" the ``schema``. ``strict``: as of a chat's."""
+    """The form of the text; for "json_schema", the ``schema``. ``strict``: as in a chat."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -39,7 +39,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextConfig(msgspec.Struct):
-    """``verbosity`` says nothing to most models, and is ignored."""
+    """``verbosity`` is ignored, since most models do not know it."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
@@ -48,8 +48,8 @@ class TextConfig(msgspec.Struct):
 class ResponsesRequest(SampledRequest, kw_only=True):
     """``input``: text, or a list of messages, function calls and their outputs. ``tools``: functions only.
 
-    ``store``, ``background`` and ``previous_response_id`` are for servers that keep requests; others store nothing,
-    and refuse the latter two. ``conversation``, ``prompt`` and ``truncation`` are known to be refused.
+    ``store``, ``background`` and ``previous_response_id`` need a server that keeps requests. Others store nothing, and
+    refuse the latter two. ``conversation``, ``prompt`` and ``truncation`` are refused by name.
     """
 
     input: str | Messages
@@ -73,14 +73,14 @@ class ResponsesRequest(SampledRequest, kw_only=True):
 
     @property
     def is_stored(self) -> bool:
-        """True if the answer may be asked for later."""
+        """True if the answer can be requested later."""
         return bool(self.store or self.background)
 
 
 def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """Return the chat whose answer is the response, ``messages`` after its instructions.
+    """Return the chat whose answer is the response, with ``messages`` after its instructions.
 
-    Raise RequestError for what is not supported or cannot be.
+    Raise RequestError for unsupported or invalid values.
     """
     _refuse_unsupported(request)
     return ChatRequest(
@@ -96,7 +96,7 @@ def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRe
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one system message of the instructions and of the system message that the input begins with."""
+    """Return one system message of the instructions and the input's first system message."""
     if instructions is None:
         return messages
     is_system = bool(messages) and messages[0]["role"] == "system"
@@ -125,7 +125,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages. Calls belong to the assistant's message before them, as chat templates expect it."""
+    """Return a chat's messages. Calls belong to the assistant's message before them, as chat templates expect."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
@@ -166,7 +166,7 @@ def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> None:
-    """Thoughts that a client sends back: templates leave out those of earlier turns."""
+    """Check reasoning that a client sends back. Templates omit that of earlier turns."""
 
 
 _ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
@@ -178,7 +178,7 @@ _ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
 
 
 def _text(content: Any) -> str:
-    """Return the text of parts, each on lines of its own."""
+    """Return the text of parts, each on its own lines."""
     if isinstance(content, str):
         return content
     texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
@@ -209,7 +209,7 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return a response names the function beside the type, a chat within it."""
+    """Return a chat's tool choice. A response names the function beside the type, a chat within it."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
