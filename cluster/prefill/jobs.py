@@ -222,7 +222,8 @@ class PromptJob:
 
     def _pass(self, layer: int, rows: LayerRows, part: int) -> None:
         if self._send_on is not None:
-            self.sent_bytes += self._send(self._send_on, *self._bounds[part : part + 2], layer, rows)
+            first, end = self._bounds[part : part + 2]
+            self.sent_bytes += self._send(self._send_on, first, end, layer, rows)
 
     def _send(self, send: Send, first: int, end: int, layer: int, rows: LayerRows) -> int:
         """Send rows ``first`` to ``end``, if any, in pieces; returns the bytes that were sent."""
