@@ -185,15 +185,14 @@ HUB_NAMES = {
 }
 """Ids without what says how a model was tuned, and when."""
 
-_TUNED = re.compile(
-    r"-(instruct|chat|base|hf|it|thinking|reasoning|v0\.\d|\d{4}|fp8|original|bf16|8k|128k)(?=-|$)", re.IGNORECASE
-)
-
 
 def known_name(hub_id: str) -> str | None:
     """Return the name by which a hub's id is known here; None if it is not."""
     plain = hub_id.lower()
-    while (shorter := _TUNED.sub("", plain)) != plain:
+    tuned = re.compile(
+        r"-(instruct|chat|base|hf|it|thinking|reasoning|v0\.\d|\d{4}|fp8|original|bf16|8k|128k)(?=-|$)", re.IGNORECASE
+    )
+    while (shorter := tuned.sub("", plain)) != plain:
         plain = shorter
     return HUB_NAMES.get(hub_id.lower()) or HUB_NAMES.get(plain)
 

@@ -27,9 +27,6 @@ mini-batch << 32 | layer."""
 SPIN_SECONDS = 0.01
 """Most time of one spin: most layers take less, and for a longer one the cost of a wake-up does not matter."""
 
-DISTURBED_SECONDS = 1e-3
-"""A spinning thread that loses its core for so long shares it: its own threads of libzmq take less."""
-
 REST_SECONDS = 1.0
 """How long a thread that was disturbed does not spin."""
 
@@ -188,10 +185,12 @@ class Spin:
         found = look()
         now = time.perf_counter()
         end = now + self._most_seconds
+        # A spinning thread that loses its core for so long shares it: its own threads of libzmq take less
+        disturbed_seconds = 1e-3
         while not found and self._rests_until < now < end:
             os.sched_yield()
             before, now = now, time.perf_counter()
             found = look()
-            if not found and now - before > DISTURBED_SECONDS:
+            if not found and now - before > disturbed_seconds:
                 self._rests_until = now + REST_SECONDS
         return found

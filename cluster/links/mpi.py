@@ -30,18 +30,9 @@ mpi4py.rc.thread_level = "serialized"  # one thread at a time, which costs nothi
 from mpi4py import MPI  # noqa: E402
 
 NAP_SECONDS, IDLE_NAP_SECONDS = 20e-6, 1e-3
-IDLE_SECONDS = 1.0
-"""A rank that has received nothing for so long sleeps longer."""
-
-PROGRESS_SECONDS = 200e-6
-"""Between two tests while q, k, v are under way. Each takes about 50 µs of the S-worker's core."""
-
-SWITCH_SECONDS = 1e-4
-"""How long one thread may hold the GIL while the other waits; Python's 5 ms are the time of several layers."""
 
 _WORD_TAG = 0
 _WORD = struct.Struct("=Q")
-_PR_SET_TIMERSLACK = 29
 
 
 class MpiJob:
@@ -136,8 +127,10 @@ class MpiPeer:
         start = now = time.monotonic()
         if self._idle_since is None:
             self._idle_since = start
+        # A rank that has received nothing for so long sleeps longer
+        idle_seconds = 1.0
         while now < start + timeout_seconds:
-            time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
+            time.sleep(NAP_SECONDS if now - self._idle_since < idle_seconds else IDLE_NAP_SECONDS)
             if self.done(requests):
                 return True
             now = time.monotonic()
@@ -185,7 +178,9 @@ class SendProgress:
         self._stopped = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastdecode-mpi", daemon=True)
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        # How long one thread may hold the GIL while the other waits; Python's 5 ms are the time of several layers
+        switch_seconds = 1e-4
+        sys.setswitchinterval(min(sys.getswitchinterval(), switch_seconds))
         self._thread.start()
 
     def watch(self, link: Watched) -> None:
@@ -207,12 +202,14 @@ class SendProgress:
         self._thread.join()
 
     def _run(self) -> None:
+        # Between two tests while q, k, v are under way. Each takes about 50 µs of the S-worker's core.
+        progress_seconds = 200e-6
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            time.sleep(PROGRESS_SECONDS)  # by then most have arrived
+            time.sleep(progress_seconds)  # by then most have arrived
             while not self._stopped and self._move_on():
-                time.sleep(PROGRESS_SECONDS)
+                time.sleep(progress_seconds)
 
     def _move_on(self) -> bool:
         moved = [link.move_on() for link in self._watched]
@@ -225,4 +222,5 @@ def _lost(error: MPI.Exception) -> ConnectionError:
 
 def _sleep_precisely() -> None:
     """Linux adds up to 50 µs to every sleep of a thread without this setting; threads started later inherit it."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+    pr_set_timerslack = 29
+    ctypes.CDLL(None).prctl(pr_set_timerslack, 1000, 0, 0, 0)

@@ -9,9 +9,6 @@ from typing import Any, Protocol
 MOST_LOGGED = 100
 """Strangers at a socket that are logged one by one; further ones are not."""
 
-DEPARTURE_SECONDS = 2.0
-"""How long after the end of any connection the listener checks whether the served peer is still there."""
-
 
 class PeerListener(Protocol):
     """The listener that a ``PeerChannel`` reads from and writes to, such as ``ZmqListener``."""
@@ -72,7 +69,9 @@ class PeerChannel:
     def _look_at_connection(self) -> None:
         """After the end of any connection, test the served peer's. Raise ConnectionError if it is gone."""
         has_ended, now = self._listener.look_at_connections(), time.monotonic()
+        # How long after the end of any connection the listener checks whether the served peer is still there
+        departure_seconds = 2.0
         if has_ended:
-            self._probe_until = now + DEPARTURE_SECONDS
+            self._probe_until = now + departure_seconds
         if now < self._probe_until:
             self.send([b""])

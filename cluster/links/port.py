@@ -31,10 +31,6 @@ LIMITS = 1 << 23, 3 * MOST_IN_FLIGHT
 as waiting though it was read. A peer that heeds no window takes 1.1 GiB, and then waits.
 """
 
-MOST_PEERS = 1024
-"""Peers whose frames are numbered, and that have proven to hold the key; of more, the oldest are forgotten."""
-
-
 log = logging.getLogger("fastdecode.port")
 
 
@@ -271,6 +267,8 @@ class Port:
 
 
 def _remember(peers: dict[bytes, Any], identity: bytes, value: Any) -> None:
-    while len(peers) >= MOST_PEERS:
+    # Peers whose frames are numbered, and that have proven to hold the key; of more, the oldest are forgotten
+    most_peers = 1024
+    while len(peers) >= most_peers:
         peers.pop(next(iter(peers)))
     peers[identity] = value

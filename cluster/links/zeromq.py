@@ -38,8 +38,6 @@ RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
 HANDSHAKE_SECONDS = 2.0
 """A ZeroMQ handshake takes milliseconds; where it takes longer, the other end may be no ZeroMQ socket at all."""
 
-_ZAP_DOMAIN = "fastdecode"
-
 log = logging.getLogger("fastdecode.r_worker")
 
 
@@ -231,8 +229,9 @@ class ZmqListener(ZmqSocket):
         """Accept only holders of the other role's key; a peer that does not know this role's key cannot connect."""
         accepted = use_curve(self.socket, secret, role)
         self.socket.curve_server = True
-        self.socket.zap_domain = _ZAP_DOMAIN.encode()
+        zap_domain = "fastdecode"
+        self.socket.zap_domain = zap_domain.encode()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
         self._authenticator.start()
         callback = SimpleNamespace(callback=lambda domain, key: key == accepted)
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, callback)
+        self._authenticator.configure_curve_callback(zap_domain, callback)

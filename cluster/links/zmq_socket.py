@@ -17,9 +17,6 @@ from fastdecode.core.errors import BackendError, FrameError
 PATIENCE_SECONDS = 30.0
 """How long an R-worker waits for an S-worker that sends no heartbeat: it serves no other S-worker meanwhile."""
 
-HEARTBEAT_SECONDS = 0.1
-"""A peer that falls silent is noticed up to so much later than its limit: that counts from the next heartbeat."""
-
 MAX_QUEUED = 256
 """Messages to one peer, or from one to a listener, that may wait, most of them parts of a few hundred KiB. What comes
 to a connecting side is an answer: without a limit its queue is as long as what it has asked for."""
@@ -139,7 +136,9 @@ def beats_name(epoch: int) -> bytes:
 def send_heartbeats(socket: zmq.Socket, silence_seconds: float, patience_seconds: float) -> None:
     """The connection ends after ``silence_seconds`` without a sign of the other end; there, after
     ``patience_seconds`` without one of this end."""
-    socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+    # A peer that falls silent is noticed up to so much later than its limit: that counts from the next heartbeat
+    heartbeat_seconds = 0.1
+    socket.heartbeat_ivl = int(heartbeat_seconds * 1000)
     socket.heartbeat_timeout = int(silence_seconds * 1000)
     socket.heartbeat_ttl = int(patience_seconds * 1000)
 

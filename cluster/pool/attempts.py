@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 FIRST_SECONDS, MOST_SECONDS = 1.0, 30.0
 """Least time from a failed attempt to the next at the same address: it doubles from the first to the second."""
 
-
 MOST_ADDRESSES = 1024
-
-
-MOST_REASONS = 16
-"""That are remembered of one address."""
 
 
 @dataclass
@@ -40,7 +35,9 @@ class Attempts:
         failures = self.remembered.pop(address, None) or _Failures()
         failures.seconds = min(max(FIRST_SECONDS, 2 * failures.seconds), MOST_SECONDS)
         failures.next_time = time.monotonic() + failures.seconds
-        is_new = reason not in failures.reasons and len(failures.reasons) < MOST_REASONS
+        # That are remembered of one address
+        most_reasons = 16
+        is_new = reason not in failures.reasons and len(failures.reasons) < most_reasons
         if is_new:
             failures.reasons.add(reason)
         self.remembered[address] = failures

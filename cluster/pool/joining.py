@@ -26,11 +26,6 @@ DISMISSED_SECONDS = 10.0
 MOST_ADDRESSES = 4096
 """Addresses that are remembered: JOINs cost their sender nothing, so their number must be limited here."""
 
-MOST_JOIN_BYTES = 1 << 12
-
-MOST_AT_ONCE = 64
-"""JOINs that are read between two steps: a flood of them must not delay the job."""
-
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +59,10 @@ class JoinListener:
 
     def joined(self) -> list[Joined]:
         """Return the R-workers that became ready since the last call; never waits."""
-        for _ in range(MOST_AT_ONCE):
+        most_join_bytes = 1 << 12
+        # JOINs that are read between two steps: a flood of them must not delay the job
+        most_at_once = 64
+        for _ in range(most_at_once):
             if self._layout is None or (channel := self._listener.accept(0.0)) is None:
                 break
             conversation = Conversation(channel)
@@ -72,7 +70,7 @@ class JoinListener:
                 frame = conversation.receive(0.0)
                 if frame is None or frame.kind is not Kind.JOIN:
                     raise FrameError("it sent something else than JOIN")
-                self._connect_to(*decode_join(conversation.body(frame, MOST_JOIN_BYTES)), self._layout)
+                self._connect_to(*decode_join(conversation.body(frame, most_join_bytes)), self._layout)
             except FrameError as error:
                 self._log_once(str(error))
             channel.close()

@@ -26,9 +26,6 @@ from fastdecode.kinds.layout import KVLayout
 END_SECONDS = 10.0
 """How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
 
-EXIT_SECONDS = 0.1
-"""From the moment a process closes its socket to its end."""
-
 
 class SpawnBackend(PoolBackend):
     """``AttentionBackend`` over one process per entry of ``sizes``; payload goes through shared memory."""
@@ -107,8 +104,10 @@ class _SpawnedLink(SharedMemoryLink):
         return how_it_ended or str(error)
 
     def _how_it_ended(self) -> str:
+        # From the moment a process closes its socket to its end
+        exit_seconds = 0.1
         try:
-            status = self.process.wait(EXIT_SECONDS)
+            status = self.process.wait(exit_seconds)
         except subprocess.TimeoutExpired:
             return ""
         return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"

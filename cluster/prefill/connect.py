@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 ANSWER = "fastdecode prefill-worker: "
 """What the line that names a prefill worker's address begins with."""
 
-END_SECONDS = 5.0
-"""How long a spawned prefill worker may take to end; then it is killed."""
-
 
 def listening_workers(addresses: Sequence[str], security: Security) -> PrefillPool:
     """Prefill workers that listen at ``addresses``, "host:port"."""
@@ -108,8 +105,10 @@ class _Spawned:
     def end(self) -> None:
         """May be called twice."""
         self.process.send_signal(signal.SIGTERM)
+        # How long a spawned prefill worker may take to end; then it is killed
+        end_seconds = 5.0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
+            self.process.wait(end_seconds)
         self.process.kill()
         self.process.wait()
         if self.process.stdout:

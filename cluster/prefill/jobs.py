@@ -20,9 +20,6 @@ from fastdecode.kinds.layout import KVLayout
 TICK_SECONDS = 0.2
 """How long a wait for another's keys and values lasts before the S-worker is looked after again."""
 
-KV_BYTES = 1 << 22
-"""Most bytes of keys in one KV frame: many are under way at once, and a decode step waits for at most one."""
-
 LAYERS_AHEAD = 2
 """Layers of a prefix that are asked for before the layer that is computed: one comes while another is on its way."""
 
@@ -230,7 +227,9 @@ class PromptJob:
         if first >= end:
             return 0
         arrays = rows.of(first, end)
-        step = max(1, KV_BYTES // max(1, arrays[0][:1].nbytes))
+        # Most bytes of keys in one KV frame: many are under way at once, and a decode step waits for at most one
+        kv_bytes = 1 << 22
+        step = max(1, kv_bytes // max(1, arrays[0][:1].nbytes))
         return sum(
             send(layer, first + start, tuple(each[start : start + step] for each in arrays))
             for start in range(0, end - first, step)

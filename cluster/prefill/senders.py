@@ -20,8 +20,6 @@ from fastdecode.core.errors import BackendError
 POLL_SECONDS = 0.002
 """Between two looks for answers."""
 
-MOST_REMEMBERED = 64
-"""Jobs that are taken for lost with the next prefill worker: the last to have sent there."""
 
 OnFailure = Callable[[list[int], Place, str, bool], None]
 """Called with the numbers of what cannot be sent there, the place, why, and whether nothing can any more."""
@@ -162,12 +160,14 @@ class ChainSender(Sender):
 
     def _serve(self, jobs: dict[int, None]) -> None:
         feed = KvFeed(self.place.address, self.place.epoch, self._security)
+        # Jobs that are taken for lost with the next prefill worker: the last to have sent there
+        most_remembered = 64
         try:
             while not self._is_closed:
                 item = self._next(bool(feed.num_in_flight))
                 if isinstance(item, Rows):
                     jobs[item.job_id] = None
-                    while len(jobs) > MOST_REMEMBERED:
+                    while len(jobs) > most_remembered:
                         del jobs[next(iter(jobs))]
                     feed.store(item.job_id, item.layer, item.start, *item.arrays)
                 for stored in feed.poll(0.0):

@@ -34,9 +34,6 @@ CONTEXT, HEADS, HEAD_DIM = 1024, 8, 128
 SEQUENCES, KV_HEADS = 12, 8
 """Of a trial of reading: 48 MiB of keys and values, of which no cache holds much after as much of each other trial."""
 
-EDITION = 2
-"""Of what is measured here; what was kept of another is not looked at."""
-
 
 @dataclass(frozen=True)
 class Tuning:
@@ -157,7 +154,9 @@ def _cache_path() -> Path:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
     except RuntimeError:  # a user without an entry in the system's table, as in containers
         folder = Path(os.devnull)
-    return folder / f"tuning-{EDITION}-{__version__}-{cpu_identity()}-{_rworker.supported_isas()[-1]}.json"
+    # Of what is measured here; what was kept of another is not looked at
+    edition = 2
+    return folder / f"tuning-{edition}-{__version__}-{cpu_identity()}-{_rworker.supported_isas()[-1]}.json"
 
 
 def _keep(path: Path, measured: Tuning) -> None:

@@ -39,16 +39,6 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
 from fastdecode.core.machine import usable_cores
 
-PROBE_SECONDS = 5.0
-"""Most time to a TCP connection with the cluster's head."""
-
-POLL_SECONDS = 0.2
-
-OBJECT_STORE_BYTES = 80 << 20
-"""Object store of a cluster that is started here: about the least that Ray takes, since no payload goes through it."""
-
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "fastdecode"}
-
 ERRORS = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
 """How an error crosses to the engine: its name there."""
 
@@ -133,9 +123,10 @@ def connect(stack: contextlib.ExitStack) -> bool:
         )
     if address not in ("", "auto", "local"):
         _probe(address)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "fastdecode"}
     if address != "local":
         try:
-            ray.init(address="auto", **QUIET)
+            ray.init(address="auto", **quiet)
             stack.callback(ray.shutdown)
             return False
         except (ConnectionError, ValueError) as error:
@@ -145,14 +136,16 @@ def connect(stack: contextlib.ExitStack) -> bool:
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     stack.callback(ray.shutdown)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Object store of a cluster that is started here: about the least that Ray takes, since no payload goes through it
+    object_store_bytes = 80 << 20
     ray.init(
         address="local",
         num_cpus=len(usable_cores()),
         include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
+        object_store_memory=object_store_bytes,
         _node_ip_address="127.0.0.1",
         _temp_dir=folder,
-        **QUIET,
+        **quiet,
     )
     return True
 
@@ -186,8 +179,9 @@ def _serve(stack: contextlib.ExitStack, orders: TextIO, out: TextIO) -> None:
     order = json.loads(line)
     answers = job.start(order["pool"], Security(order["secret"].encode(), order["encrypts"]))
     pending = {answer: index for index, answer in enumerate(answers)}
+    poll_seconds = 0.2
     while pending and not select.select([orders], [], [], 0)[0]:
-        for answer in ray.wait(list(pending), timeout=POLL_SECONDS)[0]:
+        for answer in ray.wait(list(pending), timeout=poll_seconds)[0]:
             index = pending.pop(answer)
             outcome = job.outcome(index, answer)
             if outcome is None:
@@ -237,8 +231,10 @@ def _seconds(given: str | None) -> float:
 def _probe(address: str) -> None:
     """Raise BackendError if nothing listens at ``address``: Ray would try for a minute."""
     host, _, port = address.rpartition(":")
+    # Most time to a TCP connection with the cluster's head
+    probe_seconds = 5.0
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), probe_seconds).close()
     except (OSError, ValueError) as error:
         raise BackendError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {error}") from None
 

@@ -28,9 +28,6 @@ FRAME_LIMIT = 1 << 28
 
 MAX_PARTS = 3
 
-MOST_SKIPPED = 1 << 16
-"""Most numbers that a frame may skip; after a larger skip every following frame would count as late."""
-
 
 class Kind(IntEnum):
     """The kind of a frame, with its parts; S: sent by the S-worker, R: by the R-worker."""
@@ -79,9 +76,6 @@ class Kind(IntEnum):
     RECORDED = 42  # R: bytes that the journal has now (int64)
     RECALL = 43  # S: asks for the journal, which an S-worker of this session before it may have written
     RECALLED = 44  # R: the journal
-
-
-_KINDS = frozenset(Kind)
 
 
 @dataclass(frozen=True)
@@ -153,7 +147,9 @@ class Conversation:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
             )
-        if frame.sequence - self._least_received > MOST_SKIPPED:
+        # Most numbers that a frame may skip; after a larger skip every following frame would count as late
+        most_skipped = 1 << 16
+        if frame.sequence - self._least_received > most_skipped:
             raise FrameError(
                 f"a {frame.kind.name} frame from far ahead: number {frame.sequence}, not {self._least_received}"
             )
@@ -184,7 +180,8 @@ def decode(header: bytes) -> Frame:
         raise FrameError("a frame that is not FastDecode's: its magic is wrong")
     if version != VERSION:
         raise FrameError(f"a frame of protocol version {version}; this side speaks {VERSION}")
-    if kind not in _KINDS:
+    kinds = frozenset(Kind)
+    if kind not in kinds:
         raise FrameError(f"a frame of unknown kind {kind}")
     if max(lengths) > FRAME_LIMIT:
         raise FrameError(f"a frame that announces {max(lengths):,} bytes; {FRAME_LIMIT:,} is the limit")

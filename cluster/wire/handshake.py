@@ -34,15 +34,11 @@ from fastdecode.core.errors import BackendError, ConfigError, FrameError, Worker
 S_WORKER, R_WORKER = "s-worker", "r-worker"
 """The roles of the two ends of a connection, each with keys and proofs of its own."""
 
-LEAST_BYTES = 32
 MOST_BYTES = 4096
 
 NONCE_BYTES = PROOF_BYTES = 32
 MOST_PENDING = 64
 """Challenges that wait for their proof; with more, the oldest is dropped."""
-
-PROOF_SECONDS = 30.0
-"""Most time to each answer, as long as an R-worker may take to start."""
 
 TICK_SECONDS = 0.1
 BOTH_SIDES = "--key-file with --security authenticate must be on both sides, or on neither"
@@ -96,9 +92,10 @@ def read_secret(path: str) -> bytes:
         raise ConfigError(f"key_file: {path} must be a file that only its owner can use: chmod 600 {path}")
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"key_file: {path} must be owned by the user of this process, not by user {status.st_uid}")
-    if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
+    least_bytes = 32
+    if not least_bytes <= len(secret) <= MOST_BYTES:
         raise ConfigError(
-            f"key_file: {path} holds {len(secret)} bytes; it takes {LEAST_BYTES} to {MOST_BYTES} random ones, such as "
+            f"key_file: {path} holds {len(secret)} bytes; it takes {least_bytes} to {MOST_BYTES} random ones, such as "
             f"`openssl rand -hex 32` gives"
         )
     return secret
@@ -151,10 +148,12 @@ def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
 
 
 def _answer(conversation: Conversation, kind: Kind) -> Frame:
-    deadline = time.monotonic() + PROOF_SECONDS
+    # Most time to each answer, as long as an R-worker may take to start
+    proof_seconds = 30.0
+    deadline = time.monotonic() + proof_seconds
     while (frame := conversation.receive(TICK_SECONDS)) is None:
         if time.monotonic() > deadline:
-            raise ConnectionError(f"it did not answer within {PROOF_SECONDS:g} s")
+            raise ConnectionError(f"it did not answer within {proof_seconds:g} s")
     if frame.kind is Kind.REFUSED:
         raise FrameError(f"refused: {decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1]}")
     if frame.kind is not kind:

@@ -46,9 +46,6 @@ COMMANDS = (
 )
 """Commands. Each has a module of the same name here, with underscores, whose ``add_command`` registers it."""
 
-LAB = ("bench", "calibrate", "plan", "validate", "simulate")
-"""Commands whose modules are in the lab, which no serving process imports."""
-
 WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
 """Commands of the distribution ``fastdecode-r-worker``, which has neither torch nor transformers."""
 
@@ -107,8 +104,10 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     if words and words[0] in {name.split()[0] for name in COMMANDS} - {name.split()[0] for name in here}:
         parser.error(f"{words[0]} is not in fastdecode-r-worker: in another environment, pip install fastdecode")
     _check_command(parser, words, here)
+    # Commands whose modules are in the lab, which no serving process imports
+    lab = ("bench", "calibrate", "plan", "validate", "simulate")
     for name in [name for name in here if list(words[: name.count(" ") + 1]) == name.split()] or here:
-        package = "fastdecode.perfmodel.lab.cli" if name.split()[0] in LAB else "fastdecode.cli"
+        package = "fastdecode.perfmodel.lab.cli" if name.split()[0] in lab else "fastdecode.cli"
         module = importlib.import_module(f"{package}.{name.replace(' ', '_').replace('-', '_')}")
         if name.startswith("bench "):
             bench = bench or commands.add_parser("bench", help="measure").add_subparsers(

@@ -12,12 +12,6 @@ from pathlib import Path
 ROOT, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
 """Where groups are mounted, unless ``mountinfo`` says otherwise, and where this process is told its own."""
 
-UNLIMITED = 1 << 60
-"""Bytes from which a limit is none; version 1 writes the largest multiple of a page."""
-
-RECLAIMABLE = ("inactive_file", "active_file")
-"""Lines of memory.stat with the page cache, which the kernel frees before it refuses memory."""
-
 
 def memory_limit() -> int | None:
     """Return the lowest limit of memory, in bytes; None if there is none."""
@@ -45,13 +39,17 @@ def _limit(folder: Path) -> int | None:
     """Return a group's limit: the hard one, the one above which it is throttled, or one of groups out of sight."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
-    return min((limit for limit in found if limit is not None and limit < UNLIMITED), default=None)
+    # Bytes from which a limit is none; version 1 writes the largest multiple of a page
+    unlimited = 1 << 60
+    return min((limit for limit in found if limit is not None and limit < unlimited), default=None)
 
 
 def _reclaimable(folder: Path) -> int:
     """Return the bytes of page cache of a group and those below it."""
     stat = _stat(folder)
-    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in RECLAIMABLE)  # total_: of version 1
+    # Lines of memory.stat with the page cache, which the kernel frees before it refuses memory
+    reclaimable = ("inactive_file", "active_file")
+    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in reclaimable)  # total_: of version 1
 
 
 def _stat(folder: Path) -> dict[str, int]:

@@ -12,12 +12,6 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 """Bits per element of each KV dtype, scales apart."""
 
-INT4_GROUP_DIMS = 64
-"""Dims of a token and head that share one int4 scale and zero."""
-
-INT4_FIFTH_BIT_DIMS = 32
-"""Dims of an int4 key whose codes' fifth bits share a word of 4 bytes: keys lose more by their rounding than values."""
-
 KV_ROTATION: dict[str, Literal["", "hadamard"]] = {"int4": "hadamard"}
 """The matrix by which caches of a dtype rotate keys, values and queries (kernels/rotate.hpp), if any."""
 
@@ -39,13 +33,17 @@ def row_bytes(dim: int, kv_dtype: str) -> int:
 
     int8 has a float32 scale, int4 a bfloat16 scale and zero per group.
     """
-    scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // INT4_GROUP_DIMS)}.get(kv_dtype, 0)
+    # Dims of a token and head that share one int4 scale and zero
+    int4_group_dims = 64
+    scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // int4_group_dims)}.get(kv_dtype, 0)
     return -(-dim * KV_BITS[kv_dtype] // 8) + scales
 
 
 def key_bytes(dim: int, kv_dtype: str) -> int:
     """Return the bytes of one token's keys of one head; int4 has a fifth bit for each element of a key."""
-    fifth_bits = 4 * -(-dim // INT4_FIFTH_BIT_DIMS) if kv_dtype == "int4" else 0
+    # Dims of an int4 key whose codes' fifth bits share a word of 4 bytes: keys lose more by their rounding than values
+    int4_fifth_bit_dims = 32
+    fifth_bits = 4 * -(-dim // int4_fifth_bit_dims) if kv_dtype == "int4" else 0
     return row_bytes(dim, kv_dtype) + fifth_bits
 
 

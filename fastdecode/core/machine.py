@@ -29,10 +29,6 @@ KIND_FIELDS = (
 )  # fmt: skip
 """What /proc/cpuinfo tells a kind of processor by: four on x86, four on ARM."""
 
-MOST_RANKS = 2
-"""Open MPI binds every rank of a job of at most so many to one core, and those of larger jobs to a NUMA node."""
-
-
 CAN_BIND = hasattr(os, "sched_setaffinity")
 """Whether this system binds processes to cores: Linux does, macOS does not."""
 
@@ -150,7 +146,9 @@ def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
 def is_trapped(environment: Mapping[str, str]) -> bool:
     """Return True for a rank of a job so small that Open MPI binds it to one core."""
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
-    return size.isdigit() and int(size) <= MOST_RANKS
+    # Open MPI binds every rank of a job of at most so many to one core, and those of larger jobs to a NUMA node
+    most_ranks = 2
+    return size.isdigit() and int(size) <= most_ranks
 
 
 def return_free_memory() -> None:

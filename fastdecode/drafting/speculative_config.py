@@ -9,8 +9,6 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 
 METHODS = ("ngram", "draft_model", "early_exit")
-MAX_SPECULATIVE_TOKENS = 64
-"""Draft tokens of a sequence in a step; more is a slip of the finger."""
 
 LOOKUP_TOKENS = 5
 """vLLM's prompt_lookup_max and prompt_lookup_min where neither is given."""
@@ -52,7 +50,9 @@ class SpeculativeConfig:
                 f"speculative_config: method {method} takes {', '.join(sorted(known - {'method'}))}; "
                 f"{unknown[0]!r} {what}"
             )
-        count = _whole(settings, "num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
+        # Draft tokens of a sequence in a step; more is a slip of the finger
+        max_speculative_tokens = 64
+        count = _whole(settings, "num_speculative_tokens", 1, max_speculative_tokens)
         if method == "ngram":
             given = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if name in settings]
             lookup = {name: _whole(settings, name, 1, 1024) for name in given}

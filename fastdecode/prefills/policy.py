@@ -19,9 +19,6 @@ from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.sworker.part.attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
 
-TIMED_TOKENS = 256
-"""Of the prompts that are timed at the start, on the S-worker."""
-
 UNMEASURED_LINK = PrefillLink(1e9)
 """Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
 with the S-worker, whose R-worker has that prefix."""
@@ -55,7 +52,9 @@ def timed_prefill_model(
     """Return the S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
     layout = model.layout
     room = max(worker.room_tokens for worker in r_workers)
-    num_tokens = min(TIMED_TOKENS, model.max_model_len, room, config.max_num_batched_tokens)
+    # Of the prompts that are timed at the start, on the S-worker
+    timed_tokens = 256
+    num_tokens = min(timed_tokens, model.max_model_len, room, config.max_num_batched_tokens)
     seconds = profile_steps(s_worker, r_workers, num_tokens)(num_tokens, 0) / len(layout.layers)
     attention = PromptAttentionTimes(_pair_seconds(model, make_cache), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens

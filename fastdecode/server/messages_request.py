@@ -17,9 +17,6 @@ MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 SAME = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
 """Fields that a chat has by the same name."""
 
-_BILLING = "x-anthropic-billing-header"
-"""Begins a system text that is no instruction, and is another one in each request."""
-
 _EFFORTS = ("low", "medium", "high")
 
 
@@ -102,7 +99,9 @@ def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatReque
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     texts = [system] if isinstance(system, str) else [_text(block, "system") for block in system or ()]
-    told = [text for text in texts if text and not text.startswith(_BILLING)]
+    # Begins a system text that is no instruction, and is another one in each request
+    billing = "x-anthropic-billing-header"
+    told = [text for text in texts if text and not text.startswith(billing)]
     return [{"role": "system", "content": "\n".join(told)}] if told else []
 
 

@@ -25,8 +25,6 @@ _KNOWN_KWARGS = frozenset({
 """Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
 
 
-MOST_FIELDS = 1024
-
 Strings = Annotated[list[str], Meta(max_length=1024)]
 TokenIds = Annotated[list[int], Meta(max_length=1 << 18)]
 TokenBias = Annotated[dict[str, float], Meta(max_length=1 << 16)]
@@ -148,8 +146,9 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
     """
     if not isinstance(body, dict):
         raise RequestError("body must be an object")
-    if len(body) > MOST_FIELDS:
-        raise RequestError(f"the body has {len(body)} fields: it may have {MOST_FIELDS}")
+    most_fields = 1024
+    if len(body) > most_fields:
+        raise RequestError(f"the body has {len(body)} fields: it may have {most_fields}")
     check_fields(body, kind.__struct_fields__)
     if kind is CompletionRequest and body.get("prompt") is None:
         raise RequestError("prompt is missing: text, token ids, or a list of either")

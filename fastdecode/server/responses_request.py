@@ -25,8 +25,6 @@ INCLUDES = frozenset({
 SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
-
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     """The form that the text must have; of "json_schema" the ``schema``. ``strict``: as of a chat's."""
@@ -129,11 +127,17 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
+    items: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
+        "message": _message,
+        "reasoning": _reasoning,
+        "function_call": _call,
+        "function_call_output": _call_output,
+    }
     for item in given:
         kind = item.get("type", "message")
-        read = _ITEMS.get(kind) if isinstance(kind, str) else None
+        read = items.get(kind) if isinstance(kind, str) else None
         if read is None:
-            raise RequestError(f"input: items may be {', '.join(_ITEMS)}, not {kind!r:.80}")
+            raise RequestError(f"input: items may be {', '.join(items)}, not {kind!r:.80}")
         message = read(item)
         if message is None:
             continue
@@ -169,14 +173,6 @@ def _reasoning(item: Mapping[str, Any]) -> None:
     """Thoughts that a client sends back: templates leave out those of earlier turns."""
 
 
-_ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": _call,
-    "function_call_output": _call_output,
-}
-
-
 def _text(content: Any) -> str:
     """Return the text of parts, each on lines of its own."""
     if isinstance(content, str):
@@ -189,7 +185,8 @@ def _text(content: Any) -> str:
 
 def _part_text(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*_TEXT_PARTS, "refusal") else None
+    text_parts = ("input_text", "output_text", "text")
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*text_parts, "refusal") else None
     return text if isinstance(text, str) else None
 
 

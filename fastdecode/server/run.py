@@ -27,11 +27,7 @@ from fastdecode.server.standby import standby_door, url_of
 from fastdecode.server.tracing import RequestTracer
 
 POLL_SECONDS = 0.05
-KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60), since a
-request that is sent in the moment in which the server closes is lost."""
 
-BACKLOG = 4096
 LAST_WORDS_SECONDS = 2.0
 """How long a server whose engine has failed goes on to say so, and answers that are complete may take to be sent."""
 
@@ -62,6 +58,9 @@ class _Server(uvicorn.Server):
     """uvicorn's server, which ends by our rules: requests that were accepted may finish, new ones hear 503."""
 
     def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
+        # How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60),
+        # since a request that is sent in the moment in which the server closes is lost
+        keep_alive_seconds = 75
         super().__init__(
             uvicorn.Config(
                 with_cors(make_app(service), settings),
@@ -75,7 +74,7 @@ class _Server(uvicorn.Server):
                 ssl_certfile=settings.ssl_certfile,
                 log_level=settings.uvicorn_log_level,
                 **_clients_certificates(settings),
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=keep_alive_seconds,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,  # type: ignore[arg-type]
             )
         )
@@ -85,7 +84,8 @@ class _Server(uvicorn.Server):
 
     def run_on(self, listener: socket.socket) -> int:
         """Serve; returns the exit status."""
-        listener.listen(BACKLOG)
+        backlog = 4096
+        listener.listen(backlog)
         self.run([listener])
         return self._status
 

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 2.0
-"""After which free memory goes back to the system."""
-
 
 class Service:
     """The model and its engine as the routes use them; belongs to the event loop."""
@@ -174,7 +171,9 @@ class Service:
         """What a burst or a long text took goes back once nothing has come for long."""
         if self._trim:
             self._trim.cancel()
-        self._trim = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._trim_unless_busy)
+        # After which free memory goes back to the system
+        idle_seconds = 2.0
+        self._trim = asyncio.get_running_loop().call_later(idle_seconds, self._trim_unless_busy)
 
     def check_alive(self) -> None:
         """ApiError 503 once the engine is dead or the server ends."""

@@ -52,17 +52,16 @@ METHODS = {
 }
 """Methods of transformers' modules, by their class, and what they are in our forwards."""
 
-CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
-"""Modules that convolve by a module of their own."""
-
 
 def use_own_recurrences(model: nn.Module) -> bool:
     """Have modules with a recurrence of their own leave the forwards of ``model``; False if it has none."""
-    found = [each for each in model.modules() if type(each).__name__ in {*METHODS, *CONVOLUTIONS}]
+    # Modules that convolve by a module of their own
+    convolutions = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
+    found = [each for each in model.modules() if type(each).__name__ in {*METHODS, *convolutions}]
     for each in found:
         name = type(each).__name__
         if name in METHODS:
             replace(type(each), *METHODS[name])
         else:
-            setattr(each, CONVOLUTIONS[name], _Convolved(getattr(each, CONVOLUTIONS[name])))
+            setattr(each, convolutions[name], _Convolved(getattr(each, convolutions[name])))
     return bool(found)

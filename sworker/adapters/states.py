@@ -25,11 +25,6 @@ from fastdecode.kinds import Recurrent
 from fastdecode.sworker.adapters.calls import Calls, Rule
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 
-CONVOLUTION = "causal_conv1d_fn"
-
-WINDOW_DIMS = (64, 32, 16)
-"""Channels that count as a head where a layer is a convolution alone: R-workers' threads share a sequence by heads."""
-
 
 @dataclass(frozen=True)
 class Convolution:
@@ -129,7 +124,9 @@ def convolved(
 
 def as_heads(channels: int) -> tuple[int, int]:
     """Heads, and channels of each, where each channel goes by itself."""
-    dim = next((dim for dim in WINDOW_DIMS if channels % dim == 0), 1)
+    # Channels that count as a head where a layer is a convolution alone: R-workers' threads share a sequence by heads
+    window_dims = (64, 32, 16)
+    dim = next((dim for dim in window_dims if channels % dim == 0), 1)
     return channels // dim, dim
 
 
@@ -207,19 +204,19 @@ RECURRENCES: dict[str, Callable[..., Any]] = {
 }
 """Functions of transformers' modeling modules, and what they are in our forwards."""
 
-OF_CONVOLVED = frozenset(("mamba_selective_scan",))
-"""Recurrences there whose inputs are made of what is convolved."""
-
 
 def use_states(model: torch.nn.Module) -> bool:
     """Have recurrent layers of ``model`` leave its forwards; False if it has none that are known."""
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
-    found = [each for each in modules if hasattr(each, CONVOLUTION)]
+    convolution = "causal_conv1d_fn"
+    found = [each for each in modules if hasattr(each, convolution)]
+    # Recurrences there whose inputs are made of what is convolved
+    of_convolved = frozenset(("mamba_selective_scan",))
     for module in found:
         names = {name for name in RECURRENCES if hasattr(module, name)}
         for name in names:
             replace(module, name, RECURRENCES[name])
-        replace(module, CONVOLUTION, _convolution if names - OF_CONVOLVED else convolved)
+        replace(module, convolution, _convolution if names - of_convolved else convolved)
     return bool(found)
 
 

@@ -21,9 +21,6 @@ Render = Callable[[list[dict[str, Any]]], str]
 MARK = "fastdecodemark"
 """A word that a template shows where it takes the content that holds it."""
 
-PRINTED_PART = re.compile(r"""["']type["']\s*:""")
-"""A list of parts that a template prints as it is, since it takes text."""
-
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """A tag of transformers' own, which marks the assistant's tokens."""
 
@@ -90,7 +87,9 @@ def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
         text = render(conversation)
     except Exception:  # whatever a template raises at a conversation that does not suit it
         return False
-    return MARK in text and not PRINTED_PART.search(text)
+    # A list of parts that a template prints as it is, since it takes text
+    printed_part = re.compile(r"""["']type["']\s*:""")
+    return MARK in text and not printed_part.search(text)
 
 
 def _trial(role: str, kind: Format, found: Mapping[str, Format]) -> list[dict[str, Any]]:

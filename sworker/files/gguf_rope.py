@@ -29,9 +29,6 @@ KEYS = {
 OTHER_NAMES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"}
 """Names of keys in files of other converters than llama.cpp's."""
 
-USUAL_BASE = 10000.0
-"""Base of the frequencies where a file names none."""
-
 
 def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], file: Path, whole: bool) -> None:
     """Set the rotary embedding of ``hf_config``; only its scaling unless ``whole``.
@@ -46,8 +43,10 @@ def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], fi
     if "full_attention" in parameters:  # layers with a window have an embedding of their own, which is not scaled
         own, parameters = parameters["sliding_attention"], parameters["full_attention"]
         own["rope_theta"] = keys.get("rope.freq_base_swa", own["rope_theta"])
+    # Base of the frequencies where a file names none
+    usual_base = 10000.0
     if whole:
-        parameters["rope_theta"] = keys.get("rope.freq_base", USUAL_BASE)
+        parameters["rope_theta"] = keys.get("rope.freq_base", usual_base)
         _set_part(hf_config, parameters, keys, file)
     if scaling:
         for name in {*parameters} - {"rope_theta", "partial_rotary_factor"}:

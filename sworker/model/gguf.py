@@ -18,12 +18,6 @@ from fastdecode.sworker.files import gguf_config, gguf_rope
 NEEDED = ("gguf", "accelerate")
 """Packages with which transformers reads such a file."""
 
-COMPUTED = ("attn_rot_embd.weight", "rope_freqs.weight")
-"""Ends of tensors that old files repeat in each layer, and that are computed from the configuration."""
-
-TAKEN_ASIDE = {"gpt2": ("output.weight",)}
-"""Tensors that transformers takes without saying so."""
-
 
 def source(model: str) -> tuple[str, dict[str, str]]:
     """Return the arguments of ``from_pretrained``, positional and by name: of PATH.gguf its folder and its file.
@@ -66,13 +60,17 @@ def check_all_taken(model: Any, name: str) -> None:
     if header.architecture in GGUF_CONFIG_ARCHS:  # whose loading reports them
         return
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
+    # Tensors that transformers takes without saying so
+    taken_aside = {"gpt2": ("output.weight",)}
     taken = {
         *get_gguf_hf_weights_map(model, processor),
         *gguf_rope.TENSORS,
-        *TAKEN_ASIDE.get(header.architecture, ()),
+        *taken_aside.get(header.architecture, ()),
     }
     taken |= {f"{each}.weight" for each in taken}  # parameters of experts, which transformers names without their end
-    left = [each for each in header.ggml_types if each not in taken and not each.endswith(COMPUTED)]
+    # Ends of tensors that old files repeat in each layer, and that are computed from the configuration
+    computed = ("attn_rot_embd.weight", "rope_freqs.weight")
+    left = [each for each in header.ggml_types if each not in taken and not each.endswith(computed)]
     if left:
         raise ModelLoadError(
             f"cannot load {name!r}: transformers' {model.config.model_type} has no parameter for {len(left)} of the "

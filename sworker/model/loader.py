@@ -40,12 +40,6 @@ ONE_BY_ONE = ("HF_DEACTIVATE_ASYNC_LOAD", "1")
 read ahead as far as they get, so the experts of all layers lie in memory before the first are put together: 1.8 times
 the weights, measured with FP8."""
 
-ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
-"""Keys of rotary embeddings, which transformers has in one attribute."""
-
-DIGEST_NUMBERS = 64
-"""Numbers of each parameter that the digest of a model is made of."""
-
 
 def load_hf_config(config: EngineConfig) -> Any:
     """Return the model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
@@ -135,10 +129,12 @@ def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, ra
 def weights_digest(model: torch.nn.Module) -> str:
     """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
     digest = hashlib.sha256()
+    # Numbers of each parameter that the digest of a model is made of
+    digest_numbers = 64
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         numbers = parameter.detach().reshape(-1)
-        some = numbers[:: max(1, len(numbers) // DIGEST_NUMBERS)][:DIGEST_NUMBERS]
+        some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
         digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -212,8 +208,10 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys; per-layer lists are cut, or repeated, to a smaller or larger
     ``num_hidden_layers``."""
+    # Keys of rotary embeddings, which transformers has in one attribute
+    rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     for name, value in overrides.items():
-        if name in ROPE_NAMES:
+        if name in rope_names:
             rope.override(hf_config.get_text_config(), name, value)
             continue
         if not hasattr(hf_config, name):

@@ -16,13 +16,6 @@ from fastdecode.sworker.files.weight_files import check_file
 FILE = "adapter_config.json"
 """What tells an adapter's folder, in peft's form."""
 
-NOT_MERGED = {
-    "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
-    "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "
-    "model with its layers repeated, and give that",
-}
-"""What an adapter may ask for that no merged weights can do."""
-
 
 def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.Module:
     """Return ``model`` with the weights of ``adapter``, a name and a folder, added to its own; ``model`` where None.
@@ -108,7 +101,13 @@ def _check(folder: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelLoadError(f"lora_modules: {str(folder)!r} holds an adapter of type {kind!r}, not LORA")
-    for name, why in NOT_MERGED.items():
+    # What an adapter may ask for that no merged weights can do
+    not_merged = {
+        "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
+        "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "
+        "model with its layers repeated, and give that",
+    }
+    for name, why in not_merged.items():
         if config.get(name):
             raise ModelLoadError(f"lora_modules: {str(folder)!r} has {name} in its {FILE}: {why}")
     if find_spec("peft") is None:

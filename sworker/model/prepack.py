@@ -17,9 +17,6 @@ from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 
 logger = logging.getLogger(__name__)
 
-ROWS_HINT = 64
-"""Rows the packed layout is chosen for; it serves any number of them (within 3 per cent of layouts for 16 to 1024)."""
-
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"),)
 """Names of sibling layers that read the same rows. Gate and up gain nothing: both are wide already."""
 
@@ -28,9 +25,6 @@ PROOF_ROWS = 16
 
 PROOF_OUTPUTS = 512
 """The first columns of the product, which are compared: torch packs what it reads, and heads are large."""
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest difference between two ways to compute the same rows, over the largest value: a few units of rounding."""
 
 
 class PackedLinears:
@@ -104,7 +98,10 @@ class SharedProduct:
         self._widths = [linear.out_features for linear in linears]
         weights = [linear.weight.data for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype).contiguous(), ROWS_HINT)
+        # Rows the packed layout is chosen for; it serves any number of them (within 3 per cent of layouts for 16 to
+        # 1024)
+        rows_hint = 64
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype).contiguous(), rows_hint)
         biases = [linear.bias.data for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases).to(self._dtype) if biases else None
         self._rows: torch.Tensor | None = None
@@ -150,7 +147,9 @@ def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     largest, apart = wanted.detach().abs().max(), (found.detach().double() - wanted.detach().double()).abs().max()
-    return bool(apart <= TOLERANCE[wanted.dtype] * largest)
+    # Largest difference between two ways to compute the same rows, over the largest value: a few units of rounding
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+    return bool(apart <= tolerance[wanted.dtype] * largest)
 
 
 def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:

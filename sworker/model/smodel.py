@@ -46,9 +46,6 @@ from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
-UNREAD = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Keys of a configuration that change nothing of what is computed, or stand elsewhere."""
-
 
 class SModel:
     """A transformers causal LM, loaded and probed; ``layout`` is what R-workers are told of it, ``whole_layout`` what
@@ -113,7 +110,9 @@ class SModel:
     def kv_identity(self) -> str:
         """Name all that a token's keys and values depend on, but for the arithmetic of R-workers: weights, the
         configuration, and the device."""
-        known = {name: value for name, value in self._hf_config.to_dict().items() if name not in UNREAD}
+        # Keys of a configuration that change nothing of what is computed, or stand elsewhere
+        unread = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+        known = {name: value for name, value in self._hf_config.to_dict().items() if name not in unread}
         text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -31,9 +31,6 @@ TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 """Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
 
-LONGEST_TEXT = 1 << 14
-"""Tokens that a model's embeddings and first projections are given, to see what masks make of a text."""
-
 
 def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:
     """Run a packed row through ``model`` and return what its attention calls said.
@@ -133,6 +130,8 @@ def _probe(model: torch.nn.Module, hf_config: Any) -> tuple[Recorder, torch.Tens
 def _sights(model: torch.nn.Module, hf_config: Any) -> list[Sight | None]:
     """The rule of each mask that a forward asks for, in order; the forward ends at its first attention call."""
     length = len(TOKENS)
+    # Tokens that a model's embeddings and first projections are given, to see what masks make of a text
+    longest_text = 1 << 14
     while True:
         texts = MaskProbe()
         with contextlib.suppress(_FirstCallError):
@@ -140,7 +139,7 @@ def _sights(model: torch.nn.Module, hf_config: Any) -> list[Sight | None]:
             _forward(model, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
         sights = [asked.sight() for asked in texts.asked]
         needed = max((asked.reach for asked in texts.asked), default=0)
-        if None not in sights or not length < needed <= LONGEST_TEXT:
+        if None not in sights or not length < needed <= longest_text:
             return sights
         length = needed  # masks that look up their text's tokens need them all
 

@@ -13,9 +13,6 @@ import torch
 PART_ELEMENTS = 1 << 18
 """Elements of a weight that are unpacked at once: what they take meanwhile, some 16 bytes each, is little."""
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ's "gemm" layout has the eight columns of a word, lowest bits first."""
-
 
 def in_parts(
     shape: tuple[int, int], unit: int, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
@@ -57,7 +54,9 @@ def grouped(
 
 def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """AWQ of 4 bits, "gemm": ``words`` [in, out / 8], ``zeros`` [groups, out / 8], ``scales`` [groups, out]."""
-    numbers, offsets = (integers(each, 4, AWQ_ORDER).T for each in (words, zeros))
+    # Where AWQ's "gemm" layout has the eight columns of a word, lowest bits first
+    awq_order = (0, 4, 1, 5, 2, 6, 3, 7)
+    numbers, offsets = (integers(each, 4, awq_order).T for each in (words, zeros))
     return grouped(numbers, scales.T, offsets)
 
 

@@ -19,12 +19,6 @@ NAME = "integer_codes"
 EXPERTS = "expert_codes"
 """The attribute of an experts' module that holds the codes of each expert, by parameter."""
 
-MOST_BLOCK = 256
-"""Elements that one Hadamard matrix mixes, at most."""
-
-DEGREES = range(1, 17)
-"""Numbers of ranks for all of which a rotation stays within each rank's part of a row."""
-
 
 class Ranks(Protocol):
     """The ranks that share a model, as one of them sees them (``sharding.Rank``)."""
@@ -90,9 +84,13 @@ def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
 
 def block_of(width: int, num_heads: int) -> int:
     """Return the block for rows of ``width``: it divides the share of every number of ranks that the heads allow."""
-    shares = [width // degree for degree in DEGREES if num_heads % degree == 0 and width % degree == 0]
+    # Numbers of ranks for all of which a rotation stays within each rank's part of a row
+    degrees = range(1, 17)
+    shares = [width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0]
     common = math.gcd(*shares)
-    return min(common & -common, MOST_BLOCK)
+    # Elements that one Hadamard matrix mixes, at most
+    most_block = 256
+    return min(common & -common, most_block)
 
 
 def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:

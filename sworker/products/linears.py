@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling layers that read the same rows, which are quantized once."""
 
-KEPT_NAMES = ("router", "indexer", "kv_b_proj")
-"""Parts of names of layers that stay as they are: they choose experts or tokens, or R-workers multiply them."""
-
 
 def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
     """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read.
@@ -76,7 +73,9 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
         return False
     if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
         return False
-    return not any(part in name for part in KEPT_NAMES)
+    # Parts of names of layers that stay as they are: they choose experts or tokens, or R-workers multiply them
+    kept_names = ("router", "indexer", "kv_b_proj")
+    return not any(part in name for part in kept_names)
 
 
 @functools.cache

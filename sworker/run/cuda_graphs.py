@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 ROW_COUNTS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Rows that are captured; a mini-batch is padded to the next. With more the GPU computes longer than a launch takes."""
 
-WARM_UPS = 3
-"""Forwards before a capture, in which libraries set up what a capture must not (torch's manual: a few)."""
-
 
 class GraphRecorder:
     """The part of ``torch.cuda`` that :class:`ModelGraphs` needs; tests put a stand-in here."""
@@ -176,7 +173,9 @@ class _Capture:
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
 
     def _capture(self, count: int) -> CapturedForward:
-        for _ in range(WARM_UPS):
+        # Forwards before a capture, in which libraries set up what a capture must not (torch's manual: a few)
+        warm_ups = 3
+        for _ in range(warm_ups):
             self._run(count, [], lambda rows: None)
         graphs = [self._recorder.begin(self._pool)]
 

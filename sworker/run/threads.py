@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 LOST_SECONDS = 3e-3
 """Who is off its core for so long within one layer's model code waited for a thread that had none."""
 
-LOST_PART = 0.3
-"""And for this part of the time at least: less costs less than a thread fewer does."""
-
 LOSSES = 3, 16
 """A busy process takes a core again and again, a hiccup of the machine once: so many losses among so many calls."""
 
@@ -122,7 +119,9 @@ class SharedCores:
         now = self._now()
         seconds = now - self._started
         lost = seconds - (self._cpu_now() - self._cpu_started)
-        self._losses.append(lost > max(LOST_SECONDS, LOST_PART * seconds))
+        # And for this part of the time at least: less costs less than a thread fewer does
+        lost_part = 0.3
+        self._losses.append(lost > max(LOST_SECONDS, lost_part * seconds))
         if sum(self._losses) >= LOSSES[0]:
             self._losses.clear()
             self._rest(now)

@@ -28,12 +28,6 @@ WRAPPER = "wrapper"
 """The field of what stands around calls, and is shown where no call follows."""
 
 
-_OF_TEXTS = ("xml-inline", "kv-lines")
-"""Parsers of contents in which all values are texts."""
-
-_CLOSING = ("close_re", "close_literals", "close_literal_can_extend")
-
-
 def has_parser() -> bool:
     """Return whether the installed transformers has the response parser, with all that is used of it."""
     if ResponseParser is None:
@@ -112,7 +106,9 @@ class AnswerTemplate:
         where the region is not written as the template says.
         """
         field = self._reading.fields[region.field]
-        types = list(tools) if field.content in _OF_TEXTS else None
+        # Parsers of contents in which all values are texts
+        of_texts = ("xml-inline", "kv-lines")
+        types = list(tools) if field.content in of_texts else None
         if field.content == "xml-inline":
             rest = re.sub(field.content_args["tag_pattern"], "", region.body, flags=re.DOTALL)
             if rest.strip() or not region.closed:
@@ -151,7 +147,8 @@ def _regions(template: Any) -> Any:
 def _mark(field: Any) -> Any:
     """Return a field that takes what ends ``field``, and nothing else."""
     empty = load_response_template({"start_anchor": "-", "fields": {"end": {"open": "-", "close_pattern": ""}}})
-    opening = {name.replace("close", "open"): getattr(field, name) for name in _CLOSING}
+    closing = ("close_re", "close_literals", "close_literal_can_extend")
+    opening = {name.replace("close", "open"): getattr(field, name) for name in closing}
     return dataclasses.replace(empty.fields["end"], name="content_end", **opening)
 
 

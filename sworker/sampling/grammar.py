@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-KEPT_GRAMMARS = 64
-"""Compiled ones that are kept for the next request of the same form."""
-
-UNSPELT = "\U0010fffd"
-"""A character of private use, which begins the names of tokens that no text spells."""
-
 DEAD_END = "no text can complete this form, such as where a rule or $ref leads only to itself"
 
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
@@ -105,7 +99,9 @@ class Grammars:
         self._no_token = None if eos_token_ids else tokenizer.get_vocab_size(with_added_tokens=True)
         self._known: LLTokenizer | None = None
         self._reading = threading.Lock()
-        self.compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
+        # Compiled ones that are kept for the next request of the same form
+        kept_grammars = 64
+        self.compiled = lru_cache(kept_grammars)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """Return the position at the beginning of a text of this form.
@@ -195,14 +191,16 @@ def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[s
     told = msgspec.json.decode(tokenizer)
     names: dict[str, str] = {}
     ids: dict[str, int] = {}
+    # A character of private use, which begins the names of tokens that no text spells
+    unspelt = "\U0010fffd"
     for each in told["added_tokens"]:
         if each["special"] or _IN_BRACKETS.fullmatch(each["content"]):
             ids[each["content"]] = each["id"]
-            names[each["content"]] = each["content"] = f"{UNSPELT}{each['id']}"
+            names[each["content"]] = each["content"] = f"{unspelt}{each['id']}"
             each["special"] = True
     if no_token is not None:
         plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        told["added_tokens"].append({"id": no_token, "content": f"{UNSPELT}{no_token}", "special": True, **plain})
+        told["added_tokens"].append({"id": no_token, "content": f"{unspelt}{no_token}", "special": True, **plain})
     model = told["model"]
     if isinstance(model.get("vocab"), dict):
         model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}

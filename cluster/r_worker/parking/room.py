@@ -11,14 +11,8 @@ from fastdecode import _rworker
 CHUNK_BYTES = 1 << 18
 """Committed at a time: whoever has the thread stop waits for no more."""
 
-REST_SECONDS = 0.2
-"""From the end of a job to what is committed for the next one: the steps that waited for that job go first."""
-
 SHARE = 0.1
 """Of one core's time at most, while an S-worker may take steps."""
-
-MOST_OF_CACHE = 8
-"""At most so large a part of the cache is committed ahead of its use."""
 
 
 class Room:
@@ -37,7 +31,9 @@ class Room:
     def keep(self, num_bytes: int, at_once: bool = False) -> None:
         """From now on have memory for ``num_bytes`` more than is in use. ``at_once``: no S-worker takes steps yet."""
         self.stop()
-        ahead = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // MOST_OF_CACHE)
+        # At most so large a part of the cache is committed ahead of its use
+        most_of_cache = 8
+        ahead = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // most_of_cache)
         if ahead:
             self._stop.clear()
             self._done = self._threads.submit(self._commit, ahead, at_once)
@@ -50,11 +46,13 @@ class Room:
             self._done = None
 
     def _commit(self, ahead: int, at_once: bool) -> None:
-        rest = 0.0 if at_once else REST_SECONDS
+        # From the end of a job to what is committed for the next one: the steps that waited for that job go first
+        rest_seconds = 0.2
+        rest = 0.0 if at_once else rest_seconds
         while not self._stop.wait(rest):
             start = time.perf_counter()
             if not self._commit_chunk(ahead):
-                rest, at_once = REST_SECONDS, False
+                rest, at_once = rest_seconds, False
             elif not at_once:
                 rest = (time.perf_counter() - start) * (1 / SHARE - 1)
 

@@ -55,9 +55,6 @@ from fastdecode.sworker.run.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
 
-STANDBY_SECONDS = 0.25
-"""Between two looks whether a session is free."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -139,6 +136,8 @@ def _first_pool(
     gives no sign of life in the journal's folder. Without one R-workers notice its silence."""
     pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
     reason = ""
+    # Between two looks whether a session is free
+    standby_seconds = 0.25
     while True:
         run = next_run(config.journal_folder)
         with ExitStack() as opening:
@@ -153,7 +152,7 @@ def _first_pool(
                 if str(error) != reason:
                     reason = str(error)
                     logger.warning("stands by for session %s: %s", config.session, reason)
-        time.sleep(STANDBY_SECONDS)
+        time.sleep(standby_seconds)
 
 
 def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:

@@ -11,10 +11,6 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 
-MOST_PROMPT_ROWS = 0.05
-"""The most rows of prompts, as a part of the KV tokens attended: more rows of prompts, which R-workers store, would
-count as slowness."""
-
 
 @dataclass(frozen=True)
 class Observed:
@@ -31,7 +27,10 @@ class Observed:
         step = self.step
         if step.is_decode:
             return True
-        return step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(step.kv_loads) and step.only_decodes_attend
+        # The most rows of prompts, as a part of the KV tokens attended: more rows of prompts, which R-workers store,
+        # would count as slowness
+        most_prompt_rows = 0.05
+        return step.num_prompt_rows <= most_prompt_rows * sum(step.kv_loads) and step.only_decodes_attend
 
     @cached_property
     def decodes(self) -> bool:
@@ -80,18 +79,11 @@ class Decayed:
 KEPT = 0.95
 """The part of the past that counts after another step: about the last 20 steps do."""
 
-AT_WORK = 0.25
-"""An R-worker busy for less than this part of the busiest one's time, over less than this part of the most loaded one's
-tokens, tells too little about itself."""
-
 LEAST_SECONDS = 0.05
 """Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
 
 TOLERANCE = 1.2
 """Speeds whose proportions are as expected within this factor count as expected: placement does not follow chance."""
-
-CHANGED = 1.2
-"""An R-worker that is off its usual speed by more than this factor, beside the others, may have changed."""
 
 NUM_STEPS = 3
 """One after the other in which it is, the same way, before what was usual is forgotten."""
@@ -142,7 +134,10 @@ class Speeds:
         """One decode step: KV tokens attended and busy seconds of each R-worker."""
         step = np.array([kv_loads, r_seconds], np.float64)
         tokens, seconds = step
-        seen = (seconds >= AT_WORK * seconds.max()) | (tokens >= AT_WORK * tokens.max())
+        # An R-worker busy for less than this part of the busiest one's time, over less than this part of the most
+        # loaded one's tokens, tells too little about itself
+        at_work = 0.25
+        seen = (seconds >= at_work * seconds.max()) | (tokens >= at_work * tokens.max())
         seen &= seconds > 0
         self._note_changes(step, seen & (tokens > 0))
         self._usual.add(tokens, seconds, where=seen)
@@ -171,11 +166,13 @@ class Speeds:
         speeds, usual = step[0, compared] / step[1, compared], tokens[compared] / seconds[compared]
         ratios = speeds / usual
         ratios /= _median(ratios)
-        if ratios.max() <= CHANGED and ratios.min() >= 1 / CHANGED:  # as usual, or alone: beside itself it is as ever
+        # An R-worker that is off its usual speed by more than this factor, beside the others, may have changed
+        changed = 1.2
+        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # as usual, or alone: beside itself it is as ever
             self._new[:], self._ways[:] = 0.0, 0
             return
         way = np.zeros_like(self._ways)
-        way[compared] = (ratios > CHANGED).astype(np.int64) - (ratios < 1 / CHANGED)
+        way[compared] = (ratios > changed).astype(np.int64) - (ratios < 1 / changed)
         goes_on = self._ways * way > 0
         self._new = self._new * goes_on + step * (way != 0)
         self._ways = self._ways * goes_on + way

@@ -91,13 +91,6 @@ class Decodes:
         return rows
 
 
-EVEN = 1.002
-"""The busiest R-worker's time over the mean, from which on nothing is swapped."""
-
-MOST_SWAPS = 64
-"""In one step; what is uneven beyond them is evened in the next."""
-
-
 class Attendance:
     """Evens the load of R-workers again in each step, without a move."""
 
@@ -148,9 +141,13 @@ class _Choice:
     def even_out(self, seconds: np.ndarray, speeds: np.ndarray, mean: float) -> None:
         """Change ``on_second`` until no R-worker of ``seconds``, float64 [num_workers], takes much above ``mean``, or
         nothing that is tried helps the busiest one. ``seconds`` follow; ``speeds``: tokens a second."""
-        for _ in range(MOST_SWAPS + len(self._tokens) // 8):
+        # The busiest R-worker's time over the mean, from which on nothing is swapped
+        even = 1.002
+        # In one step; what is uneven beyond them is evened in the next
+        most_swaps = 64
+        for _ in range(most_swaps + len(self._tokens) // 8):
             busiest = int(np.argmax(seconds))
-            if seconds[busiest] <= EVEN * mean:
+            if seconds[busiest] <= even * mean:
                 return
             changed = self._best_change(busiest, seconds, speeds)
             if changed is None:

@@ -13,50 +13,17 @@ from fastdecode.scheduler.policy.draft_costs import LEVEL_RATE, GivenTimes, RowC
 FIRST_STEPS = 4
 """Decode steps that are seen before anything is drafted: the first are slower, and say little."""
 
-S_SLOPE = 1.0
-"""Until rows were seen to change: S time in proportion to rows, the most it can be."""
-
-R_SLOPE = 0.25
-"""Until then, of rows over one read of a cache: 0.04 (MHA, bfloat16), 0.4 (groups of 4), 0.8 (of 8) were measured."""
-
 PRIOR = 0.5
 """Acceptance before any draft was tested: n-grams of code reach 0.6 to 0.8, of prose 0.3."""
 
-PRIOR_WEIGHT = 2.0
-"""Tests of its own after which a sequence counts as much as all others together: one verification."""
-
-POOL_WEIGHT = 4.0
-"""Tests of all sequences after which they count as much as ``PRIOR``."""
-
 LEAST_GAIN = 0.02
 """Below it no drafts: the forecast is no better, and drafts cost the host a little."""
-
-TRIAL_COST = 0.005
-"""The part of all time that trials take: they come as often as they are cheap."""
 
 LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
 """From one trial to the next: text that begins to repeat is to be noticed soon, and where no drafts would pay, a change
 of the machine at last."""
 
-TRIAL_ROWS = 0.25
-"""More rows, at most, in a trial where the S-worker is the bottleneck; elsewhere as many again as there are."""
-
-FREE_ROWS = 4
-"""More rows that a trial may always have: a step of a few rows takes as long as one of 16."""
-
-OPTIMISM = 2.0
-"""Standard errors by which slopes count as smaller in a trial, which is to find out."""
-
-LEAST_CHANCE = 1e-3
-"""Of a draft token: with less it is not considered."""
-
 NOTHING = np.zeros(1, np.int64)
-
-NUM_POINTS = 64
-"""Numbers of draft tokens that are compared, before those around the best are."""
-
-SCALE = 65534
-"""Chances are ordered as 16-bit numbers: thousands of them in a fifth of the time."""
 
 LEAST_SECONDS = 1e-9
 """Of a step."""
@@ -79,8 +46,13 @@ class BalancedDrafts:
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
-        self._s_part, self._r_part = RowCost(S_SLOPE, 1.0), RowCost(R_SLOPE, R_SLOPE)
-        self._drafting = RowCost(S_SLOPE, 1.0)
+        # Until rows were seen to change: S time in proportion to rows, the most it can be
+        s_slope = 1.0
+        # Until then, of rows over one read of a cache: 0.04 (MHA, bfloat16), 0.4 (groups of 4), 0.8 (of 8) were
+        # measured
+        r_slope = 0.25
+        self._s_part, self._r_part = RowCost(s_slope, 1.0), RowCost(r_slope, r_slope)
+        self._drafting = RowCost(s_slope, 1.0)
         self._overlap = self._exposed = 0.0
         self._num_steps = 0
         self._pooled = PRIOR
@@ -90,8 +62,12 @@ class BalancedDrafts:
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """Return the acceptance of each sequence, from its own drafts and, as long as those are few, from all
         sequences'."""
-        self._pooled = (float(kept.sum()) + POOL_WEIGHT * PRIOR) / (float(tried.sum()) + POOL_WEIGHT)
-        return (kept + PRIOR_WEIGHT * self._pooled) / (tried + PRIOR_WEIGHT)
+        # Tests of all sequences after which they count as much as ``PRIOR``
+        pool_weight = 4.0
+        self._pooled = (float(kept.sum()) + pool_weight * PRIOR) / (float(tried.sum()) + pool_weight)
+        # Tests of its own after which a sequence counts as much as all others together: one verification
+        prior_weight = 2.0
+        return (kept + prior_weight * self._pooled) / (tried + prior_weight)
 
     def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
         """int64 [n], from 0 to ``most``; see :class:`fastdecode.core.protocols.DraftPolicy`."""
@@ -142,12 +118,20 @@ class BalancedDrafts:
         usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
         s_bound = self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum()
         rows = num_tokens + usual
-        budget = usual + max(FREE_ROWS, math.ceil(TRIAL_ROWS * rows) if s_bound else rows)
-        chosen = self._best(hopeful, few, num_tokens, kv_loads, OPTIMISM, budget)
+        # More rows, at most, in a trial where the S-worker is the bottleneck; elsewhere as many again as there are
+        trial_rows = 0.25
+        # More rows that a trial may always have: a step of a few rows takes as long as one of 16
+        free_rows = 4
+        budget = usual + max(free_rows, math.ceil(trial_rows * rows) if s_bound else rows)
+        # Standard errors by which slopes count as smaller in a trial, which is to find out
+        optimism = 2.0
+        chosen = self._best(hopeful, few, num_tokens, kv_loads, optimism, budget)
         more = np.array([usual, max(usual, int(chosen.sum()))])
         before, after = self._seconds(num_tokens, self._filled * more, max(1, int(more.max())), kv_loads).tolist()
         after += float(self._drafting.at(np.array([np.count_nonzero(chosen)]))[0]) * (usual == 0)
-        steps = (after - before) / max(before, LEAST_SECONDS) / TRIAL_COST if chosen.any() else math.inf
+        # The part of all time that trials take: they come as often as they are cheap
+        trial_cost = 0.005
+        steps = (after - before) / max(before, LEAST_SECONDS) / trial_cost if chosen.any() else math.inf
         self._wait = int(min(max(steps, LEAST_TRIAL_STEPS), MOST_TRIAL_STEPS))
         return chosen
 
@@ -167,8 +151,12 @@ class BalancedDrafts:
         np.multiply.accumulate(chances, axis=1, out=chances)
         chances *= np.arange(width) < most[:, None]
         flat = chances.ravel()
-        order = np.argsort(((1.0 - flat) * SCALE).astype(np.uint16), kind="stable")  # a radix sort
-        total = int(np.count_nonzero(flat > LEAST_CHANCE))
+        # Chances are ordered as 16-bit numbers: thousands of them in a fifth of the time
+        scale = 65534
+        order = np.argsort(((1.0 - flat) * scale).astype(np.uint16), kind="stable")  # a radix sort
+        # Of a draft token: with less it is not considered
+        least_chance = 1e-3
+        total = int(np.count_nonzero(flat > least_chance))
         order = order[: total if budget is None else min(total, budget)]
         total = len(order)
         if not total:
@@ -197,7 +185,9 @@ class BalancedDrafts:
 
 def _best_count(rates: Callable[[np.ndarray], np.ndarray], total: int) -> int:
     """The number from 0 to ``total`` with the highest of ``rates``, which rise and then fall; 0 for too little gain."""
-    step = 1 + total // NUM_POINTS
+    # Numbers of draft tokens that are compared, before those around the best are
+    num_points = 64
+    step = 1 + total // num_points
     counts = np.append(np.arange(0, total, step), total)
     found = rates(counts)
     least, place = (1 + LEAST_GAIN) * found[0], int(found.argmax())

@@ -14,17 +14,8 @@ from fastdecode.scheduler.policy.output_lengths import Outlook
 SLACK = 1.04
 """A user's limit over the schedule's peak: with less, chance keeps newcomers back, and they come as a wave later."""
 
-KEPT_PART = 1 / 16
-"""The part of a sequence's life whose earnings are kept while newcomers wait for room: more would start as a wave."""
-
 TOLERANCE = 0.015
 """Spreading the starts may take this part longer and still counts as worth it: its steps are even."""
-
-KEPT_PER_NEWCOMER = 0.999
-"""The part of earlier newcomers that counts after another one: about the last 1,000 do."""
-
-FILLING = 1 / 8
-"""Part of all seats that are free where prompts have all of the token budget."""
 
 
 class LoadControl:
@@ -59,7 +50,9 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        self._per_newcomer = Decayed(KEPT_PER_NEWCOMER, 2)  # rows of prompts, decode steps
+        # The part of earlier newcomers that counts after another one: about the last 1,000 do
+        kept_per_newcomer = 0.999
+        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # rows of prompts, decode steps
 
     def begin_step(
         self,
@@ -112,7 +105,9 @@ class LoadControl:
         present = self._limit.shares > 0
         hidden = float((kv_loads[present] / self._limit.of_workers[present]).max())
         even = min(token_budget, num_seats * (1 + self._per_newcomer.ratio(0, 1)) * max(1.0, hidden))
-        return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / FILLING) ** 2))
+        # Part of all seats that are free where prompts have all of the token budget
+        filling = 1 / 8
+        return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / filling) ** 2))
 
     def _should_begin(
         self,
@@ -147,7 +142,10 @@ class LoadControl:
         slack = 1.0 if self._interval_steps else SLACK
         mean = (self._limit.tokens or 0) / (ripple * slack if self._limit.is_strict else 1.0)
         enough = max(interval * mean, area)
-        self._earned = min(self._earned + mean, enough + mean * head.decode_steps * KEPT_PART - self._granted)
+        # The part of a sequence's life whose earnings are kept while newcomers wait for room: more would start as a
+        # wave
+        kept_part = 1 / 16
+        self._earned = min(self._earned + mean, enough + mean * head.decode_steps * kept_part - self._granted)
         total = self._earned + self._granted
         is_due = self._steps_paced % self._interval_steps == 0 if self._interval_steps else total >= enough
         if at_once or is_due:

@@ -17,9 +17,6 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 20
 """Decode steps that are measured."""
 
-ROUNDING = 1 + 1e-12
-"""Shares add up to all of it by this: else a sequence that just fits would not."""
-
 
 class LoadLimit:
     """KV tokens per step over all R-workers, shared among these in proportion to their speeds.
@@ -58,7 +55,9 @@ class LoadLimit:
     @property
     def of_workers(self) -> np.ndarray:
         """The part of each R-worker, float64 [num_workers]; infinite while the limit is unknown."""
-        return self.shares * (np.inf if self.known is None else self.known * ROUNDING)
+        # Shares add up to all of it by this: else a sequence that just fits would not
+        rounding = 1 + 1e-12
+        return self.shares * (np.inf if self.known is None else self.known * rounding)
 
     @property
     def strict(self) -> np.ndarray | None:

@@ -23,29 +23,11 @@ class TransferPrice:
         self.per_token = self._seen.ratio(0, 1, 1.0)
 
 
-KEPT_OF_RARE = 0.995
-"""The part of the past that counts of starts after another step; they are rare."""
-
-NEVER = 1 << 30
-"""The steps until newcomers come, where nothing starts."""
-
-UNEVEN = 0.02
-"""Part of a step that the busiest R-worker must cost above the mean one: less is not worth a look."""
-
 SHARE = 0.05
 """The part of the steps' time that corrections may take."""
 
 MOST_STEPS = 8.0
 """Steps in whose time one correction must be done: decodes wait for it, each as much longer for its next token."""
-
-PAUSE_STEPS = 16
-"""After a look that found nothing worth its price."""
-
-SAMPLES = 16
-"""Steps, evenly spread over those looked at, in which R-workers are compared."""
-
-HIGHEST = 1e6
-"""Seconds above the busiest R-worker that no move comes to."""
 
 
 class MovePrices:
@@ -60,7 +42,9 @@ class MovePrices:
         """``corrects``: whether anything may be corrected."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
         self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, their seconds
-        self._begun = Decayed(KEPT_OF_RARE, 3)  # starts, rows of prompts, steps
+        # The part of the past that counts of starts after another step; they are rare
+        kept_of_rare = 0.995
+        self._begun = Decayed(kept_of_rare, 3)  # starts, rows of prompts, steps
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
@@ -74,7 +58,9 @@ class MovePrices:
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
         above_mean = busiest - float(at_work.sum() / len(at_work)) if len(at_work) else 0.0
-        self._is_uneven = min(above_mean, wait_seconds) > UNEVEN * step_seconds
+        # Part of a step that the busiest R-worker must cost above the mean one: less is not worth a look
+        uneven = 0.02
+        self._is_uneven = min(above_mean, wait_seconds) > uneven * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
         self._pause = max(0, self._pause - 1)
         self._begun.add(observed.step.num_starts, observed.step.num_prompt_rows, 1.0)
@@ -86,10 +72,12 @@ class MovePrices:
         move wins time until then. With s starts and p rows of prompts a step they attend p·t + s·t²/2 after t.
         """
         starts, rows = (self._begun.ratio(each, 2, 1.0) for each in (0, 1))
+        # The steps until newcomers come, where nothing starts
+        never = 1 << 30
         if not rows:
-            return NEVER
+            return never
         root = math.sqrt(rows * rows + 2 * starts * kv_tokens)
-        return max(1, min(NEVER, round(2 * kv_tokens / (rows + root))))
+        return max(1, min(never, round(2 * kv_tokens / (rows + root))))
 
     @property
     def may_pay(self) -> bool:
@@ -116,7 +104,9 @@ class MovePrices:
 
     def looked(self, found: bool) -> None:
         """A look for a correction found one, or none."""
-        self._pause = 0 if found else PAUSE_STEPS
+        # After a look that found nothing worth its price
+        pause_steps = 16
+        self._pause = 0 if found else pause_steps
 
     def worth(self, gains: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Return seconds that moves win above their price, float64 [n, num_targets].
@@ -153,12 +143,16 @@ class SharedPeak:
     """
 
     def __init__(self, loads: np.ndarray, seconds_per_token: np.ndarray, hidden: float) -> None:
-        self.stride = max(1, loads.shape[1] // SAMPLES)
+        # Steps, evenly spread over those looked at, in which R-workers are compared
+        samples = 16
+        self.stride = max(1, loads.shape[1] // samples)
         self.steps = np.arange(0, loads.shape[1], self.stride)
         self.seconds_per_token = seconds_per_token
         self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
         rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
-        beyond = 2 * rising[:, -1:] + HIGHEST
+        # Seconds above the busiest R-worker that no move comes to
+        highest = 1e6
+        beyond = 2 * rising[:, -1:] + highest
         self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)
         slices, num_above = np.diff(self._heights, axis=1), np.arange(len(loads), -1, -1)
         self._paid = np.pad(np.cumsum(slices / np.maximum(num_above, 1), axis=1), ((0, 0), (1, 0)))

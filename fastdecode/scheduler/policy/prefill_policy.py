@@ -9,19 +9,6 @@ from typing import Protocol
 
 from fastdecode.core.remote_prefill import PrefillPart
 
-GAIN = 0.2
-"""Of each prompt that ended, on the pace of its workers."""
-
-LARGEST_CORRECTION = 4.0
-"""By one prompt: a stall says little about the next one."""
-
-PACE_STEP = 0.05
-"""Speeds are rounded to it, so that parts do not change with every prompt."""
-
-
-MOST_KNOWN = 4096
-"""Predictions that are kept."""
-
 
 class PrefillForecast(Protocol):
     """Predicted times. ``speeds``: of each worker of a chain, in order; 1 is as predicted. ``context_len``: tokens of a
@@ -148,8 +135,10 @@ class LeastWaiting:
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Return the best parts and their seconds. Equal workers have equal answers, so few are ever new."""
         asked = num_tokens, context_len, speeds
+        # Predictions that are kept
+        most_known = 4096
         if asked not in self._known:
-            if len(self._known) >= MOST_KNOWN:
+            if len(self._known) >= most_known:
                 self._known.clear()
             rows = self._forecast.parts(num_tokens, speeds, context_len)
             self._known[asked] = rows, self._forecast.seconds(rows, speeds, context_len)
@@ -168,13 +157,19 @@ class LeastWaiting:
         return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
 
     def _correct(self, worker: int, pace: float, ratio: float) -> None:
-        ratio = min(max(ratio, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
-        self._pace[worker] += GAIN * (pace * ratio - self._pace[worker])
+        # By one prompt: a stall says little about the next one
+        largest_correction = 4.0
+        ratio = min(max(ratio, 1 / largest_correction), largest_correction)
+        # Of each prompt that ended, on the pace of its workers
+        gain = 0.2
+        self._pace[worker] += gain * (pace * ratio - self._pace[worker])
 
 
 def _speed(pace: float) -> float:
     """In steps, and never 0."""
-    return max(round(1 / pace / PACE_STEP), 1) * PACE_STEP
+    # Speeds are rounded to it, so that parts do not change with every prompt
+    pace_step = 0.05
+    return max(round(1 / pace / pace_step), 1) * pace_step
 
 
 def _parts(workers: Sequence[int], rows: Sequence[int], start: int) -> tuple[PrefillPart, ...]:

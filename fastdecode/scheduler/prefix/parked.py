@@ -14,9 +14,6 @@ from fastdecode.scheduler.prefix.index import PrefixIndex, usable_hashes
 from fastdecode.scheduler.prefix.source import Keeper, Source
 from fastdecode.scheduler.sequence import TokenSequence
 
-LEAST_FREE = 10
-"""Prefixes are parked before their time where less than one block in so many is free: they may be evicted soon."""
-
 
 class Beginning(NamedTuple):
     """The first ``num_blocks`` blocks of ``chain``, which R-worker ``worker`` has parked."""
@@ -161,7 +158,9 @@ class Parked(Source):
         """Return a prefix of R-worker ``worker`` that was not used since then, or may be evicted soon, and is on no
         disk."""
         state = self._workers[worker]
-        is_short = state.free * LEAST_FREE < state.num_blocks
+        # Prefixes are parked before their time where less than one block in so many is free: they may be evicted soon
+        least_free = 10
+        is_short = state.free * least_free < state.num_blocks
         for prefix in state.prefixes.values():
             if prefix.is_parked or not prefix.blocks or self._index.is_within_another(prefix):
                 continue

@@ -8,10 +8,6 @@ from fastdecode.core.step import Chunk
 from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.table import SequenceTable
 
-MOST_PARTIAL_RESULTS = 2048
-"""Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with float32
-numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer."""
-
 
 class Residents:
     """``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
@@ -62,8 +58,11 @@ class Residents:
         its segments."""
         tail, start, closed = sequence.tail, sequence.num_cached, []
         count = min(most, self.table.segment_tokens - tail.num_tokens)
+        # Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with
+        # float32 numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer.
+        most_partial_results = 2048
         if sequence.num_closed and sequence.attends_in_prompt:
-            count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + sequence.num_closed)))
+            count = min(count, max(1, most_partial_results // (1 + sequence.num_closed)))
             closed = sequence.closed
         last = start + count == sequence.num_prefill
         return Chunk(

@@ -10,10 +10,6 @@ from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.step import CHUNK, NO_READS, READ, MiniBatch
 from fastdecode.scheduler.sequence import TokenSequence
 
-KEPT = 0.9
-"""The part of earlier counts that counts after another verification: the last ten or so say how likely a sequence's
-drafts are accepted."""
-
 
 class DraftColumns:
     """``tokens``: int64 [most_rows, most_drafts], of which the first ``counts`` of each row are proposed for the next
@@ -43,8 +39,11 @@ class DraftColumns:
 
     def verify(self, row: int, num_tested: int, num_accepted: int) -> None:
         """Count a verification of ``row``: drafts after the first that was rejected were not tested."""
-        self.tried[row] = KEPT * self.tried[row] + min(num_accepted + 1, num_tested)
-        self.kept[row] = KEPT * self.kept[row] + num_accepted
+        # The part of earlier counts that counts after another verification: the last ten or so say how likely a
+        # sequence's drafts are accepted
+        kept = 0.9
+        self.tried[row] = kept * self.tried[row] + min(num_accepted + 1, num_tested)
+        self.kept[row] = kept * self.kept[row] + num_accepted
 
 
 class SequenceTable:

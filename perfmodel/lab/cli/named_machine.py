@@ -20,9 +20,6 @@ HERE_WORD = "here"
 HOST_TRIP_SECONDS, NETWORK_TRIP_SECONDS = 113e-6, 159e-6
 """Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI (docs/performance.md)."""
 
-PCIE_LINK = "pcie"
-"""The value of ``--link`` that puts R-workers on the GPU's own host."""
-
 
 @dataclass(frozen=True)
 class NamedMachine:
@@ -116,7 +113,9 @@ def one_gpu(words: str) -> Gpu:
 def _link(words: str | None, host: CpuHost) -> float | None:
     if words is None:
         return None if host.holds_gpu else parse_link(DEFAULT_LINK)
-    return None if words.strip().lower() == PCIE_LINK else parse_link(words)
+    # The value of ``--link`` that puts R-workers on the GPU's own host
+    pcie_link = "pcie"
+    return None if words.strip().lower() == pcie_link else parse_link(words)
 
 
 @cache

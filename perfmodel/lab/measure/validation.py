@@ -38,8 +38,6 @@ from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.storage_costs import StorageCosts
 
 NUM_STEPS = 12
-LOOKS = 4
-"""At an anchor, before and after an offline run."""
 
 SIZES = ((16, 128), (48, 256), (256, 128), (96, 512), (16, 2048), (64, 1024), (16, 4096))
 """(sequences in flight, tokens each attends to): contexts of 128 to 4096, and no more than 65,536 tokens cached."""
@@ -200,7 +198,9 @@ class Validation:
     def offline(self) -> OfflineRun:
         """Return a whole run with S and R in turn on all cores, beside its simulation."""
         cores = len(usable_cores())
-        anchors = [anchor.averaged(LOOKS) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
+        # At an anchor, before and after an offline run
+        looks = 4
+        anchors = [anchor.averaged(looks) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
         return run_offline(self.config, self.profile, anchors)
 
     def close(self) -> None:
