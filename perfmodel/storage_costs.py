@@ -9,9 +9,6 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import RPart
 
-PARTIAL_BYTES = ITEM_BYTES["float32"]
-"""Bytes of each number of a partial result: a maximum, a sum, and the output that is not yet divided by it."""
-
 APPENDED_TOKENS = 22.0
 """Cached tokens that an R-worker reads in the time in which it stores one: appending a row takes 2.0 to 2.4 % of a step
 at context 1,024 (docs/performance.md)."""
@@ -46,7 +43,9 @@ class StorageCosts:
         if shape is None:
             return StorageCosts(append_seconds=storing)
         layer = shape.layer_layout
-        query, partial = layer.query_dim * shape.item_bytes, (2 + layer.output_dim) * PARTIAL_BYTES
+        # Bytes of each number of a partial result: a maximum, a sum, and the output that is not yet divided by it
+        partial_bytes = ITEM_BYTES["float32"]
+        query, partial = layer.query_dim * shape.item_bytes, (2 + layer.output_dim) * partial_bytes
         heads = shape.num_heads
         # Seconds of merging a layer's partial results, whatever their number, on Zen 4
         merge_call_seconds = 30e-6

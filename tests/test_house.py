@@ -21,12 +21,12 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 337,
-    "lines that serving imports": 49_700,
-    "lines of the product": 63_500,
+    "lines that serving imports": 49_500,
+    "lines of the product": 63_300,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 1040,
+    "module constants": 600,
     "docstrings that are fragments": 251,
 }
 

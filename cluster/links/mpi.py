@@ -18,10 +18,8 @@ from typing import Any, Protocol
 
 import mpi4py
 
-LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""Set by launchers for every rank; without them Open MPI starts a job of this process alone."""
-
-if not any(name in os.environ for name in LAUNCHED):
+# Set by launchers for every rank; without them Open MPI starts a job of this process alone
+if not any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")):
     # Open MPI would make a segment of shared memory, and nothing removes it for a process alone.
     os.environ.setdefault("OMPI_MCA_btl", "self")
 

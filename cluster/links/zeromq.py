@@ -33,8 +33,6 @@ from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
 from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER
 from fastdecode.core.errors import BackendError
 
-RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
-
 HANDSHAKE_SECONDS = 2.0
 """A ZeroMQ handshake takes milliseconds; where it takes longer, the other end may be no ZeroMQ socket at all."""
 
@@ -74,6 +72,7 @@ class ZmqChannel(ZmqSocket):
 
     def send(self, parts: Sequence[Any]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
+        retry_seconds = 0.02  # between two attempts to send to a full queue
         while True:
             try:
                 self.send_message(parts, zmq.NOBLOCK)
@@ -82,7 +81,7 @@ class ZmqChannel(ZmqSocket):
                 self.look_at_connection()
             if time.monotonic() > deadline:
                 raise ConnectionError("it takes no more messages")
-            self.poll(RETRY_SECONDS)
+            self.poll(retry_seconds)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """See ``Channel.receive``. An empty message only tests the connection."""

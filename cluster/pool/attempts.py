@@ -6,9 +6,6 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-FIRST_SECONDS, MOST_SECONDS = 1.0, 30.0
-"""Least time from a failed attempt to the next at the same address: it doubles from the first to the second."""
-
 MOST_ADDRESSES = 1024
 
 
@@ -33,7 +30,9 @@ class Attempts:
     def failed(self, address: str, reason: str) -> bool:
         """Note a failure; True if ``reason`` is new for this address, and so worth a line in the log."""
         failures = self.remembered.pop(address, None) or _Failures()
-        failures.seconds = min(max(FIRST_SECONDS, 2 * failures.seconds), MOST_SECONDS)
+        # Least time from a failed attempt to the next at the same address: it doubles from the first to the second
+        first_seconds, most_seconds = 1.0, 30.0
+        failures.seconds = min(max(first_seconds, 2 * failures.seconds), most_seconds)
         failures.next_time = time.monotonic() + failures.seconds
         # That are remembered of one address
         most_reasons = 16

@@ -23,8 +23,6 @@ from fastdecode.kinds.layout import KVLayout
 DISMISSED_SECONDS = 10.0
 """One that was let go and has not asked for so long has ended: what asks later at its address is another."""
 
-MOST_ADDRESSES = 4096
-"""Addresses that are remembered: JOINs cost their sender nothing, so their number must be limited here."""
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +114,10 @@ class JoinListener:
                 raise FrameError(f"{address} is a prefill worker, and this job was started without --prefill-workers")
             self.invite_prefill_worker(address)
             return
-        if len(self._known) >= MOST_ADDRESSES:
-            raise FrameError(f"{MOST_ADDRESSES} R-workers have joined already")
+        # Addresses that are remembered: JOINs cost their sender nothing, so their number must be limited here
+        most_addresses = 4096
+        if len(self._known) >= most_addresses:
+            raise FrameError(f"{most_addresses} R-workers have joined already")
         self._known.add(address)
         threading.Thread(target=self._open, args=(address, layout), name=f"join {address}", daemon=True).start()
 

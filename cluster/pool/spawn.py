@@ -23,9 +23,6 @@ from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
-END_SECONDS = 10.0
-"""How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
-
 
 class SpawnBackend(PoolBackend):
     """``AttentionBackend`` over one process per entry of ``sizes``; payload goes through shared memory."""
@@ -91,8 +88,10 @@ class _SpawnedLink(SharedMemoryLink):
     def close(self) -> None:
         """See ``Link.close``; the process ends when it sees its socket close."""
         super().close()
+        # How long an R-worker may take to end once its socket is closed; then the S-worker kills it
+        end_seconds = 10.0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
+            self.process.wait(end_seconds)
             return
         self.process.kill()
         self.process.wait()

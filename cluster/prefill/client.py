@@ -12,11 +12,6 @@ from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.messages import decode_refusal
 from fastdecode.core.errors import BackendError, FrameError
 
-OPEN_SECONDS = 300.0
-"""Most time from HELLO to WELCOME: a prefill worker that starts loads its model first."""
-
-TICK_SECONDS = 0.1
-
 
 class PrefillClient:
     """One prefill worker, over a link."""
@@ -43,11 +38,14 @@ class PrefillClient:
 
     def opened(self, model: str) -> None:
         """Wait for the answer. Raise BackendError when it is a refusal, or does not come."""
-        link, deadline = self._open_link, time.monotonic() + OPEN_SECONDS
+        # Most time from HELLO to WELCOME: a prefill worker that starts loads its model first
+        open_seconds = 300.0
+        link, deadline = self._open_link, time.monotonic() + open_seconds
+        tick_seconds = 0.1
         try:
-            while (frame := link.receive(TICK_SECONDS)) is None:
+            while (frame := link.receive(tick_seconds)) is None:
                 if time.monotonic() > deadline:
-                    raise BackendError(f"prefill worker {self.name} did not answer within {OPEN_SECONDS:g} s")
+                    raise BackendError(f"prefill worker {self.name} did not answer within {open_seconds:g} s")
             if frame.kind is Kind.REFUSED:
                 raise BackendError(f"prefill worker {self.name} refused: {refusal(link, frame)}")
             if frame.kind is not Kind.WELCOME:

@@ -19,9 +19,6 @@ from fastdecode.core.machine import cpu_identity
 from fastdecode.core.types import READ_AHEAD
 from fastdecode.kinds import Dense
 
-ROUNDS = 5
-"""Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down."""
-
 MARGIN = 0.95
 """Part of the default's time that another choice must stay below, so that no machine hovers between two."""
 
@@ -108,8 +105,10 @@ def fastest_read_ahead() -> str:
 
 
 def _in_turns(trials: Iterable[_Trial]) -> list[tuple[float, ...]]:
-    """Return the ``ROUNDS`` times of each trial."""
-    return list(zip(*([trial.seconds() for trial in trials] for _ in range(ROUNDS)), strict=True))
+    """Return the ``rounds`` times of each trial."""
+    # Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down
+    rounds = 5
+    return list(zip(*([trial.seconds() for trial in trials] for _ in range(rounds)), strict=True))
 
 
 class _Trial:

@@ -39,9 +39,6 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
 from fastdecode.core.machine import usable_cores
 
-ERRORS = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
-"""How an error crosses to the engine: its name there."""
-
 
 class RWorkerActor:
     """An R-worker as Ray sees it; Ray calls it once, and carries none of its data."""
@@ -240,7 +237,9 @@ def _probe(address: str) -> None:
 
 
 def _refusal(error: FastDecodeError) -> dict[str, str]:
-    kind = next((name for name, each in ERRORS.items() if isinstance(error, each)), "backend")
+    # How an error crosses to the engine: its name there
+    errors = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
+    kind = next((name for name, each in errors.items() if isinstance(error, each)), "backend")
     return {"refused": kind, "message": str(error)}
 
 

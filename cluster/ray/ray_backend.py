@@ -23,12 +23,6 @@ from fastdecode.core.errors import BackendError, CapacityError, ConfigError, Fas
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
-ERRORS: dict[str, type[FastDecodeError]] = {
-    "config": ConfigError,
-    "capacity": CapacityError,
-    "backend": BackendError,
-}
-
 START_SECONDS = 120.0
 """Most time from the start of the actors until all have joined."""
 
@@ -120,8 +114,13 @@ class RayJob:
         said = self._said.get(timeout=timeout_seconds)
         if said is None:
             raise BackendError(f"the process that speaks with Ray has ended with status {self.process.wait()}")
+        errors: dict[str, type[FastDecodeError]] = {
+            "config": ConfigError,
+            "capacity": CapacityError,
+            "backend": BackendError,
+        }
         if "refused" in said:
-            raise ERRORS.get(said["refused"], BackendError)(said["message"])
+            raise errors.get(said["refused"], BackendError)(said["message"])
         return said
 
 

@@ -26,8 +26,6 @@ HEADER = struct.Struct("<4sHHQQII3Q")
 FRAME_LIMIT = 1 << 28
 """Most bytes of one part; a peer that announces more is refused before anything is allocated."""
 
-MAX_PARTS = 3
-
 
 class Kind(IntEnum):
     """The kind of a frame, with its parts; S: sent by the S-worker, R: by the R-worker."""
@@ -167,7 +165,8 @@ class Conversation:
         return data
 
     def _header(self, kind: Kind, mini_batch: int, layer: int, lengths: Sequence[int]) -> bytes:
-        padded = (*lengths, *(0,) * (MAX_PARTS - len(lengths)))
+        max_parts = 3
+        padded = (*lengths, *(0,) * (max_parts - len(lengths)))
         return HEADER.pack(MAGIC, VERSION, kind, self.epoch, self.next_sent, mini_batch, layer, *padded)
 
 

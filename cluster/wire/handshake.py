@@ -34,7 +34,6 @@ from fastdecode.core.errors import BackendError, ConfigError, FrameError, Worker
 S_WORKER, R_WORKER = "s-worker", "r-worker"
 """The roles of the two ends of a connection, each with keys and proofs of its own."""
 
-MOST_BYTES = 4096
 
 NONCE_BYTES = PROOF_BYTES = 32
 MOST_PENDING = 64
@@ -82,10 +81,11 @@ def read_secret(path: str) -> bytes:
 
     Raise ConfigError unless it is private and long enough.
     """
+    most_bytes = 4096
     try:
         with Path(path).open("rb") as file:
             status = os.fstat(file.fileno())
-            secret = file.read(MOST_BYTES + 1).strip()
+            secret = file.read(most_bytes + 1).strip()
     except OSError as error:
         raise ConfigError(f"key_file: cannot read {path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o177:
@@ -93,9 +93,9 @@ def read_secret(path: str) -> bytes:
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"key_file: {path} must be owned by the user of this process, not by user {status.st_uid}")
     least_bytes = 32
-    if not least_bytes <= len(secret) <= MOST_BYTES:
+    if not least_bytes <= len(secret) <= most_bytes:
         raise ConfigError(
-            f"key_file: {path} holds {len(secret)} bytes; it takes {least_bytes} to {MOST_BYTES} random ones, such as "
+            f"key_file: {path} holds {len(secret)} bytes; it takes {least_bytes} to {most_bytes} random ones, such as "
             f"`openssl rand -hex 32` gives"
         )
     return secret

@@ -49,23 +49,12 @@ COMMANDS = (
 WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
 """Commands of the distribution ``fastdecode-r-worker``, which has neither torch nor transformers."""
 
-INSTEAD = {
-    "chat": "`fastdecode serve`, and a client of OpenAI's API; `fastdecode generate --chat` answers one message",
-    "complete": "`fastdecode generate` goes on with a text",
-}
-"""Commands of vLLM that do not exist here, with the one to use instead."""
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived. A command ends as on Ctrl-C, and prints the figures it has."""
-
-
-MEMORY_FLAGS = (
-    "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",
-)  # fmt: skip
-"""Flags that determine how much memory a command takes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +138,12 @@ def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) ->
     if not words or words[0].startswith("-") or words[0] in known:
         return
     near = difflib.get_close_matches(words[0], known, 1)
-    meant = INSTEAD.get(words[0]) or (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
+    # Commands of vLLM that do not exist here, with the one to use instead
+    instead = {
+        "chat": "`fastdecode serve`, and a client of OpenAI's API; `fastdecode generate --chat` answers one message",
+        "complete": "`fastdecode generate` goes on with a text",
+    }
+    meant = instead.get(words[0]) or (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
     parser.error(f"there is no command {words[0]!r:.80}: {meant}")
 
 
@@ -185,7 +179,11 @@ def _signals_raise() -> Iterator[None]:
 
 def _less_memory(args: argparse.Namespace) -> str:
     """Return advice about the command's own flags that reduce its memory."""
-    own = [f"--{name.replace('_', '-')}" for name in MEMORY_FLAGS if hasattr(args, name)]
+    # Flags that determine how much memory a command takes
+    memory_flags = (
+        "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",
+    )  # fmt: skip
+    own = [f"--{name.replace('_', '-')}" for name in memory_flags if hasattr(args, name)]
     if not own:
         return "ask for less, or run it where more memory is free"
     return f"give less {', '.join(own[:-1])}{' or ' if own[1:] else ''}{own[-1]}"

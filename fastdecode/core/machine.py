@@ -24,10 +24,6 @@ STATE_SHARE = 0.40
 DRAFT_CACHE_SHARE = 1 / 8
 """Part of the free memory that the KV cache of a draft model may take."""
 
-KIND_FIELDS = (
-    "vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part", "CPU revision",
-)  # fmt: skip
-"""What /proc/cpuinfo tells a kind of processor by: four on x86, four on ARM."""
 
 CAN_BIND = hasattr(os, "sched_setaffinity")
 """Whether this system binds processes to cores: Linux does, macOS does not."""
@@ -106,7 +102,11 @@ def cpu_identity() -> str:
     for line in _lines("/proc/cpuinfo"):
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    return "-".join(fields[name] for name in KIND_FIELDS if name in fields) or platform.machine()
+    # What /proc/cpuinfo tells a kind of processor by: four on x86, four on ARM
+    kind_fields = (
+        "vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part", "CPU revision",
+    )  # fmt: skip
+    return "-".join(fields[name] for name in kind_fields if name in fields) or platform.machine()
 
 
 def _meminfo_bytes(key: str) -> int:

@@ -11,8 +11,6 @@ from fastdecode.core.protocols import DraftRequest, PendingControls
 LOOK_BACK = 64
 """Tokens by which earlier places are told apart: the one that agrees with the end furthest back is taken."""
 
-CLOSE = 8
-
 
 class NgramDrafter:
     """Looks in each sequence's own prompt and output."""
@@ -66,9 +64,10 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
     agreeing, look_back = 1, max(most, LOOK_BACK)
-    # Places that are compared that far: the last ones, where more than so many agree in ``CLOSE`` tokens
+    # Places that are compared that far: the last ones, where more than so many agree in ``close`` tokens
     few = 32
-    while len(places) > few and agreeing < max(least, CLOSE):
+    close = 8
+    while len(places) > few and agreeing < max(least, close):
         longer = places[places >= agreeing]
         longer = longer[tokens[longer - agreeing] == tokens[-1 - agreeing]]
         if not len(longer):

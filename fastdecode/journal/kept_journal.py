@@ -32,10 +32,6 @@ from fastdecode.journal.records import (
 )
 from fastdecode.scheduler.names import NO_NOTES, Notes
 
-KEPT_TOKENS = 1 << 20
-"""Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
-once more."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -235,11 +231,14 @@ def _plain(completion: Completion, start: int) -> TokenLogprobs:
 
 
 def _without_oldest(pasts: list[Past]) -> list[Past]:
-    """``pasts``, by age, less those that have ended and are followed by ``KEPT_TOKENS`` tokens of others that have."""
+    """``pasts``, by age, less those that have ended and are followed by ``kept_tokens`` tokens of others that have."""
     kept: list[Past] = []
     num_tokens = 0
+    # Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
+    # once more
+    kept_tokens = 1 << 20
     for past in reversed(pasts):
         num_tokens += past.num_tokens if past.ended else 0
-        if not past.ended or num_tokens <= KEPT_TOKENS:
+        if not past.ended or num_tokens <= kept_tokens:
             kept.append(past)
     return kept[::-1]

@@ -19,10 +19,6 @@ from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.sworker.part.attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
 
-UNMEASURED_LINK = PrefillLink(1e9)
-"""Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
-with the S-worker, whose R-worker has that prefix."""
-
 
 def make_prefill_policy(
     config: EngineConfig,
@@ -38,10 +34,13 @@ def make_prefill_policy(
     """
     here = timed_prefill_model(config, model, s_worker, r_workers, make_cache)
     profile = load_profile(config.profile) if config.profile else None
+    # Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
+    # with the S-worker, whose R-worker has that prefix
+    unmeasured_link = PrefillLink(1e9)
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel, config.kv_cache_dtype)
     else:
-        linked = replace(_with_threads(here, config), link=UNMEASURED_LINK)
+        linked = replace(_with_threads(here, config), link=unmeasured_link)
         forecast = Forecast(linked, method=config.prefill_parallel)
     return LeastWaiting(forecast, _s_seconds(here), range(num_workers))
 

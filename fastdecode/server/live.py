@@ -33,8 +33,6 @@ WINDOW_SECONDS = 2.0
 SHOWN_LAYERS = 8
 """Of a step's timeline; more would be too narrow to see."""
 
-_HTML = Path(__file__).with_name("live.html")
-
 
 def add_live(app: FastAPI, service: Service) -> None:
     """The page, which holds no data and so needs no API key, and the stream that fills it, which needs the key."""
@@ -43,7 +41,8 @@ def add_live(app: FastAPI, service: Service) -> None:
     @app.get(PAGE, include_in_schema=False)
     async def page() -> Response:
         content_policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(_HTML.read_bytes(), headers={"content-security-policy": content_policy})
+        html = Path(__file__).with_name("live.html")
+        return HTMLResponse(html.read_bytes(), headers={"content-security-policy": content_policy})
 
     @app.get(STREAM, include_in_schema=False)
     async def stream() -> Response:

@@ -14,11 +14,6 @@ from fastdecode.server.text_forms import JsonSchema, ResponseFormat
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
-SAME = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
-"""Fields that a chat has by the same name."""
-
-_EFFORTS = ("low", "medium", "high")
-
 
 class ToolChoice(msgspec.Struct):
     """Which tools are called; ``name``: of "tool"."""
@@ -90,10 +85,12 @@ def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatReque
         "continue_final_message": continues,
         "add_generation_prompt": not continues,
     }
+    # Fields that a chat has by the same name
+    same = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
     if isinstance(request, MessagesRequest):
         stops = request.stop_sequences if request.stop is None else request.stop
         asked |= {"max_tokens": request.max_tokens, "stop": stops}
-        asked |= {name: getattr(request, name) for name in SAME}
+        asked |= {name: getattr(request, name) for name in same}
     return ChatRequest(**asked)
 
 

@@ -18,12 +18,6 @@ from fastdecode.server.tool_calls import ForcedCalls, forced_calls
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-_KNOWN_KWARGS = frozenset({
-    "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
-    "continue_final_message",
-})  # fmt: skip
-"""Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
-
 
 Strings = Annotated[list[str], Meta(max_length=1024)]
 TokenIds = Annotated[list[int], Meta(max_length=1 << 18)]
@@ -193,7 +187,12 @@ def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
     more = request.chat_template_kwargs or {}
-    taken = sorted(_KNOWN_KWARGS & set(more))
+    # Arguments of a chat template that ``chat_template_kwargs`` may not replace
+    known_kwargs = frozenset({
+        "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
+        "continue_final_message",
+    })  # fmt: skip
+    taken = sorted(known_kwargs & set(more))
     if taken:
         raise RequestError(f"chat_template_kwargs must not name {taken[0]}")
     given: dict[str, Any] = {

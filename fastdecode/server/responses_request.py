@@ -15,12 +15,6 @@ from fastdecode.server.text_forms import ResponseFormat
 RESPONSES = "/v1/responses"
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDES = frozenset({
-    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-})  # fmt: skip
-"""What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has."""
 
 SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
@@ -103,6 +97,12 @@ def _with_instructions(instructions: str | None, messages: list[dict[str, Any]])
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
+    # What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has.
+    includes = frozenset({
+        LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+        "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    })  # fmt: skip
     refused = {
         "conversation": (request.conversation is not None, "is not supported: give previous_response_id, or all input"),
         "prompt": (request.prompt is not None, "is not supported: no prompts are stored; send instructions and input"),
@@ -115,7 +115,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             bool(request.top_logprobs) and LOGPROBS not in (request.include or ()),
             f"needs include: [{LOGPROBS}]",
         ),
-        "include": (set(request.include or ()) - INCLUDES != set(), f"may only name {', '.join(sorted(INCLUDES))}"),
+        "include": (set(request.include or ()) - includes != set(), f"may only name {', '.join(sorted(includes))}"),
     }
     for name, (wrong, message) in refused.items():
         if wrong:

@@ -26,8 +26,6 @@ from fastdecode.server.service import Service
 from fastdecode.server.standby import standby_door, url_of
 from fastdecode.server.tracing import RequestTracer
 
-POLL_SECONDS = 0.05
-
 LAST_WORDS_SECONDS = 2.0
 """How long a server whose engine has failed goes on to say so, and answers that are complete may take to be sent."""
 
@@ -128,8 +126,9 @@ class _Server(uvicorn.Server):
     async def _drain(self) -> None:
         """New requests are answered with 503 until the last one that was accepted has ended."""
         deadline = time.monotonic() + self._settings.shutdown_timeout
+        poll_seconds = 0.05
         while self._service.num_requests and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(poll_seconds)
         self._service.fail_all()
         self.should_exit = True
 

@@ -196,15 +196,6 @@ def _selective_scan(
     return out if z is None else out * F.silu(z)
 
 
-RECURRENCES: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _scan,
-    "mamba_selective_scan": _selective_scan,
-}
-"""Functions of transformers' modeling modules, and what they are in our forwards."""
-
-
 def use_states(model: torch.nn.Module) -> bool:
     """Have recurrent layers of ``model`` leave its forwards; False if it has none that are known."""
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
@@ -212,10 +203,17 @@ def use_states(model: torch.nn.Module) -> bool:
     found = [each for each in modules if hasattr(each, convolution)]
     # Recurrences there whose inputs are made of what is convolved
     of_convolved = frozenset(("mamba_selective_scan",))
+    # Functions of transformers' modeling modules, and what they are in our forwards
+    recurrences: dict[str, Callable[..., Any]] = {
+        "torch_chunk_gated_delta_rule": _delta_rule,
+        "chunk_kimi_delta_attention": _delta_rule,
+        "mamba2_chunk_scan": _scan,
+        "mamba_selective_scan": _selective_scan,
+    }
     for module in found:
-        names = {name for name in RECURRENCES if hasattr(module, name)}
+        names = {name for name in recurrences if hasattr(module, name)}
         for name in names:
-            replace(module, name, RECURRENCES[name])
+            replace(module, name, recurrences[name])
         replace(module, convolution, _convolution if names - of_convolved else convolved)
     return bool(found)
 

@@ -21,9 +21,6 @@ Render = Callable[[list[dict[str, Any]]], str]
 MARK = "fastdecodemark"
 """A word that a template shows where it takes the content that holds it."""
 
-GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A tag of transformers' own, which marks the assistant's tokens."""
-
 
 def formats_of(template: str, special_tokens: Mapping[str, Any]) -> dict[str, Format]:
     """Return the format that ``template`` takes for each role; for other roles, the one of "user" holds.
@@ -66,8 +63,10 @@ def in_formats(
 def told_by_syntax(template: str) -> Format:
     """Return ``openai`` where a loop of ``template`` runs over a message's content, else ``string``."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    # A tag of transformers' own, which marks the assistant's tokens
+    generation = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
     try:
-        tree = environment.parse(GENERATION.sub("", template))
+        tree = environment.parse(generation.sub("", template))
     except TemplateError:
         return "string"
     return "openai" if any(_loops_over_content(tree)) else "string"

@@ -15,22 +15,6 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata
 from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker.files import gguf_rope
 
-READ = {
-    "attention.head_count", "attention.head_count_kv", "block_count", "context_length", "decoder_start_token_id",
-    "embedding_length", "expert_count", "expert_used_count", "feed_forward_length", "shortconv.l_cache", "vocab_size",
-}  # fmt: skip
-"""Keys that transformers reads for every architecture that has them."""
-
-WITHOUT_EFFECT = {
-    "attention.causal", "nextn_predict_layers", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout",
-}  # fmt: skip
-"""Keys that change nothing of a causal model's arithmetic."""
-
-BIASES = {
-    "attention_bias": (".attn_q.bias", ".attn_k.bias", ".attn_v.bias"), "mlp_bias": (".ffn_gate.bias", ".ffn_up.bias"),
-}  # fmt: skip
-"""Attributes that give a model biases, and the ends of tensors that tell that it has them."""
-
 
 def complete(hf_config: Any, file: Path) -> None:
     """Set in ``hf_config`` what ``file`` says and transformers has left out.
@@ -120,7 +104,29 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
 
 def _is_understood(arch: str, key: str, value: Any) -> bool:
     """Return True for a key that is read elsewhere, that asks for nothing, or that has no effect."""
-    if key in READ | gguf_rope.KEYS | WITHOUT_EFFECT or not value or key.startswith(("mm.", "vision.")):
+    # Keys that transformers reads for every architecture that has them
+    read = {
+        "attention.head_count",
+        "attention.head_count_kv",
+        "block_count",
+        "context_length",
+        "decoder_start_token_id",
+        "embedding_length",
+        "expert_count",
+        "expert_used_count",
+        "feed_forward_length",
+        "shortconv.l_cache",
+        "vocab_size",
+    }
+    # Keys that change nothing of a causal model's arithmetic
+    without_effect = {
+        "attention.causal",
+        "nextn_predict_layers",
+        "pooling_type",
+        "rope.scaling.finetuned",
+        "tensor_data_layout",
+    }
+    if key in read | gguf_rope.KEYS | without_effect or not value or key.startswith(("mm.", "vision.")):
         return True
     # The number of llama.cpp for it in expert_gating_func
     routed_by_softmax = 1
@@ -146,6 +152,11 @@ def _set_pattern(hf_config: Any, pattern: Any) -> None:
 
 
 def _set_biases(hf_config: Any, tensors: tuple[str, ...]) -> None:
-    for name, ends in BIASES.items():
+    # Attributes that give a model biases, and the ends of tensors that tell that it has them
+    biases = {
+        "attention_bias": (".attn_q.bias", ".attn_k.bias", ".attn_v.bias"),
+        "mlp_bias": (".ffn_gate.bias", ".ffn_up.bias"),
+    }
+    for name, ends in biases.items():
         if getattr(hf_config, name, None) is False and any(each.endswith(ends) for each in tensors):
             setattr(hf_config, name, True)

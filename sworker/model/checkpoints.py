@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 MAPPED_BYTES = 1 << 25
 """Bytes that are read of a file until it is opened again; what they took, and what unpacking took, is free then."""
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-"""Kinds of checkpoints that are unpacked here."""
-
 
 Codes = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Reads the int8 codes of a weight, and the scale of each output."""
@@ -192,7 +189,9 @@ def unpacked(model: str, revision: str | None, hf_config: Any, dtype: torch.dtyp
     ``hf_config`` is that of a plain model afterwards. ModelLoadError for a layout that is not known.
     """
     settings = quantization(hf_config)
-    if settings.get("quant_method") not in METHODS:
+    # Kinds of checkpoints that are unpacked here
+    methods = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+    if settings.get("quant_method") not in methods:
         return None
     _check(settings)
     packed = Packed(_files(model, revision), settings, dtype)

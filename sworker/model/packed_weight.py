@@ -14,19 +14,17 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-FACTS = ["shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn"]
 METHODS = ["size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "is_floating_point"]
 METHODS += ["requires_grad_", "__len__", "__hash__"]
 
-ABOUT_ITSELF = {getattr(torch.Tensor, name).__get__ for name in FACTS} | {
-    getattr(torch.Tensor, name) for name in METHODS
-}
+ABOUT_ITSELF = {
+    getattr(torch.Tensor, name).__get__
+    for name in ["shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn"]
+} | {getattr(torch.Tensor, name) for name in METHODS}
 """Questions that can be answered without the values."""
 
 IS_FALSE = {getattr(torch.Tensor, name).__get__ for name in ("is_meta", "is_cuda")}
 """The tensor underneath has no memory; what it stands for is on the CPU."""
-
-DEVICE = getattr(torch.Tensor, "device").__get__  # noqa: B009 (as a descriptor; type checkers see the value)
 
 
 class PackedWeight(torch.nn.Parameter):
@@ -57,8 +55,9 @@ class PackedWeight(torch.nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return every use of the parameter comes here, before torch looks at its memory."""
+        device = getattr(torch.Tensor, "device").__get__  # noqa: B009 (as a descriptor; type checkers see the value)
         with torch._C.DisableTorchFunctionSubclass():
-            if func == DEVICE:
+            if func == device:
                 return torch.device("cpu")
             if func in IS_FALSE:
                 return False

@@ -17,8 +17,6 @@ from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 
 logger = logging.getLogger(__name__)
 
-SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"),)
-"""Names of sibling layers that read the same rows. Gate and up gain nothing: both are wide already."""
 
 PROOF_ROWS = 16
 """Random rows on which a packed product is held against torch's own."""
@@ -161,9 +159,11 @@ def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
     """Yield every plain ``nn.Linear`` on the CPU, together with those that share its rows."""
     seen: set[int] = set()
+    # Names of sibling layers that read the same rows. Gate and up gain nothing: both are wide already.
+    shared_inputs = (("q_proj", "k_proj", "v_proj"),)
     for module in model.modules():
         children = dict(module.named_children())
-        for names in SHARED_INPUTS:
+        for names in shared_inputs:
             linears = [children[name] for name in names if name in children]
             if len(linears) == len(names) and _can_share(linears):
                 seen.update(map(id, linears))

@@ -33,9 +33,6 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 
 logger = logging.getLogger(__name__)
 
-SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that read the same rows, which are quantized once."""
-
 
 def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
     """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read.
@@ -219,9 +216,11 @@ class IntegerProduct(SharedProduct):
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
     """Yield every layer with codes, together with those that share its rows."""
     seen: set[int] = set()
+    # Names of sibling layers that read the same rows, which are quantized once
+    shared_inputs = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     for module in model.modules():
         children = dict(module.named_children())
-        for names in SHARED_INPUTS:
+        for names in shared_inputs:
             linears = [children[name] for name in names if name in children]
             if len(linears) == len(names) and _can_share(linears):
                 seen.update(map(id, linears))

@@ -21,9 +21,6 @@ from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, Verb, Worke
 from fastdecode.kinds.attending import Attending
 from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 
-TILE_ROWS = 256
-"""Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
-
 
 class Sight(NamedTuple):
     """The earlier tokens that a query sees: all, or, where ``window`` is not 0, the last so many, itself included, or
@@ -147,7 +144,9 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
 
 def _tile_rows(layer: Attending, num_keys: int) -> int:
     """Return rows that attend together: fewer where each head has a mask of its own."""
-    return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
+    # Rows of a later chunk that attend together: to the keys before them and, masked, to each other's
+    tile_rows = 256
+    return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else tile_rows
 
 
 def _mask(num_rows: int, num_keys: int, layer: Attending, q: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from fastdecode import _rworker
 
-CHUNK_BYTES = 1 << 18
-"""Committed at a time: whoever has the thread stop waits for no more."""
-
 SHARE = 0.1
 """Of one core's time at most, while an S-worker may take steps."""
 
@@ -60,7 +57,9 @@ class Room:
         """False if nothing is left to commit."""
         used = self._worker.blocks_touched
         first, end = max(used, self._end), min(used + ahead, self._worker.num_blocks)
-        count = min(end - first, max(1, CHUNK_BYTES // self._worker.block_bytes))
+        # Committed at a time: whoever has the thread stop waits for no more
+        chunk_bytes = 1 << 18
+        count = min(end - first, max(1, chunk_bytes // self._worker.block_bytes))
         if count <= 0:
             return False
         self._worker.commit_blocks(first, count)

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 
-DTYPES = {"half": "float16", "float": "float32"}
 DTYPE_SETTINGS = ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype")
 
 COUNTS = ("max_model_len", "max_num_batched_tokens", "kv_load_limit", "kv_shard_tokens")
@@ -76,7 +75,8 @@ def drafts(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _dtype(name: str, value: str) -> str:
     if name == "kv_cache_dtype" and value.startswith("fp8"):
         raise ConfigError(f"kv_cache_dtype: {value} is not there: int8 takes as many bytes, int4 half of them")
-    return DTYPES.get(value, value)
+    dtypes = {"half": "float16", "float": "float32"}
+    return dtypes.get(value, value)
 
 
 def _count(name: str, value: Any) -> Any:

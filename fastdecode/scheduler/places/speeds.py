@@ -82,8 +82,6 @@ KEPT = 0.95
 LEAST_SECONDS = 0.05
 """Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
 
-TOLERANCE = 1.2
-"""Speeds whose proportions are as expected within this factor count as expected: placement does not follow chance."""
 
 NUM_STEPS = 3
 """One after the other in which it is, the same way, before what was usual is forgotten."""
@@ -107,11 +105,14 @@ class Speeds:
     @property
     def lasting(self) -> np.ndarray:
         """For what outlasts many steps: float64 [num_workers], in any one unit; as memory was while all are as expected
-        within ``TOLERANCE``. An R-worker that was never seen at work counts in proportion to its bandwidth."""
+        within ``tolerance``. An R-worker that was never seen at work counts in proportion to its bandwidth."""
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
         surprise = tokens[seen] / seconds[seen] / self.bandwidths[seen]
-        if not len(surprise) or surprise.max() <= TOLERANCE * surprise.min():
+        # Speeds whose proportions are as expected within this factor count as expected: placement does not follow
+        # chance
+        tolerance = 1.2
+        if not len(surprise) or surprise.max() <= tolerance * surprise.min():
             return self.bandwidths
         speeds = np.where(seen, tokens / np.where(seen, seconds, 1.0), 0.0)
         return np.where(seen, speeds, self.bandwidths * speeds.sum() / self.bandwidths[seen].sum())

@@ -7,12 +7,6 @@ from collections.abc import Sequence
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.model_shape import ModelShape
 
-MOST_SECONDS = 60.0
-"""Memory and time of one simulation."""
-
-STEP_SECONDS, SEQUENCE_SECONDS, R_WORKER_SECONDS = 5e-4, 2.5e-6, 8e-6
-"""Time of a simulated step: once, for each sequence in it, for each R-worker."""
-
 
 def check_context(shape: ModelShape | None, tokens: float, name: str) -> None:
     """Raise ConfigError if a context is longer than the model's."""
@@ -64,19 +58,23 @@ def check_simulated_time(
         return
     seats = max(1, min(seats, count))
     steps = max(sum(output_lens) / seats, max(output_lens)) + sum(prompt_lens) / max(batch_tokens, 1)
-    of_step = STEP_SECONDS + SEQUENCE_SECONDS * seats + R_WORKER_SECONDS * num_r_workers
+    # Time of a simulated step: once, for each sequence in it, for each R-worker
+    step_seconds, sequence_seconds, r_worker_seconds = 5e-4, 2.5e-6, 8e-6
+    of_step = step_seconds + sequence_seconds * seats + r_worker_seconds * num_r_workers
     seconds = runs * steps * of_step
-    if seconds <= MOST_SECONDS:
+    # Memory and time of one simulation
+    most_seconds = 60.0
+    if seconds <= most_seconds:
         return
     # Steps that a run with few R-workers has the time for
     many_steps = 20_000
-    if R_WORKER_SECONDS * num_r_workers > of_step / 2 and steps < many_steps:
-        most = int(num_r_workers * MOST_SECONDS / seconds)
+    if r_worker_seconds * num_r_workers > of_step / 2 and steps < many_steps:
+        most = int(num_r_workers * most_seconds / seconds)
         fits = f"up to {most:,} R-workers are simulated fast enough"
     else:
-        most = int(count * MOST_SECONDS / seconds)
+        most = int(count * most_seconds / seconds)
         fits = f"up to {most:,} such requests fit (--num-prompts)" if most else "give shorter outputs"
     raise ConfigError(
         f"num_prompts: {count:,} requests are {steps:,.0f} steps, which take {seconds:,.0f} s to simulate, more than "
-        f"{MOST_SECONDS:g} s; {fits}"
+        f"{most_seconds:g} s; {fits}"
     )

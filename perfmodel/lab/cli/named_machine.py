@@ -17,9 +17,6 @@ from fastdecode.perfmodel.stages import NO_CONTENTION, SHARED, Contention
 HERE_WORD = "here"
 """The value of ``--gpu`` and ``--cpu`` that stands for this machine, which is measured."""
 
-HOST_TRIP_SECONDS, NETWORK_TRIP_SECONDS = 113e-6, 159e-6
-"""Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI (docs/performance.md)."""
-
 
 @dataclass(frozen=True)
 class NamedMachine:
@@ -43,7 +40,10 @@ class NamedMachine:
         """Seconds of a layer's way to R-workers and back that no byte takes, as this engine measured them."""
         if self.contention != NO_CONTENTION:
             return 0.0
-        return HOST_TRIP_SECONDS if self.link_bytes_per_second is None else NETWORK_TRIP_SECONDS
+        # Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI
+        # (docs/performance.md)
+        host_trip_seconds, network_trip_seconds = 113e-6, 159e-6
+        return host_trip_seconds if self.link_bytes_per_second is None else network_trip_seconds
 
     def waits(self, overlapped: bool) -> str:
         """Return what a layer waits for beside the work of both sides."""

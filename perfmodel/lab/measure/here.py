@@ -15,7 +15,6 @@ from fastdecode.sworker.run.device_speed import DeviceSpeed, measure_device
 CACHE_BYTES = 384 << 20
 """Size of the cache that is read: above last-level caches, and filled within a second."""
 
-CALLS = 7
 
 MEASURED = "measured here"
 
@@ -29,9 +28,10 @@ def cpu_here() -> CpuHost:
     shape = AttentionShape("auto", "bfloat16", NUM_HEADS, NUM_HEADS, HEAD_DIM, CONTEXT, None, 1, threads)
     cache_bytes = min(CACHE_BYTES, available_memory_bytes() // 8)
     lengths = shape.lengths(cache_bytes, seed=0)
+    calls = 7
     with closing(FilledCache(shape, lengths, seed=0)) as cache:
         cache.call()
-        seconds = float(np.median([cache.call()[1] for _ in range(CALLS)]))
+        seconds = float(np.median([cache.call()[1] for _ in range(calls)]))
     rate = int(lengths.sum()) * shape.layout.kv_bytes_per_token / seconds
     reading = Figure(rate, 1.0, True, f"{MEASURED}: attention of an R-worker with {threads} threads")
     return CpuHost(f"this machine ({cpu_name()})", 1, threads, reading, available_memory_bytes(), holds_gpu=True)

@@ -136,9 +136,6 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
         load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
 
 
-NAMES = {"head_dim": "head dim {}", "threads": "{} thread(s)", "q_len": "q_len {}", "shared_prefix_len": "{} shared"}
-
-
 def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
     """Draw the rows. Raise OSError when the file cannot be written."""
     with picture(path, figsize=(10, 5)) as axes:
@@ -161,8 +158,14 @@ def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, floa
     line_keys = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
     varying = [key for key in line_keys if len({row[key] for row in rows}) > 1]
     found: dict[str, dict[float, list[float]]] = {}
+    names = {
+        "head_dim": "head dim {}",
+        "threads": "{} thread(s)",
+        "q_len": "q_len {}",
+        "shared_prefix_len": "{} shared",
+    }
     for row in sorted(rows, key=_group):
-        label = ", ".join([f"group {_group(row)}", *(NAMES.get(key, "{}").format(row[key]) for key in varying)])
+        label = ", ".join([f"group {_group(row)}", *(names.get(key, "{}").format(row[key]) for key in varying)])
         found.setdefault(label, {}).setdefault(_mean_context(row), []).append(row["fraction_of_roofline"])
     return {
         label: {context: statistics.fmean(values) for context, values in points.items()}

@@ -14,9 +14,6 @@ from fastdecode.perfmodel.partition import PartitionEntry, Parts, balanced, sear
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model
 from fastdecode.perfmodel.profile import HardwareProfile
 
-FIRST_STRIDE, LEAST_STRIDE = 32, 128
-"""Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start."""
-
 
 @dataclass(frozen=True)
 class PrefillCalibration:
@@ -81,7 +78,9 @@ def search_parts(
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
     # A search moves by no fewer tokens: what that changes is lost in the noise
     least_rows = 16
-    strides = [max(num_tokens // part, least_rows) for part in (LEAST_STRIDE, FIRST_STRIDE)]
+    # Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start
+    first_stride, least_stride = 32, 128
+    strides = [max(num_tokens // part, least_rows) for part in (least_stride, first_stride)]
     return PartitionEntry(num_tokens, searched(seconds, start, *strides))
 
 
