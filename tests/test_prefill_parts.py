@@ -165,7 +165,7 @@ def run(model: SModel, chain: Chain, by_torch: bool = False) -> np.ndarray:
         try:
             with turn:
                 tokens, prompt = job.token_ids.tolist(), job.prompt
-                return compute_part(model.model, attention, tokens, prompt.start, prompt.is_last, exchange)
+                return compute_part(model.code, attention, tokens, prompt.start, prompt.is_last, exchange)
         except BaseException:
             for each in chain.jobs:
                 each.cancel()
@@ -341,7 +341,7 @@ def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
     job = Chain(llama.layout, prompt, (0, 100, 200)).jobs[1]
     threading.Timer(0.2, job.cancel).start()
     with pytest.raises(JobCancelledError):
-        compute_part(llama.model, attention_of(llama.layout, False), prompt[100:], 100, True, job.exchange)
+        compute_part(llama.code, attention_of(llama.layout, False), prompt[100:], 100, True, job.exchange)
 
 
 def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> None:
@@ -361,7 +361,7 @@ def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> Non
     copies = [store(1, 0, 120, False), store(2, 0, 120, True), store(3, 120, 200, False), store(4, 120, 200, False)]
     job = PromptJob(prompt, tokens, llama.layout, None, copies)
     assert job.stores.miss(4)
-    compute_part(llama.model, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
+    compute_part(llama.code, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
     num_layers = len(llama.layout.layers)
     assert (sent, job.stores.missed) == ({1: 120 * num_layers, 3: 80 * num_layers}, {2, 4})
     job.stores.when_stored([1, 1, 2, 3, 4], lambda: told.append(1))  # R-worker 1 has two ports
@@ -374,7 +374,7 @@ def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> Non
     assert not job.stores.miss(3)
     job = PromptJob(prompt, tokens, llama.layout, None, [store(1, 0, 200, True)])
     with pytest.raises(ConnectionError, match="gone"):
-        compute_part(llama.model, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
+        compute_part(llama.code, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
 
 
 def test_early_rows_are_counted_and_limited() -> None:

@@ -112,7 +112,7 @@ def make_drafter(
     backend = make_backend(draft.layout)
     cleanup.callback(backend.close)
     (info,) = backend.open(replace(draft.layout, isa=config.uniform_arithmetic))
-    own = s_worker.beside(draft.model, draft.layout, backend)
+    own = s_worker.beside(draft.code, draft.layout, backend)
     return DraftModelDrafter(own, info.num_blocks, info.block_size, config.max_num_batched_tokens)
 
 

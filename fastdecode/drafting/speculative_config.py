@@ -8,8 +8,6 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 
-METHODS = ("ngram", "draft_model", "early_exit")
-
 LOOKUP_TOKENS = 5
 """vLLM's prompt_lookup_max and prompt_lookup_min where neither is given."""
 
@@ -40,8 +38,9 @@ class SpeculativeConfig:
         if not settings:
             return None
         method = settings.get("method")
-        if method not in METHODS:
-            raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, not {method!r}")
+        methods = ("ngram", "draft_model", "early_exit")
+        if method not in methods:
+            raise ConfigError(f"speculative_config: method must be one of {', '.join(methods)}, not {method!r}")
         known = {"method", "num_speculative_tokens", *_OF_METHOD[method]}
         if unknown := sorted(set(settings) - known):
             elsewhere = {each.name for each in fields(SpeculativeConfig)} & set(unknown)

@@ -264,7 +264,7 @@ class LiveWorld:
         if self._ranks and make_s_worker is not RandomPrompts:
             raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
         own, lead = self.s_worker, {"lead": partial(self._ranks.lead, by="random")} if self._ranks else {}
-        self.s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock, **lead)
+        self.s_worker = make_s_worker(own.code, own.layout, own.backend, own.clock, **lead)
         try:
             yield
         finally:

@@ -70,7 +70,7 @@ def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
     layout = model.layout.absorbed
     attention = (TorchAttention if model.on_gpu else StoredAttention)(layout, make_cache)
     try:
-        return attention_pair_seconds(attention, layout, next(model.model.parameters()).device)
+        return attention_pair_seconds(attention, layout, model.code.device)
     finally:
         attention.close()
 

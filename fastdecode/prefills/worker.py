@@ -73,7 +73,7 @@ class PrefillWorker:
         try:
             attention, states = self._means_for(job)
             logits = compute_part(
-                self._s_model.model,
+                self._s_model.code,
                 attention,
                 job.token_ids.tolist(),
                 prompt.start,

@@ -190,10 +190,10 @@ class Follower:
             self._cleanup.callback(backend.close)
             prompts = PromptCache(backend)
         self._pool = pool
-        self._s_worker = SWorker(model.model, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
+        self._s_worker = SWorker(model.code, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
         self._computes = {
             "model": self._s_worker,
-            "random": RandomPrompts(model.model, model.layout, pool, StateClock()),
+            "random": RandomPrompts(model.code, model.layout, pool, StateClock()),
         }
         if config.speculative and config.speculative.method == "early_exit":
             first = model.first_layers(config.speculative.num_layers)

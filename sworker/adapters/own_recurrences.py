@@ -46,22 +46,20 @@ class _Convolved(nn.Module):
         return convolved(hidden_states, self.weight.squeeze(1), self.bias)
 
 
-METHODS = {
-    "MiniMaxLightningAttention": ("forward", _lightning_attention),
-    "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
-}
-"""Methods of transformers' modules, by their class, and what they are in our forwards."""
-
-
 def use_own_recurrences(model: nn.Module) -> bool:
     """Have modules with a recurrence of their own leave the forwards of ``model``; False if it has none."""
     # Modules that convolve by a module of their own
     convolutions = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
-    found = [each for each in model.modules() if type(each).__name__ in {*METHODS, *convolutions}]
+    # Methods of transformers' modules, by their class, and what they are in our forwards
+    methods = {
+        "MiniMaxLightningAttention": ("forward", _lightning_attention),
+        "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
+    }
+    found = [each for each in model.modules() if type(each).__name__ in {*methods, *convolutions}]
     for each in found:
         name = type(each).__name__
-        if name in METHODS:
-            replace(type(each), *METHODS[name])
+        if name in methods:
+            replace(type(each), *methods[name])
         else:
             setattr(each, convolutions[name], _Convolved(getattr(each, convolutions[name])))
     return bool(found)

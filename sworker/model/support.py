@@ -18,6 +18,7 @@ from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.adapters.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.recorder import Recorder
 from fastdecode.sworker.model.refusals import ADAPTER, STATE, refuse
 from fastdecode.sworker.run.pipeline import ModelGreenlet
@@ -32,14 +33,14 @@ POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 """Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
 
 
-def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:
-    """Run a packed row through ``model`` and return what its attention calls said.
+def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
+    """Run a packed row through a model's code and return what its attention calls said.
 
     ``kv_dtype`` "auto" is the model's. UnsupportedModelError when the model does not call us exactly once per
     layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention; ModelLoadError when
     its weights give no finite logits.
     """
-    recorder, logits = _probe(model, hf_config)
+    recorder, logits = _probe(code, hf_config)
     _check_calls(hf_config, recorder, hf_config.get_text_config().num_hidden_layers)
     if not bool(logits.isfinite().all()):
         raise ModelLoadError(
@@ -71,8 +72,8 @@ def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
             refuse(hf_config, what, "a model whose forward and generate agree")
 
 
-def repeats_rows(model: torch.nn.Module, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
-    """Say whether ``model`` gives rows the same bits in forwards of ``counts`` rows and of more, attention apart.
+def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
+    """Say whether ``code`` gives rows the same bits in forwards of ``counts`` rows and of more, attention apart.
 
     Products may take another order of additions among other numbers of rows; then a sequence that is computed again
     among others rounds differently, which shows in 16 bits.
@@ -81,7 +82,7 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any, counts: Sequence[int] =
     vocab_size = int(hf_config.get_text_config().vocab_size)
     tokens = torch.arange(7, 7 + num_rows) * 31 % vocab_size
     more, *several = (
-        _forward(model, hf_config, ModelGreenlet, Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
+        _forward(code, hf_config, ModelGreenlet, Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
         for count in (num_rows, *counts)
     )
     return all(torch.equal(few, more[: len(few)]) for few in several)
@@ -113,21 +114,21 @@ def _varies(module: torch.nn.Module, width: int, dtype: torch.dtype) -> bool:
     return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 
 
-def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[Layer, ...]:
+def probe_layers(code: ModelCode, hf_config: Any) -> tuple[Layer, ...]:
     """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
-    recorder, _ = _probe(model, hf_config)
+    recorder, _ = _probe(code, hf_config)
     return recorder.in_order()
 
 
-def _probe(model: torch.nn.Module, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
+def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
     """Record a forward over the probe row, whose masks are known from one over a plain text; and its logits."""
     rows = MaskProbe()
-    with asking_for_masks(model):
-        recorder = Recorder(hf_config, rows, _sights(model, hf_config))
-        return recorder, _forward(model, hf_config, partial(ProbedGreenlet, masks=rows), recorder.record)
+    with asking_for_masks(code.module):
+        recorder = Recorder(hf_config, rows, _sights(code, hf_config))
+        return recorder, _forward(code, hf_config, partial(ProbedGreenlet, masks=rows), recorder.record)
 
 
-def _sights(model: torch.nn.Module, hf_config: Any) -> list[Sight | None]:
+def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
     """The rule of each mask that a forward asks for, in order; the forward ends at its first attention call."""
     length = len(TOKENS)
     # Tokens that a model's embeddings and first projections are given, to see what masks make of a text
@@ -136,7 +137,7 @@ def _sights(model: torch.nn.Module, hf_config: Any) -> list[Sight | None]:
         texts = MaskProbe()
         with contextlib.suppress(_FirstCallError):
             tokens = (TOKENS * length)[:length]
-            _forward(model, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
+            _forward(code, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
         sights = [asked.sight() for asked in texts.asked]
         needed = max((asked.reach for asked in texts.asked), default=0)
         if None not in sights or not length < needed <= longest_text:
@@ -153,7 +154,7 @@ def _stop(*_: Any, **__: Any) -> NoReturn:
 
 
 def _forward(
-    model: torch.nn.Module,
+    code: ModelCode,
     hf_config: Any,
     kind: Callable[..., ModelGreenlet],
     attend: Callable[..., torch.Tensor],
@@ -161,13 +162,12 @@ def _forward(
     places: Sequence[int] = POSITIONS,
 ) -> torch.Tensor:
     """Logits [rows, vocab] of the probe row, its attention answered by ``attend``, in a greenlet of ``kind``."""
-    device = next(model.parameters()).device
-    tokens, positions = (torch.tensor([ids], device=device) for ids in (token_ids, places))
-    asked = {"use_cache": False, "logits_to_keep": torch.tensor([0, *range(len(token_ids))], device=device)}
-    running = kind(lambda: model(input_ids=tokens, position_ids=positions, **asked), attend)
+    tokens, positions = (torch.tensor([ids], device=code.device) for ids in (token_ids, places))
+    rows = torch.tensor([0, *range(len(token_ids))], device=code.device)
+    running = kind(lambda: code.logits(tokens, positions, rows), attend)
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = running.switch().logits[0]
+            logits: torch.Tensor = running.switch()
     except (UnsupportedModelError, _FirstCallError):
         raise
     except Exception as error:

@@ -26,6 +26,7 @@ import torch
 from greenlet import greenlet
 
 from fastdecode.sworker.adapters.calls import DENSE, Calls
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.prepack import equal_within_rounding
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.staging import PackedRows, Staging, rows_of
@@ -133,7 +134,7 @@ class ModelGraphs:
     prompt scratch is sized by the memory that is left.
     """
 
-    def __init__(self, model: torch.nn.Module, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
+    def __init__(self, code: ModelCode, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
         """For up to ``max_rows`` rows in each mini-batch.
 
         A model that cannot be captured, as it reads values back from the GPU, or whose graphs do not prove equal,
@@ -144,7 +145,7 @@ class ModelGraphs:
         self._captured: list[dict[int, CapturedForward]] = []
         try:
             with recorder.aside(), torch.inference_mode():
-                self._captured = [_Capture(model, recorder, counts).forwards for _ in range(num_mini_batches)]
+                self._captured = [_Capture(code, recorder, counts).forwards for _ in range(num_mini_batches)]
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             logger.warning("this model runs without CUDA graphs, launch by launch: %s", reason)
@@ -165,9 +166,9 @@ class ModelGraphs:
 class _Capture:
     """Captures one mini-batch's graphs, which share static rows and a memory pool; ``forwards`` has the result."""
 
-    def __init__(self, model: torch.nn.Module, recorder: GraphRecorder, counts: tuple[int, ...]) -> None:
-        self._model, self._recorder, self._pool = model, recorder, recorder.pool()
-        self._max_rows, self._device = counts[-1], next(model.parameters()).device
+    def __init__(self, code: ModelCode, recorder: GraphRecorder, counts: tuple[int, ...]) -> None:
+        self._code, self._recorder, self._pool = code, recorder, recorder.pool()
+        self._max_rows, self._device = counts[-1], code.device
         self._static: dict[tuple[object, ...], torch.Tensor] = {}
         # The largest first: the smaller ones find room in what it leaves of the pool.
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
@@ -209,8 +210,7 @@ class _Capture:
             return o[None]
 
         def forward() -> torch.Tensor:
-            output = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-            return self._kept("logits", output.logits[0])
+            return self._kept("logits", self._code.logits(input_ids, position_ids))
 
         logits = ModelGreenlet(forward, in_attention_call).switch()
         return CapturedForward(input_ids, position_ids, graphs, attention, logits)

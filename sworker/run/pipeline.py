@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.sworker.adapters.calls import DENSE, Calls, calls_of, index_argument
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.run.prompts import PromptAttention
 from fastdecode.sworker.run.staging import HostStaging, PackedRows, Staging, rows_of
 from fastdecode.sworker.run.threads import SharedCores
@@ -71,7 +72,7 @@ class MiniBatchForward:
         self,
         mini_batch: int,
         packed: PackedRows,
-        model: torch.nn.Module,
+        code: ModelCode,
         backend: AttentionBackend,
         prompts: PromptAttention,
         staging: Staging | None = None,
@@ -81,20 +82,14 @@ class MiniBatchForward:
         self.packed = packed
         self.layer = 0
         self.own_greenlet = ModelGreenlet(self._run, self._attend)
-        self._model = model
+        self._code = code
         self._staging = staging or HostStaging(backend)
         self._prompts = prompts
 
     def _run(self) -> torch.Tensor:
         """Return logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
         packed = self.packed
-        output = self._model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            logits_to_keep=packed.logits_rows,
-        )
-        return output.logits[0, : packed.num_sampled]
+        return self._code.logits(packed.input_ids, packed.position_ids, packed.logits_rows)[: packed.num_sampled]
 
     def _attend(
         self,

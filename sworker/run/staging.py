@@ -15,9 +15,6 @@ from fastdecode.core.step import MiniBatch
 MIN_ROWS = 16
 """Smaller forwards are padded: torch's CPU matrix product gives a row the same bits only from 8 rows on."""
 
-LEAST_ROWS = "least_rows"
-"""The attribute of a model whose forwards are padded to another number of rows."""
-
 
 @dataclass(frozen=True)
 class PromptRows:
@@ -45,16 +42,6 @@ class PackedRows:
     num_sampled: int
     attending_rows: slice | torch.Tensor
     prompt_rows: tuple[PromptRows, ...]
-
-
-def allow_few_rows(model: torch.nn.Module) -> None:
-    """Note that ``model`` gives a row the same bits in forwards of any size: none of them is padded."""
-    model.__dict__[LEAST_ROWS] = 1
-
-
-def least_rows_of(model: torch.nn.Module) -> int:
-    """Return the number of rows that forwards of ``model`` are padded to."""
-    return int(vars(model).get(LEAST_ROWS, MIN_ROWS))
 
 
 def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:

@@ -27,7 +27,7 @@ def digests(model: SModel) -> list[str]:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         one, many = (
-            _forward(model.model, model._hf_config, ModelGreenlet, Recorder(model._hf_config).answer, TOKENS[:count],
+            _forward(model.code, model._hf_config, ModelGreenlet, Recorder(model._hf_config).answer, TOKENS[:count],
                      range(count)).float()
             for count in (1, 64)
         )  # fmt: skip

@@ -227,8 +227,8 @@ def _make_s_worker(
     clock = StateClock()
     if pool.ranks:
         lead = pool.ranks.lead
-        return SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts, lead=lead, in_order=True)
-    s_worker = SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts)
+        return SWorker(model.code, model.layout, pool.backend, clock, prompts=prompts, lead=lead, in_order=True)
+    s_worker = SWorker(model.code, model.layout, pool.backend, clock, prompts=prompts)
     if not config.enforce_eager:
         s_worker.capture_graphs(num_mini_batches, config.max_num_seqs)
     return s_worker
