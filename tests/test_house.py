@@ -21,13 +21,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 339,
-    "lines that serving imports": 50_000,
-    "lines of the product": 63_800,
+    "lines that serving imports": 50_300,
+    "lines of the product": 64_100,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 600,
-    "docstrings that are fragments": 153,
+    "docstrings that are fragments": 144,
 }
 
 FRAGMENT = re.compile(
@@ -81,8 +81,8 @@ def measured() -> dict[str, int]:
     return {
         "import circles": len(circles()),
         "modules that serving imports": len(served),
-        "lines that serving imports": 50_000sum(lengths[name] for name in served),
-        "lines of the product": 63_800sum(lengths.values()),
+        "lines that serving imports": 50_300sum(lengths[name] for name in served),
+        "lines of the product": 64_100sum(lengths.values()),
         "files over 300 lines": sum(length > MOST_LINES_OF_A_FILE for length in lengths.values()),
         "functions over 51 lines": sum(span > MOST_LINES_OF_A_FUNCTION for span in spans),
         "methods of the largest class": max(methods(node) for node in definitions() if isinstance(node, ast.ClassDef)),

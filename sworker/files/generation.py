@@ -1,4 +1,4 @@
-"""The model's own generation_config.json: sampling defaults, and the ids that end a text."""
+"""The model's generation_config.json: sampling defaults, and the ids that end a text."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ logger = logging.getLogger(__name__)
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
     """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
 
-    As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count,
-    and so do those of a GGUF file. What cannot be meant is left out, and named in one line.
+    As in vLLM, these are the defaults of a request without sampling parameters. Its end-of-text ids always apply, and
+    so do those of a GGUF file. Impossible values are left out, and named in one line.
 
     Raises:
         ModelLoadError: the file is no JSON object.
-        ConfigError: a folder without it was given, or ``override_generation_config`` has a value that cannot be meant.
+        ConfigError: the given folder has no such file, or ``override_generation_config`` has an impossible value.
     """
     file = Path(config.model) if str(config.model).endswith(".gguf") else None
     loaded = _loaded(config, file)
     asked = {} if config.generation_config == "vllm" else loaded
     asked = asked | config.override_generation_config
     own = gguf_tokenizer.sampling(file) if file and config.generation_config != "vllm" else {}
-    # Names that count in generation_config.json, as in vLLM, and those of sampling parameters
+    # Names used from generation_config.json, as in vLLM, with our names
     names = {
         "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
         "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
     }  # fmt: skip
     wanted = own | {names[name]: asked[name] for name in names if asked.get(name) is not None}
-    # Names by which transformers writes other texts and vLLM does not, and their values without effect
+    # Settings that transformers follows and vLLM does not, with their neutral values
     not_taken = {
         "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
         "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "forced_bos_token_id": None,
@@ -60,7 +60,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
 
 
 def _loaded(config: EngineConfig, file: Path | None) -> dict[str, Any]:
-    """Return what the generation_config.json of the model, or of the folder that is given, says."""
+    """Return the content of the generation_config.json of the model, or of the given folder."""
     if config.generation_config in ("auto", "vllm"):
         return _read(str(file.parent) if file else config.model, config.revision)
     if not (Path(config.generation_config) / GENERATION_CONFIG_NAME).is_file():
@@ -73,7 +73,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any]:
         found = cached_file(
             model, GENERATION_CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # a model id, and no hub
+    except OSError:  # a model id, without access to a hub
         return {}
     if found is None:
         return {}
@@ -91,7 +91,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _can_be_meant(model: str, name: str, value: Any) -> bool:
-    """Return True for a sampling parameter within its range; else name it in one line."""
+    """Return True for a sampling parameter within its range; otherwise log it in one line."""
     try:
         SamplingParams(**{name: value})
     except ConfigError as error:
@@ -101,7 +101,7 @@ def _can_be_meant(model: str, name: str, value: Any) -> bool:
 
 
 def _is_token(model: str, token_id: Any, vocab_size: int) -> bool:
-    """Return True for an id of the vocabulary; else name it in one line."""
+    """Return True for an id of the vocabulary; otherwise log it in one line."""
     if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size:
         return True
     logger.warning("%s: eos_token_id %r is left out: ids are 0 to %d", model, token_id, vocab_size - 1)
