@@ -81,8 +81,8 @@ def measured() -> dict[str, int]:
     return {
         "import circles": len(circles()),
         "modules that serving imports": len(served),
-        "lines that serving imports": 50_300sum(lengths[name] for name in served),
-        "lines of the product": 64_100sum(lengths.values()),
+        "lines that serving imports": sum(lengths[name] for name in served),
+        "lines of the product": sum(lengths.values()),
         "files over 300 lines": sum(length > MOST_LINES_OF_A_FILE for length in lengths.values()),
         "functions over 51 lines": sum(span > MOST_LINES_OF_A_FUNCTION for span in spans),
         "methods of the largest class": max(methods(node) for node in definitions() if isinstance(node, ast.ClassDef)),
