@@ -13,11 +13,6 @@ from typing import Any, BinaryIO
 from fastdecode.batch.lines import BatchLine, read_line
 from fastdecode.core.errors import ConfigError
 
-HALF_WRITTEN = b'{"id": "batch_req-'
-"""The beginning of every answer. Nothing is cut off a file that ends in anything else."""
-
-OK = 200
-
 
 class BatchInput:
     """The requests of an input file, read line by line, since it may be larger than memory."""
@@ -105,17 +100,20 @@ class BatchOutput:
         """Return the bytes of complete answers in the file."""
         keep = 0
         self._file.seek(0)
+        # How every answer begins: of a file that ends in anything else nothing is cut off
+        half_written = b'{"id": "batch_req-'
         for number, text in enumerate(self._file, 1):
             if text.endswith(b"\n"):
                 self._count(_checked_answer(path, number, text, custom_ids, model))
                 keep += len(text)
-            elif not text.startswith(HALF_WRITTEN[: len(text)]):
+            elif not text.startswith(half_written[: len(text)]):
                 raise _no_answer(path, number)
         return keep
 
     def _count(self, line: dict[str, Any]) -> None:
         self.done.add(line["custom_id"])
-        if line["response"].get("status_code") != OK:
+        ok = 200
+        if line["response"].get("status_code") != ok:
             self.failed.add(line["custom_id"])
 
 

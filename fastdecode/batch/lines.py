@@ -22,8 +22,6 @@ from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, cha
 
 Asked = CompletionRequest | ChatRequest | ResponsesRequest
 
-_KINDS: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
-
 
 @dataclass(frozen=True)
 class BatchLine:
@@ -54,7 +52,8 @@ def read_request(line: BatchLine) -> Asked:
 
     Raise RequestError for an endpoint or a field that is unknown: a refusal now is better than hours of wrong work.
     """
-    kind = _KINDS.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
+    kinds: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
+    kind = kinds.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
     if kind is None:
         raise RequestError(f"must POST to {COMPLETIONS}, {CHAT} or {RESPONSES}, not {line.url!r:.80}")
     request, unknown = read_body(line.body, kind)

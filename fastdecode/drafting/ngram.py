@@ -11,11 +11,6 @@ from fastdecode.core.protocols import DraftRequest, PendingControls
 LOOK_BACK = 64
 """Tokens by which earlier places are compared; the longest agreement with the end wins."""
 
-FEW = 32
-"""Places that are compared so far back: the last ones, if more agree in ``CLOSE`` tokens."""
-
-CLOSE = 8
-
 
 class NgramDrafter:
     """Drafts from each sequence's own prompt and output."""
@@ -71,7 +66,10 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
     agreeing, look_back = 1, max(most, LOOK_BACK)
-    while len(places) > FEW and agreeing < max(least, CLOSE):
+    # Places that are compared that far: the last ones, where more than so many agree in ``close`` tokens
+    few = 32
+    close = 8
+    while len(places) > few and agreeing < max(least, close):
         longer = places[places >= agreeing]
         longer = longer[tokens[longer - agreeing] == tokens[-1 - agreeing]]
         if not len(longer):
@@ -79,10 +77,10 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
         places, agreeing = longer, agreeing + 1
     if not len(places):
         return []
-    furthest = _agreeing(tokens, places[-FEW:], min(look_back, len(tokens)))
+    furthest = _agreeing(tokens, places[-few:], min(look_back, len(tokens)))
     if furthest.max() < least:
         return []
-    start = int(places[-FEW:][len(furthest) - 1 - furthest[::-1].argmax()]) + 1
+    start = int(places[-few:][len(furthest) - 1 - furthest[::-1].argmax()]) + 1
     period = len(tokens) - start
     return tokens[start + np.arange(count) % period].tolist()
 

@@ -8,10 +8,6 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 
-METHODS = ("ngram", "draft_model", "early_exit")
-MAX_SPECULATIVE_TOKENS = 64
-"""Most draft tokens of a sequence in a step; a higher number is taken for a typing error."""
-
 LOOKUP_TOKENS = 5
 """vLLM's prompt_lookup_max and prompt_lookup_min if neither is given."""
 
@@ -45,8 +41,9 @@ class SpeculativeConfig:
         if not settings:
             return None
         method = settings.get("method")
-        if method not in METHODS:
-            raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, not {method!r}")
+        methods = ("ngram", "draft_model", "early_exit")
+        if method not in methods:
+            raise ConfigError(f"speculative_config: method must be one of {', '.join(methods)}, not {method!r}")
         known = {"method", "num_speculative_tokens", *_OF_METHOD[method]}
         if unknown := sorted(set(settings) - known):
             elsewhere = {each.name for each in fields(SpeculativeConfig)} & set(unknown)
@@ -55,7 +52,9 @@ class SpeculativeConfig:
                 f"speculative_config: method {method} takes {', '.join(sorted(known - {'method'}))}; "
                 f"{unknown[0]!r} {what}"
             )
-        count = _whole(settings, "num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
+        # Draft tokens of a sequence in a step; more is a slip of the finger
+        max_speculative_tokens = 64
+        count = _whole(settings, "num_speculative_tokens", 1, max_speculative_tokens)
         if method == "ngram":
             given = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if name in settings]
             lookup = {name: _whole(settings, name, 1, 1024) for name in given}

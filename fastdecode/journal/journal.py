@@ -15,16 +15,15 @@ from fastdecode.journal.places import FILE
 from fastdecode.journal.records import Began, Kept, Run, read
 from fastdecode.scheduler.names import NO_NOTES, Notes
 
-HEAD_BYTES = 4096
-"""Bytes at the beginning of a file that hold its first record."""
-
 
 def next_run(folder: str | None) -> Run:
     """Return the run of the engine that will open the journal in ``folder``."""
     before = ""
+    # At the beginning of a file: more than its first record takes
+    head_bytes = 4096
     if folder is not None:
         with contextlib.suppress(OSError), (Path(folder) / FILE).open("rb") as file:
-            records, _ = read(file.read(HEAD_BYTES))
+            records, _ = read(file.read(head_bytes))
             before = records[0].run if records and isinstance(records[0], Began) else ""
     return Run(secrets.token_hex(16), before)
 

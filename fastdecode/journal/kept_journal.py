@@ -32,9 +32,6 @@ from fastdecode.journal.records import (
 )
 from fastdecode.scheduler.names import NO_NOTES, Notes
 
-KEPT_TOKENS = 1 << 20
-"""Tokens of ended requests kept when a journal is rewritten, newest first, since clients may ask again."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -237,11 +234,14 @@ def _plain(completion: Completion, start: int) -> TokenLogprobs:
 
 
 def _without_oldest(pasts: list[Past]) -> list[Past]:
-    """Return ``pasts`` without old ended ones: those followed by ``KEPT_TOKENS`` tokens of other ended ones."""
+    """Return ``pasts`` without old ended ones: those followed by ``kept_tokens`` tokens of other ended ones."""
     kept: list[Past] = []
     num_tokens = 0
+    # Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
+    # once more
+    kept_tokens = 1 << 20
     for past in reversed(pasts):
         num_tokens += past.num_tokens if past.ended else 0
-        if not past.ended or num_tokens <= KEPT_TOKENS:
+        if not past.ended or num_tokens <= kept_tokens:
             kept.append(past)
     return kept[::-1]

@@ -152,12 +152,10 @@ def _place(record: Record, samples: dict[int, Sample]) -> None:
 def asked(request: Request) -> Asked:
     """Return the record of ``request``."""
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
-    given = {name: value for name, value in params.items() if value != getattr(_DEFAULTS, name)}
+    defaults = SamplingParams()
+    given = {name: value for name, value in params.items() if value != getattr(defaults, name)}
     first = request.completions[0].sequence.sequence_id
     return Asked(first, request.request_id, request.prompt, request.prompt_token_ids, given)
-
-
-_DEFAULTS = SamplingParams()
 
 
 def _params_of(given: dict[str, Any]) -> SamplingParams:

@@ -7,8 +7,6 @@ import threading
 import time
 from pathlib import Path
 
-BEAT_SECONDS = 0.25
-
 SILENT_SECONDS = 2.0
 """Seconds without a beat after which an engine counts as stopped, as long as R-workers wait for its frames."""
 
@@ -30,7 +28,8 @@ class Pulse:
         self._thread.join(SILENT_SECONDS)
 
     def _run(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
+        beat_seconds = 0.25
+        while not self._ended.wait(beat_seconds):
             with contextlib.suppress(OSError):
                 self._path.touch()
 

@@ -19,15 +19,6 @@ from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.sworker.part.attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
 
-TIMED_TOKENS = 256
-"""Tokens of the prompts that are timed on the S-worker at the start."""
-
-UNMEASURED_LINK = PrefillLink(1e9)
-"""The assumed link to prefill workers without a profile.
-
-It keeps few tokens after a long prefix on the S-worker, whose R-worker has that prefix.
-"""
-
 
 def make_prefill_policy(
     config: EngineConfig,
@@ -43,10 +34,13 @@ def make_prefill_policy(
     """
     here = timed_prefill_model(config, model, s_worker, r_workers, make_cache)
     profile = load_profile(config.profile) if config.profile else None
+    # Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
+    # with the S-worker, whose R-worker has that prefix
+    unmeasured_link = PrefillLink(1e9)
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel, config.kv_cache_dtype)
     else:
-        linked = replace(_with_threads(here, config), link=UNMEASURED_LINK)
+        linked = replace(_with_threads(here, config), link=unmeasured_link)
         forecast = Forecast(linked, method=config.prefill_parallel)
     return LeastWaiting(forecast, _s_seconds(here), range(num_workers))
 
@@ -57,7 +51,9 @@ def timed_prefill_model(
     """Return times of the S-worker as a prefill worker: its products for a short prompt, and its attention."""
     layout = model.layout
     room = max(worker.room_tokens for worker in r_workers)
-    num_tokens = min(TIMED_TOKENS, model.max_model_len, room, config.max_num_batched_tokens)
+    # Of the prompts that are timed at the start, on the S-worker
+    timed_tokens = 256
+    num_tokens = min(timed_tokens, model.max_model_len, room, config.max_num_batched_tokens)
     seconds = profile_steps(s_worker, r_workers, num_tokens)(num_tokens, 0) / len(layout.layers)
     attention = PromptAttentionTimes(_pair_seconds(model, make_cache), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _CALLS = uuid.UUID("6f3b1d3e-8f0a-4b8e-9d0c-2f7a5e1c4b90")
-_LONE = re.compile("[\ud800-\udfff]")
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_ESCAPES = re.compile(f"{_HIGH}{_LOW}|(?P<lone>{_HIGH}|{_LOW})|" + r"\\[^u]|\\u")
-_BEGUN_ESCAPE = re.compile(f"(?:{_HIGH})?" + r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
-_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,8 @@ def call_id(answer: str, number: int, length: int = 0) -> str:
     name = uuid.uuid5(_CALLS, f"{answer}/{number}")
     if not length:
         return f"call_{name.hex}"
-    return "".join(_LETTERS[name.int // 62**place % 62] for place in range(length))
+    letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+    return "".join(letters[name.int // 62**place % 62] for place in range(length))
 
 
 def arguments_text(arguments: Any) -> str:
@@ -49,8 +46,9 @@ def arguments_text(arguments: Any) -> str:
         arguments = json.loads(arguments)
     if not isinstance(arguments, Mapping):
         raise ValueError("arguments must be an object")
+    lone = re.compile("[\ud800-\udfff]")
     try:
-        return _LONE.sub("\ufffd", json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        return lone.sub("\ufffd", json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
@@ -59,12 +57,14 @@ def mended_escapes(text: str) -> str:
     """Return the JSON ``text`` with escapes of lone surrogates replaced; its length stays the same."""
     if "\\u" not in text:
         return text
-    return _ESCAPES.sub(lambda found: "\\ufffd" if found["lone"] else found[0], text)
+    escapes = re.compile(f"{_HIGH}{_LOW}|(?P<lone>{_HIGH}|{_LOW})|" + r"\\[^u]|\\u")
+    return escapes.sub(lambda found: "\\ufffd" if found["lone"] else found[0], text)
 
 
 def num_mended(text: str) -> int:
     """Return how much of the growing JSON ``text`` can be mended regardless of what follows."""
-    found = _BEGUN_ESCAPE.search(text, max(0, len(text) - 12))
+    begun_escape = re.compile(f"(?:{_HIGH})?" + r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
+    found = begun_escape.search(text, max(0, len(text) - 12))
     return found.start() if found else len(text)
 
 

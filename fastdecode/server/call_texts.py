@@ -10,8 +10,6 @@ from typing import Any
 
 _DECODER = json.JSONDecoder()
 _BETWEEN = re.compile(r"[\s,;]*")
-_PYTHON = re.compile(r"\[?\s*[A-Za-z_]")
-_NAMES = {"true": True, "false": False, "null": None}
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
@@ -21,8 +19,9 @@ def calls_in(text: str) -> list[dict[str, Any]]:
     arguments, in a list or one per line.
     """
     text = text.strip()
+    python = re.compile(r"\[?\s*[A-Za-z_]")
     try:
-        found = list(_python_calls(text)) if _PYTHON.match(text) else list(_json_calls(text))
+        found = list(_python_calls(text)) if python.match(text) else list(_json_calls(text))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from None
     if not found:
@@ -57,8 +56,9 @@ def _python_calls(text: str) -> Iterator[dict[str, Any]]:
 
 def _value(node: ast.expr) -> Any:
     """Return the value of a literal, with JSON's names too. Raise ValueError for anything else."""
-    if isinstance(node, ast.Name) and node.id in _NAMES:
-        return _NAMES[node.id]
+    names = {"true": True, "false": False, "null": None}
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(each) for each in node.elts]
     if isinstance(node, ast.Dict):

@@ -22,9 +22,6 @@ from fastdecode.server.observer import EngineWatch
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0
-"""Seconds between an idle engine's checks for R-workers that have joined or left."""
-
 
 @dataclass(frozen=True)
 class _Call:
@@ -160,9 +157,11 @@ class EngineThread:
     def _read_inbox(self, engine: LLMEngine) -> bool:
         """Do what was queued since the last step; an idle engine waits for work. Return False to stop."""
         wait = not engine.has_unfinished_requests()
+        # How often an idle engine looks for R-workers that have come or gone
+        idle_seconds = 1.0
         while True:
             try:
-                asked = self._inbox.get(block=wait, timeout=IDLE_SECONDS)
+                asked = self._inbox.get(block=wait, timeout=idle_seconds)
             except queue.Empty:
                 if wait:
                     engine.look_around()

@@ -41,16 +41,15 @@ REFUSED = {
 }
 """Fields that would change the answer, each with what to do instead."""
 
-_MEAN_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],), "priority": (0,)
-}  # fmt: skip
-
 
 def check_fields(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise RequestError for a field that is not ``known`` and would change the answer, unless its value is neutral."""
+    mean_nothing: Mapping[str, tuple[Any, ...]] = {
+        "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],), "priority": (0,)
+    }  # fmt: skip
     for name in sorted(REFUSED.keys() & body.keys() - set(known)):
         value = body[name]
-        if not asks_for_nothing(value, _MEAN_NOTHING.get(name, ())) and not (
+        if not asks_for_nothing(value, mean_nothing.get(name, ())) and not (
             name == "best_of" and value == body.get("n")
         ):
             raise RequestError(f"{name} is not supported: {REFUSED[name]}")

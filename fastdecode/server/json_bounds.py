@@ -23,18 +23,17 @@ MOST_NODES = 1 << 16
 
 PIECE_BYTES = 1 << 18
 
-_PAIR_OR_HALF = re.compile(rb"\\(?:u(?i:d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(d[89a-f][0-9a-f]{2}))|.)", re.DOTALL)
-"""An escape in JSON. Its group matches a lone surrogate."""
-
 
 def parse_json(data: bytes | bytearray) -> Any:
     """Return the parsed JSON. Raise RequestError if it is no UTF-8 JSON, or has too many values."""
     if len(data) > MOST_NODES:
         _check_size(data)
+    # An escape in JSON: its group is half of a surrogate pair that stands alone
+    pair_or_half = re.compile(rb"\\(?:u(?i:d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(d[89a-f][0-9a-f]{2}))|.)", re.DOTALL)
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        half = next((each[1].decode() for each in _PAIR_OR_HALF.finditer(data[:PIECE_BYTES]) if each[1]), None)
+        half = next((each[1].decode() for each in pair_or_half.finditer(data[:PIECE_BYTES]) if each[1]), None)
         told = error if half is None else f"\\u{half} is half of a character: send both halves, or neither"
         raise RequestError(f"the body is not valid JSON: {told}") from None
 
@@ -75,10 +74,6 @@ def _too_many(pieces: Iterable[bytes]) -> str:
     return ""
 
 
-ANY_INTS = frozenset({"prompt"})
-"""Untyped fields whose numbers are token ids."""
-
-
 def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return ``body`` with integers for numbers such as 4.0, in fields where ``kind`` has integers.
 
@@ -91,7 +86,9 @@ def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> d
 def _int_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     told = msgspec.inspect.type_info(kind)
     fields = told.fields if isinstance(told, msgspec.inspect.StructType) else ()
-    return frozenset(each.encode_name for each in fields if _takes_ints(each.type) or each.name in ANY_INTS)
+    # Fields of any type in which numbers are token ids
+    any_ints = frozenset({"prompt"})
+    return frozenset(each.encode_name for each in fields if _takes_ints(each.type) or each.name in any_ints)
 
 
 def _takes_ints(told: msgspec.inspect.Type) -> bool:

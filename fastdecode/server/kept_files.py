@@ -24,7 +24,6 @@ FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """The name of an answer, and of a request as its client may name it."""
 
 _SUFFIX = ".request"
-_FOLDER = re.compile(r"requests-([0-9]{1,18})")
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +122,8 @@ class KeptFiles:
     def __init__(self, journal: str) -> None:
         """Take over the folder in ``journal`` from a previous server, if any. Raise OSError."""
         self.thread: Executor = ThreadPoolExecutor(1, "requests")
-        found = [(int(match[1]), path) for path in Path(journal).iterdir() if (match := _FOLDER.fullmatch(path.name))]
+        folder = re.compile(r"requests-([0-9]{1,18})")
+        found = [(int(match[1]), path) for path in Path(journal).iterdir() if (match := folder.fullmatch(path.name))]
         number, before = max(found, default=(0, None))
         self._folder = Path(journal) / f"requests-{number + 1}"
         if before is None:

@@ -33,11 +33,6 @@ WINDOW_SECONDS = 2.0
 SHOWN_LAYERS = 8
 """Layers of a step's timeline; more would be too narrow to see."""
 
-MOST_VIEWERS = 64
-
-_HTML = Path(__file__).with_name("live.html")
-_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-
 
 def add_live(app: FastAPI, service: Service) -> None:
     """Add the page and its stream to ``app``.
@@ -48,12 +43,15 @@ def add_live(app: FastAPI, service: Service) -> None:
 
     @app.get(PAGE, include_in_schema=False)
     async def page() -> Response:
-        return HTMLResponse(_HTML.read_bytes(), headers={"content-security-policy": _CONTENT_POLICY})
+        content_policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        html = Path(__file__).with_name("live.html")
+        return HTMLResponse(html.read_bytes(), headers={"content-security-policy": content_policy})
 
     @app.get(STREAM, include_in_schema=False)
     async def stream() -> Response:
         service.check_alive()
-        if live.num_viewers >= MOST_VIEWERS:
+        most_viewers = 64
+        if live.num_viewers >= most_viewers:
             raise ApiError(503, f"{live.num_viewers} live pages are open: close some", "overloaded_error")
         return LiveResponse(live)
 

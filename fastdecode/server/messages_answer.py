@@ -18,9 +18,6 @@ Event = dict[str, Any]
 
 NO_INPUT = msgspec.Raw(b"{}")
 
-_DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
-_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
-
 
 @dataclass(frozen=True)
 class MessageForm:
@@ -143,7 +140,9 @@ class GrowingMessage:
         yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
 
     def _delta(self, text: str) -> Event:
-        delta = {"type": _DELTAS[self._kind], _KEYS[self._kind]: text}
+        deltas = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+        keys = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+        delta = {"type": deltas[self._kind], keys[self._kind]: text}
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
     def _stop(self) -> Iterator[Event]:

@@ -11,17 +11,6 @@ from starlette.types import Scope
 from fastdecode.server.errors import api_error
 from fastdecode.server.messages_request import MESSAGES
 
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
 
 def is_messages(scope: Scope) -> bool:
     """Return whether a request is for Anthropic's API, by its path."""
@@ -31,7 +20,17 @@ def is_messages(scope: Scope) -> bool:
 
 def message_error(status: int, message: str, answer_id: str | None = None) -> dict[str, Any]:
     """Return the body of an error, which is also its event."""
-    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    kinds = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        408: "timeout_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
+    kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
     told = {"type": kind, "message": " ".join(message.split())}
     return {"type": "error", "error": told, "request_id": answer_id}
 

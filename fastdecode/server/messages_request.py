@@ -14,14 +14,6 @@ from fastdecode.server.text_forms import JsonSchema, ResponseFormat
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
-SAME = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
-"""Fields with the same name in a chat."""
-
-_BILLING = "x-anthropic-billing-header"
-"""The beginning of a system text that is no instruction, and differs in each request."""
-
-_EFFORTS = ("low", "medium", "high")
-
 
 class ToolChoice(msgspec.Struct):
     """The tools that are called. ``name``: for the type "tool"."""
@@ -93,16 +85,20 @@ def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatReque
         "continue_final_message": continues,
         "add_generation_prompt": not continues,
     }
+    # Fields that a chat has by the same name
+    same = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
     if isinstance(request, MessagesRequest):
         stops = request.stop_sequences if request.stop is None else request.stop
         asked |= {"max_tokens": request.max_tokens, "stop": stops}
-        asked |= {name: getattr(request, name) for name in SAME}
+        asked |= {name: getattr(request, name) for name in same}
     return ChatRequest(**asked)
 
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     texts = [system] if isinstance(system, str) else [_text(block, "system") for block in system or ()]
-    told = [text for text in texts if text and not text.startswith(_BILLING)]
+    # Begins a system text that is no instruction, and is another one in each request
+    billing = "x-anthropic-billing-header"
+    told = [text for text in texts if text and not text.startswith(billing)]
     return [{"role": "system", "content": "\n".join(told)}] if told else []
 
 

@@ -13,15 +13,14 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 
-TABLE = Path(__file__).with_name("response_templates.json")
-
 OF_TOKENIZER = "hf"
 """vLLM's name of the parser that follows the tokenizer's response template."""
 
 
 @lru_cache(1)
 def _table() -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    table = Path(__file__).with_name("response_templates.json")
+    found: dict[str, list[dict[str, Any]]] = json.loads(table.read_text(encoding="utf-8"))
     return found
 
 

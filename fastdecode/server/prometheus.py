@@ -22,15 +22,14 @@ _FAST = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
     80,
 )  # fmt: skip
-_FIRST = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
-    2560,
-)  # fmt: skip
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTHS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": (_FIRST, "From arrival to the first token"),
+    "time_to_first_token_seconds": ((
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+    2560,
+), "From arrival to the first token"),
     "inter_token_latency_seconds": (_FAST, "From one token to the next"),
     "time_per_output_token_seconds": (_FAST, "Mean time between the tokens of a finished request"),
     "request_time_per_output_token_seconds": (_FAST, "The same, by vLLM's newer name"),

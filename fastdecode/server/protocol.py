@@ -18,14 +18,6 @@ from fastdecode.server.tool_calls import ForcedCalls, forced_calls
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-_KNOWN_KWARGS = frozenset({
-    "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
-    "continue_final_message",
-})  # fmt: skip
-"""Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
-
-
-MOST_FIELDS = 1024
 
 Strings = Annotated[list[str], Meta(max_length=1024)]
 TokenIds = Annotated[list[int], Meta(max_length=1 << 18)]
@@ -150,8 +142,9 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
     """
     if not isinstance(body, dict):
         raise RequestError("body must be an object")
-    if len(body) > MOST_FIELDS:
-        raise RequestError(f"the body has {len(body)} fields: it may have {MOST_FIELDS}")
+    most_fields = 1024
+    if len(body) > most_fields:
+        raise RequestError(f"the body has {len(body)} fields: it may have {most_fields}")
     check_fields(body, kind.__struct_fields__)
     if kind is CompletionRequest and body.get("prompt") is None:
         raise RequestError("prompt is missing: text, token ids, or a list of either")
@@ -196,7 +189,12 @@ def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
     more = request.chat_template_kwargs or {}
-    taken = sorted(_KNOWN_KWARGS & set(more))
+    # Arguments of a chat template that ``chat_template_kwargs`` may not replace
+    known_kwargs = frozenset({
+        "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
+        "continue_final_message",
+    })  # fmt: skip
+    taken = sorted(known_kwargs & set(more))
     if taken:
         raise RequestError(f"chat_template_kwargs must not name {taken[0]}")
     given: dict[str, Any] = {

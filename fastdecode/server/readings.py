@@ -12,9 +12,6 @@ from fastdecode.server.prompt_reader import PromptTokens
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of, sampling_params
 from fastdecode.server.response_templates import NO_ANCHOR, AnswerSyntax, answer_syntax
 
-NEAR_TOKENS = 64
-"""Tokens at the end of a prompt that are searched first for the beginning of the answer."""
-
 
 class Readings:
     """Knows how the served model writes its answers. Any thread may use it."""
@@ -74,8 +71,10 @@ class Readings:
     def _end(self, token_ids: Sequence[int], has_begun: Any) -> str:
         """Return the end of the prompt with the beginning of the answer; all of it if that is further back."""
         decode = self._tokenizer.backend.decode
-        near: str = decode(list(token_ids[-NEAR_TOKENS:]), skip_special_tokens=False)
-        if has_begun(near) or len(token_ids) <= NEAR_TOKENS:
+        # The end of a prompt in which the beginning of the answer is looked for first
+        near_tokens = 64
+        near: str = decode(list(token_ids[-near_tokens:]), skip_special_tokens=False)
+        if has_begun(near) or len(token_ids) <= near_tokens:
             return near
         whole: str = decode(list(token_ids), skip_special_tokens=False)
         return whole

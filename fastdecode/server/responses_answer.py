@@ -100,10 +100,6 @@ def _call_item(part: CallPart, answer: str) -> Event:
     return {**item, "name": part.name, "arguments": "", "status": "in_progress"}
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs"}
-"""Prefixes of the ids of items."""
-
-
 class GrowingResponse:
     """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last.
 
@@ -172,7 +168,9 @@ class GrowingResponse:
         """Begin an item with one growing part."""
         yield from self._end_part("completed")
         number = f"_{len(self._items)}" if self._items else ""
-        item = {"id": f"{_PREFIXES[kind]}_{self._form.answer_id}{number}", "type": kind, **told}
+        # What the ids of items begin with
+        prefixes = {"message": "msg", "reasoning": "rs"}
+        item = {"id": f"{prefixes[kind]}_{self._form.answer_id}{number}", "type": kind, **told}
         self._items.append({**item, "status": "in_progress", "content": []})
         self._part = part
         yield self._item_event("response.output_item.added")

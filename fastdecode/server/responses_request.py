@@ -15,17 +15,9 @@ from fastdecode.server.text_forms import ResponseFormat
 RESPONSES = "/v1/responses"
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDES = frozenset({
-    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-})  # fmt: skip
-"""OpenAI's values of ``include``. All but LOGPROBS are about items that no answer here has."""
 
 SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields with the same name in a chat: OpenAI's, and vLLM's additional ones."""
-
-_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,6 +97,12 @@ def _with_instructions(instructions: str | None, messages: list[dict[str, Any]])
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
+    # What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has.
+    includes = frozenset({
+        LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+        "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    })  # fmt: skip
     refused = {
         "conversation": (request.conversation is not None, "is not supported: give previous_response_id, or all input"),
         "prompt": (request.prompt is not None, "is not supported: no prompts are stored; send instructions and input"),
@@ -117,7 +115,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             bool(request.top_logprobs) and LOGPROBS not in (request.include or ()),
             f"needs include: [{LOGPROBS}]",
         ),
-        "include": (set(request.include or ()) - INCLUDES != set(), f"may only name {', '.join(sorted(INCLUDES))}"),
+        "include": (set(request.include or ()) - includes != set(), f"may only name {', '.join(sorted(includes))}"),
     }
     for name, (wrong, message) in refused.items():
         if wrong:
@@ -129,11 +127,17 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
+    items: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
+        "message": _message,
+        "reasoning": _reasoning,
+        "function_call": _call,
+        "function_call_output": _call_output,
+    }
     for item in given:
         kind = item.get("type", "message")
-        read = _ITEMS.get(kind) if isinstance(kind, str) else None
+        read = items.get(kind) if isinstance(kind, str) else None
         if read is None:
-            raise RequestError(f"input: items may be {', '.join(_ITEMS)}, not {kind!r:.80}")
+            raise RequestError(f"input: items may be {', '.join(items)}, not {kind!r:.80}")
         message = read(item)
         if message is None:
             continue
@@ -169,14 +173,6 @@ def _reasoning(item: Mapping[str, Any]) -> None:
     """Check reasoning that a client sends back. Templates omit that of earlier turns."""
 
 
-_ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": _call,
-    "function_call_output": _call_output,
-}
-
-
 def _text(content: Any) -> str:
     """Return the text of parts, each on its own lines."""
     if isinstance(content, str):
@@ -189,7 +185,8 @@ def _text(content: Any) -> str:
 
 def _part_text(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*_TEXT_PARTS, "refusal") else None
+    text_parts = ("input_text", "output_text", "text")
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*text_parts, "refusal") else None
     return text if isinstance(text, str) else None
 
 

@@ -26,14 +26,6 @@ from fastdecode.server.service import Service
 from fastdecode.server.standby import standby_door, url_of
 from fastdecode.server.tracing import RequestTracer
 
-POLL_SECONDS = 0.05
-KEEP_ALIVE_SECONDS = 75
-"""Seconds that an idle connection stays open: longer than clients keep theirs (httpx 5, aiohttp 15, nginx 60).
-
-A request sent just when the server closes would be lost.
-"""
-
-BACKLOG = 4096
 LAST_WORDS_SECONDS = 2.0
 """Seconds in which a server with a failed engine still reports that, and sends complete answers."""
 
@@ -66,6 +58,9 @@ class _Server(uvicorn.Server):
     """uvicorn's server with an orderly end: accepted requests may finish, and new ones get 503."""
 
     def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
+        # How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60),
+        # since a request that is sent in the moment in which the server closes is lost
+        keep_alive_seconds = 75
         super().__init__(
             uvicorn.Config(
                 with_cors(make_app(service), settings),
@@ -79,7 +74,7 @@ class _Server(uvicorn.Server):
                 ssl_certfile=settings.ssl_certfile,
                 log_level=settings.uvicorn_log_level,
                 **_clients_certificates(settings),
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=keep_alive_seconds,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,  # type: ignore[arg-type]
             )
         )
@@ -89,7 +84,8 @@ class _Server(uvicorn.Server):
 
     def run_on(self, listener: socket.socket) -> int:
         """Serve; return the exit status."""
-        listener.listen(BACKLOG)
+        backlog = 4096
+        listener.listen(backlog)
         self.run([listener])
         return self._status
 
@@ -132,8 +128,9 @@ class _Server(uvicorn.Server):
     async def _drain(self) -> None:
         """Answer new requests with 503 until the last accepted one has ended."""
         deadline = time.monotonic() + self._settings.shutdown_timeout
+        poll_seconds = 0.05
         while self._service.num_requests and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(poll_seconds)
         self._service.fail_all()
         self.should_exit = True
 

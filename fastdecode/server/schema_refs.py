@@ -10,14 +10,6 @@ from fastdecode.core.errors import RequestError
 
 Schema = Mapping[str, Any]
 
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
-"""Keywords whose value holds a schema per name."""
-
-_DATA = frozenset({"enum", "const", "default", "examples", "example"})
-"""Keywords whose value holds no schema."""
-
-_NAMES_OF_PLACES = ("$id", "$anchor", "$schema")
-
 _MOST_HOPS = 16
 
 
@@ -37,7 +29,8 @@ def localized(schema: Schema, at: str = "#") -> dict[str, Any]:
         target = places.find(node.get("$ref"), base)
         if target is not None:
             found["$ref"] = at + quote(target, safe="/~!$&'()*+,;=:@")
-        for name in _NAMES_OF_PLACES:
+        names_of_places = ("$id", "$anchor", "$schema")
+        for name in names_of_places:
             found.pop(name, None)
         return found
 
@@ -88,11 +81,15 @@ class _Places:
 def _mapped(node: Schema, change: Callable[[Any, str], Any]) -> dict[str, Any]:
     """Return ``node`` with ``change(schema, path)`` for each schema in it, where the path starts at ``node``."""
     found: dict[str, Any] = {}
+    # Keywords whose value holds a schema per name
+    by_name = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+    # Keywords whose value holds no schema
+    data = frozenset({"enum", "const", "default", "examples", "example"})
     for key, value in node.items():
         path = _step(key)
-        if key in _DATA:
+        if key in data:
             found[key] = value
-        elif key in _BY_NAME and isinstance(value, Mapping):
+        elif key in by_name and isinstance(value, Mapping):
             found[key] = {name: change(each, path + _step(name)) for name, each in value.items()}
         elif isinstance(value, list):
             found[key] = [change(each, f"{path}/{number}") for number, each in enumerate(value)]

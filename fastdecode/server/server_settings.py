@@ -17,10 +17,6 @@ SERVER = "server"
 
 MEBIBYTE = 1 << 20
 
-RESERVED = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
-                      "add_special_tokens", "continue_final_message"})  # fmt: skip
-"""Arguments of a chat template that have no default."""
-
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -130,7 +126,10 @@ class ServerSettings:
             raise ConfigError("ssl_ca_certs, ssl_cert_reqs, ssl_ciphers: give ssl_keyfile and ssl_certfile as well")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("ssl_cert_reqs: clients' certificates are checked by ssl_ca_certs: give it as well")
-        if taken := sorted(RESERVED & self.default_chat_template_kwargs.keys()):
+        # Arguments of a chat template that have no default
+        reserved = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
+                              "add_special_tokens", "continue_final_message"})  # fmt: skip
+        if taken := sorted(reserved & self.default_chat_template_kwargs.keys()):
             raise ConfigError(f"default_chat_template_kwargs must not name {taken[0]}: requests and flags say it")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r:.80}")

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 2.0
-"""Seconds of idleness after which free memory goes back to the system."""
-
 
 class Service:
     """The model and its engine for the routes; it belongs to the event loop."""
@@ -176,7 +173,9 @@ class Service:
         """Return memory of a burst or a long text to the system, once nothing has come for a while."""
         if self._trim:
             self._trim.cancel()
-        self._trim = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._trim_unless_busy)
+        # After which free memory goes back to the system
+        idle_seconds = 2.0
+        self._trim = asyncio.get_running_loop().call_later(idle_seconds, self._trim_unless_busy)
 
     def check_alive(self) -> None:
         """Raise ApiError 503 if the engine is dead or the server is ending."""

@@ -22,8 +22,6 @@ CLIENT_SECONDS = 5.0
 MOST_CLIENTS = 64
 """Most concurrent connections; further ones are closed."""
 
-POLL_SECONDS = 0.05
-
 
 @contextlib.contextmanager
 def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[None]:
@@ -36,7 +34,8 @@ def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[
         return
     listener.listen(MOST_CLIENTS)
     door = _Door(listener, settings)
-    thread = threading.Thread(target=door.serve_forever, args=(POLL_SECONDS,), name="standby", daemon=True)
+    poll_seconds = 0.05
+    thread = threading.Thread(target=door.serve_forever, args=(poll_seconds,), name="standby", daemon=True)
     thread.start()
     print(f"fastdecode: stands by for session {settings.standby} at {url_of(listener, settings)}", flush=True)
     try:

@@ -12,8 +12,6 @@ from fastdecode.core.errors import RequestError
 from fastdecode.server.call_parts import CallPart, call_id, mended_escapes, num_mended
 from fastdecode.server.schema_refs import localized
 
-_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": …}}'
-_DEFINITIONS = ("$defs", "definitions")
 _DECODER = json.JSONDecoder()
 
 
@@ -45,8 +43,9 @@ def forced_calls(
         return ForcedCalls(None, _any_of(_functions(tools), parallel))
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
+    choices = 'none, auto, required or {"type": "function", "function": {"name": …}}'
     if not isinstance(name, str):
-        raise RequestError(f"tool_choice must be {_CHOICES}, got {choice!r:.80}")
+        raise RequestError(f"tool_choice must be {choices}, got {choice!r:.80}")
     functions = _functions(tools)
     if name not in functions:
         raise RequestError(f"tool_choice: no tool is named {name!r:.80}; there are {', '.join(functions):.200}")
@@ -58,12 +57,13 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
     if not tools:
         raise RequestError("tool_choice: a call cannot be forced without tools")
     found: dict[str, Mapping[str, Any]] = {}
+    definitions = ("$defs", "definitions")
     for tool in tools:
         function = tool.get("function") if tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
         schema = (function or {}).get("parameters") or {"type": "object", "properties": {}}
         if isinstance(schema, Mapping):
-            for kind in _DEFINITIONS:
+            for kind in definitions:
                 _check_mapping(schema.get(kind, {}), kind)
         if not isinstance(name, str) or not name or not isinstance(schema, Mapping) or name in found:
             raise RequestError(

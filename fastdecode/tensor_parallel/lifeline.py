@@ -12,17 +12,6 @@ from collections.abc import Callable
 
 from fastdecode.core.errors import RankLostError
 
-FIRST_ENDING_SECONDS = 20.0
-"""Seconds for rank 0's orderly end after a rank is lost, on a busy machine; it may be stuck in a layer."""
-
-ENDING_SECONDS = 3.0
-"""Seconds for another rank's end after rank 0 is lost."""
-
-NAMING_SECONDS = 1.0
-"""Seconds from an error of the group to the news which rank is gone."""
-
-MOST_NAME_BYTES = 512
-
 logger = logging.getLogger(__name__)
 
 
@@ -40,17 +29,20 @@ class Lifelines:
     def accept(self, count: int, timeout_seconds: float) -> None:
         """Wait for the ``count`` other ranks."""
         self._listener.settimeout(timeout_seconds)
+        most_name_bytes = 512
         for _ in range(count):
             line, _ = self._listener.accept()
             line.settimeout(None)
-            name = line.recv(MOST_NAME_BYTES).decode(errors="replace")
+            name = line.recv(most_name_bytes).decode(errors="replace")
             self._lines.append(line)
             threading.Thread(target=self._watch, args=(line, name), name=f"lifeline {name}", daemon=True).start()
         self._listener.close()
 
     def describe(self, error: Exception | None = None) -> str:
         """Return which ranks are gone."""
-        deadline = time.monotonic() + NAMING_SECONDS
+        # From an error of the group to the news of who is gone
+        naming_seconds = 1.0
+        deadline = time.monotonic() + naming_seconds
         while not self.lost and time.monotonic() < deadline:
             time.sleep(0.01)
         if self.lost:
@@ -72,7 +64,10 @@ class Lifelines:
         if self._closed:
             return
         self.lost.append(name)
-        time.sleep(FIRST_ENDING_SECONDS)
+        # How long rank 0 may take to end in order once a rank is lost, on a machine that is busy; it may stand in a
+        # layer that never ends
+        first_ending_seconds = 20.0
+        time.sleep(first_ending_seconds)
         if not self._closed:
             print(f"fastdecode: error: {self.describe()}", flush=True)
             os._exit(1)
@@ -93,7 +88,9 @@ def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
     def watch() -> None:
         with contextlib.suppress(OSError):
             line.recv(1)
-        if not over.wait(ENDING_SECONDS):
+        # How long another rank may take once rank 0 is lost
+        ending_seconds = 3.0
+        if not over.wait(ending_seconds):
             os._exit(1)
 
     def let_go() -> None:

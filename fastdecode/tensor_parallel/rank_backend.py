@@ -20,9 +20,6 @@ from fastdecode.tensor_parallel.rank_messages import Message, step_message
 Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
 """CONTROL records for each R-worker."""
 
-ADMIT_SECONDS = 0.2
-"""Seconds between two checks of the ranks for R-workers that have joined."""
-
 
 class TensorParallelBackend:
     """An ``AttentionBackend`` over logical R-workers, of which every rank has a part.
@@ -121,7 +118,9 @@ class TensorParallelBackend:
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         self._check()
-        if self.pool.join_listener is None or time.monotonic() < self._asked + ADMIT_SECONDS:
+        # How often the ranks are asked for R-workers that have joined
+        admit_seconds = 0.2
+        if self.pool.join_listener is None or time.monotonic() < self._asked + admit_seconds:
             return {}
         self._asked = time.monotonic()
         with interrupts_deferred():

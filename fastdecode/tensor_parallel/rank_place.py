@@ -13,23 +13,6 @@ from fastdecode.api.settings import split_address
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
 
-SRUN = "srun of Slurm"
-
-"""A launcher that starts the tasks of a Slurm job step."""
-
-STARTERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun of Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpirun of MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    SRUN: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-}
-"""Launchers of ranks, with the variables for a process's rank, their number, and both on this machine."""
-
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -58,9 +41,23 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
     A launcher that started one process has started no ranks. So jobs of one task, and containers with WORLD_SIZE 1,
     leave that to the engine. Raise ConfigError if the number differs, or the meeting point is unknown.
     """
-    for starter, names in STARTERS.items():
+    # Starts the tasks of a step of a Slurm job
+    srun = "srun of Slurm"
+    # Launchers of ranks, and the variables in which each tells a process its rank, their number, and both here
+    starters = {
+        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        "mpirun of Open MPI": (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        "mpirun of MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        srun: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    }
+    for starter, names in starters.items():
         index, count, local_index, local_size = (environment.get(name, "") for name in names)
-        if starter == SRUN:
+        if starter == srun:
             count = _tasks_of_step(environment)
         if not index.isdigit() or not count.isdigit() or int(count) == 1:
             continue

@@ -42,12 +42,6 @@ Its threads would read ahead without limit. The experts of all layers would then
 joined: 1.8 times the weights, measured with FP8.
 """
 
-ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
-"""Keys of rotary embeddings, which transformers keeps in one attribute."""
-
-DIGEST_NUMBERS = 64
-"""Numbers of each parameter that enter the digest of a model."""
-
 
 def load_hf_config(config: EngineConfig) -> Any:
     """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
@@ -143,10 +137,12 @@ def weights_digest(model: torch.nn.Module) -> str:
     It tells checkpoints apart in milliseconds.
     """
     digest = hashlib.sha256()
+    # Numbers of each parameter that enter the digest of a model
+    digest_numbers = 64
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         numbers = parameter.detach().reshape(-1)
-        some = numbers[:: max(1, len(numbers) // DIGEST_NUMBERS)][:DIGEST_NUMBERS]
+        some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
         digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -219,8 +215,10 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
 
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
+    # Keys of rotary embeddings, which transformers keeps in one attribute
+    rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     for name, value in overrides.items():
-        if name in ROPE_NAMES:
+        if name in rope_names:
             rope.override(hf_config.get_text_config(), name, value)
             continue
         if not hasattr(hf_config, name):

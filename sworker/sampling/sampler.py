@@ -15,9 +15,6 @@ from fastdecode.sworker.sampling.rows import SamplingRow
 CHUNK_ELEMENTS = 2**21
 """Logits handled at once where temporaries are needed, which bounds them to about 50 MB for any batch."""
 
-FAILED = -1
-"""Token id of a row without a usable logit."""
-
 EXCLUDED = -2
 """Token id of a row with usable logits, whose limits leave no token."""
 
@@ -58,11 +55,13 @@ class Sampler:
         if not rows:
             return []
         best = logits.max(dim=-1)  # one pass for the likeliest token and for the check of ``_failed``
-        tokens = best.indices.masked_fill(~best.values.isfinite(), FAILED)
+        # Token id of a row without a usable logit
+        failed = -1
+        tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
         for part in _chunks([i for i, row in enumerate(rows) if not row.plain], logits.shape[1]):
             index = torch.tensor(part, device=logits.device)
             chosen = _choose(logits.index_select(0, index), [rows[i] for i in part])
-            tokens[index] = chosen.masked_fill(tokens[index] == FAILED, FAILED)
+            tokens[index] = chosen.masked_fill(tokens[index] == failed, failed)
         token_ids: list[int] = tokens.tolist()
         logprobs = _requested_logprobs(logits, rows, token_ids)
         return [

@@ -55,9 +55,6 @@ from fastdecode.sworker.run.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
 
-STANDBY_SECONDS = 0.25
-"""Seconds between two checks whether a session is free."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -144,6 +141,8 @@ def _first_pool(
     """
     pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
     reason = ""
+    # Between two looks whether a session is free
+    standby_seconds = 0.25
     while True:
         run = next_run(config.journal_folder)
         with ExitStack() as opening:
@@ -158,7 +157,7 @@ def _first_pool(
                 if str(error) != reason:
                     reason = str(error)
                     logger.warning("stands by for session %s: %s", config.session, reason)
-        time.sleep(STANDBY_SECONDS)
+        time.sleep(standby_seconds)
 
 
 def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:

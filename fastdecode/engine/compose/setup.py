@@ -177,10 +177,6 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
     return max(least, token_budget(step_time, target_seconds, tile_tokens=CPU_TILE_TOKENS, most_tokens=most))
 
 
-TRIAL_ID = 1 << 62
-"""A sequence id for trials. No other sequence has it, even if R-workers still hold those of an earlier engine."""
-
-
 def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_tokens: int) -> MeasuredStepTime:
     """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; return the times.
 
@@ -198,7 +194,9 @@ def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_toke
 def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
     """Return the seconds of the faster of two steps with ``num_tokens`` of a prompt, on R-worker ``index``."""
     attends = s_worker.layout.cannot("scratch") is not None
-    chunk = Chunk(TRIAL_ID, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
+    # Of no other sequence: R-workers may hold any of those of an engine before this one
+    trial_id = 1 << 62
+    chunk = Chunk(trial_id, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
     seconds = []
     for _ in range(2):
