@@ -13,7 +13,7 @@ from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
-from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, weigh
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.r_worker.session import open_kv_port
@@ -21,6 +21,7 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.machine import host_id
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class InprocWorker(PoolWorker):
         self._postpones = False
         self._worker: _rworker.RWorker | None = None
         self._in_step = False
+        self._weighed = np.zeros(0, np.float32)
 
     def open(self, layout: KVLayout) -> None:
         self._worker = make_rworker(layout, self._block_size, self._size)
@@ -103,6 +105,12 @@ class InprocWorker(PoolWorker):
 
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         self._open.share(mini_batch, layer, counts)
+
+    def weigh(self, asked: Weighing) -> None:
+        self._weighed = weigh(self._open, asked)
+
+    def weighed(self) -> np.ndarray:
+        return self._weighed
 
     def ended(self) -> WorkerReport:
         report = end_step(self._open)

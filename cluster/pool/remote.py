@@ -33,6 +33,7 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
+from fastdecode.cluster.wire.weighing import answer_shape, checked_answer, encode_weighing
 from fastdecode.core.errors import (
     BackendError,
     BusyError,
@@ -45,6 +46,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.machine import process_name
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 OPEN_SECONDS = 30.0
@@ -185,6 +187,19 @@ class RemoteWorker(PoolWorker):
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         with self.calls.losses as link:
             link.send(Kind.PICKS, counts.astype("<i4").tobytes(), mini_batch=mini_batch, layer=layer)
+
+    @interrupts_deferred()
+    def weigh(self, asked: Weighing) -> None:
+        self._asked = asked
+        self.calls.send(Kind.WEIGH, *encode_weighing(asked))
+
+    @interrupts_deferred()
+    def weighed(self) -> np.ndarray:
+        self.calls.answer(Kind.WEIGHED)
+        found = np.empty(answer_shape(self._layout, self._asked), np.float32)
+        with self.calls.losses as link:
+            link.read_into(found)
+            return checked_answer(found, self._asked)
 
     @interrupts_deferred()
     def end_step(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -58,6 +59,14 @@ class PoolWorker:
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         """Tell how many of what each row of a range ranked in index layer ``layer``, the last, is picked: int32 [rows
         of partial results, heads that pick], of a row's first node."""
+
+    def weigh(self, asked: Weighing) -> None:
+        """Ask, once all layers of the step are done, how a query's attention is shared among blocks."""
+        raise NotImplementedError
+
+    def weighed(self) -> np.ndarray:
+        """Wait for the answer to ``weigh``: float32, weights [num_blocks], or norms [1, heads, 2]."""
+        raise NotImplementedError
 
     def end_step(self) -> None:
         """Ask the worker to commit the step."""

@@ -188,7 +188,8 @@ class ScheduledStep:
     ``num_starts``: requests that begin in this step for the first time. ``prefills``: prompts that prefill workers are
     to compute once the R-workers have heard the controls. ``arrived``: sequences whose prompts they have computed: the
     controls commit their keys and values, and their first token is to be sampled. ``drafts``: draft tokens that follow
-    the last token of sequences that decode, by sequence.
+    the last token of sequences that decode, by sequence. ``taps``: of each mini-batch the rows whose queries are kept
+    until its end, int64 [num_tapped]; empty where none are.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -197,6 +198,7 @@ class ScheduledStep:
     prefills: tuple[RemotePrefill, ...] = ()
     arrived: tuple[int, ...] = ()
     drafts: Mapping[int, list[int]] = field(default_factory=dict)
+    taps: tuple[np.ndarray, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -20,7 +20,8 @@ class EngineWatch:
     """Told by the engine's thread after each step; read by the event loop at any time, as whole values.
 
     ``steps``: the last ones, oldest first. ``timeline``: what each lane did in the last step, of ``metrics.Event``s,
-    kept up only while ``watched`` is true, which the event loop sets.
+    kept up only while ``watched`` is true, which the event loop sets. ``looking``: the last output of a request that
+    asks for attention sources; None before the first.
     """
 
     def __init__(self, model_name: str, most_steps: int = MOST_STEPS) -> None:
@@ -29,6 +30,7 @@ class EngineWatch:
         self.state = EngineState(time.perf_counter())
         self.timeline: list[Event] = []
         self.watched = False
+        self.looking: RequestOutput | None = None
         self._new: list[StepRecord] = []
 
     def attach(self, engine: LLMEngine) -> None:
@@ -42,6 +44,7 @@ class EngineWatch:
         records, self._new[:] = list(self._new), []
         self.steps.extend(TimedStep(now, record) for record in records)
         self.state = read_state(engine, records[-1] if records else None, now)
+        self.looking = next((each for each in outputs if each.outputs[0].all_sources), self.looking)
         self.metrics.after_step(self.state, records, outputs, engine.config.enable_prefix_caching)
         self._follow_timeline(engine)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -19,6 +20,7 @@ from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
 from fastdecode.sworker.run.prompt_scratch import PromptScratch
 from fastdecode.sworker.run.prompts import PromptAttention
+from fastdecode.sworker.run.query_taps import QueryTaps
 from fastdecode.sworker.run.staging import (
     TORCH_DTYPE,
     HostStaging,
@@ -38,7 +40,10 @@ Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 
 
 class SWorker:
-    """Owns the model, the prompt scratch, the staging buffers and the pipeline; ``graphs`` too, once captured."""
+    """Owns the model, the prompt scratch, the staging buffers and the pipeline; ``graphs`` too, once captured.
+
+    ``taps``: the queries of the last step that it was to keep.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class SWorker:
         self._sampler = Sampler()
         self.prompt_scores: dict[int, PromptScores] = {}
         self.graphs: ModelGraphs | None = None
+        self.taps = QueryTaps((), self.device)
 
     def beside(
         self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None
@@ -158,8 +164,11 @@ class SWorker:
     def forwards(self, step: ScheduledStep) -> list[Forward]:
         """Return what computes ``step``, one for each mini-batch that has rows."""
         mini_batches, rows = enumerate(step.mini_batches), least_rows_of(self.model)
+        self.taps = taps = QueryTaps(step.taps, self.device)
         return [
-            self._forward(mini_batch, pack(chunks, self.device, rows)) for mini_batch, chunks in mini_batches if chunks
+            self._forward(mini_batch, replace(pack(chunks, self.device, rows), tap=taps[mini_batch]))
+            for mini_batch, chunks in mini_batches
+            if chunks
         ]
 
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastdecode.core.weighing import AttentionSource
 from fastdecode.sworker.sampling.logits import edited_logits
 from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
 from fastdecode.sworker.sampling.rows import SamplingRow
@@ -31,13 +32,15 @@ class SampledToken(NamedTuple):
 
     ``logprob`` maps token id to (log-probability, rank from 1) if the request asked, the chosen token first, then the
     likeliest in order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
-    ``excluded``: it failed since the request's limits leave no token.
+    ``excluded``: it failed since the request's limits leave no token. ``sources``: the blocks of context with the most
+    attention, where they were asked for and are known; the engine finds them.
     """
 
     token_id: int
     logprob: Logprobs | None = None
     failed: bool = False
     excluded: bool = False
+    sources: tuple[AttentionSource, ...] | None = None
 
 
 class Sampler:
