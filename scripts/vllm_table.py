@@ -1,4 +1,7 @@
-"""Write the table of vLLM's settings in docs/api.md: python scripts/vllm_table.py"""
+"""Write the table of vLLM's settings in docs/api.md: python scripts/vllm_table.py
+
+The page has what is refused or taken with a difference; the site has all settings (`full`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,20 @@ def main() -> None:
 def rendered(page: str) -> str:
     """Return the page with today's table between its marks."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + HEAD + "\n".join(_rows()) + "\n\n" + END + rest.split(END)[1]
+    rows = [row for row in _rows() if not row.endswith("|  |") and "no effect |" not in row]
+    return before + BEGIN + "\n" + HEAD + "\n".join(rows) + "\n\n" + END + rest.split(END)[1]
+
+
+FULL_HEAD = """# All of vLLM's settings
+
+[Coming from vLLM](api.md#coming-from-vllm) says what each kind means. The command line has the same names with hyphens.
+
+"""
+
+
+def full() -> str:
+    """Return a page of all settings, flags and variables."""
+    return FULL_HEAD + HEAD + "\n".join(_rows()) + "\n"
 
 
 def _rows() -> Iterator[str]:

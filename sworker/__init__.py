@@ -25,7 +25,7 @@ for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 # Importing torch and transformers makes a million objects that stay. Looking for garbage among them takes a quarter of
-# the time of importing, and later, but for `freeze`, half a second of some step.
+# the time of importing, and later, except `freeze`, half a second of some step.
 _collecting = gc.isenabled()
 gc.disable()
 try:

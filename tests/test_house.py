@@ -20,14 +20,14 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 329,
-    "lines that serving imports": 49_400,
-    "lines of the product": 63_000,
-    "files over 300 lines": 15,
+    "modules that serving imports": 339,
+    "lines that serving imports": 50_800,
+    "lines of the product": 64_600,
+    "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,
-    "docstrings that are fragments": 402,
+    "docstrings that are fragments": 153,
 }
 
 FRAGMENT = re.compile(

@@ -32,7 +32,7 @@ class Calls:
     """Calls of dense layers. Shapes are those of transformers: q, k, v [1, heads, T, dim], o [1, T, heads, dim]."""
 
     caches_rows = True
-    """False where a call hands over payload rows for a state, as k alone."""
+    """False if a call hands over payload rows for a state, as k alone."""
 
     def send(
         self, attend: Attend, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
@@ -46,7 +46,7 @@ class Calls:
         return Dense(query.shape[1], key.shape[1], key.shape[3], value.shape[3], **rule)
 
     def weights(self, module: Any) -> Callable[[], Any] | None:
-        """Return what makes the weights that R-workers multiply, None where they multiply none."""
+        """Return what makes the weights that R-workers multiply, None if they multiply none."""
         return None
 
     def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:

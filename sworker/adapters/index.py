@@ -77,7 +77,7 @@ class TokenIndexer:
         return IndexRows(q.transpose(1, 2), k.transpose(1, 2), own.softmax_scale, {"picks": own.index_topk})
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What of ``rows`` [..., head_dim] is rotated, and the rest."""
+        """Return what of ``rows`` [..., head_dim] is rotated, and the rest."""
         own: Any = self
         width = own.head_dim - own.qk_rope_head_dim if self.rotates_last else own.qk_rope_head_dim
         first, last = rows[..., :width], rows[..., width:]
@@ -108,7 +108,7 @@ def _as_elements(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
-    """Which keys each row sees: the oracle, in plain operations, float32 inside.
+    """Return which keys each row sees: the oracle, in plain operations, float32 inside.
 
     ``q`` [rows, heads, query_dim], ``k`` [keys, 1, dim] of an index layer, the rows' own keys last; returns bool
     [heads, rows, keys], [1, rows, keys] where all heads pick together. Of equal scores which are taken is open.
@@ -173,7 +173,7 @@ def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) 
 
 
 def _proven(indexer: Any, over_latents: bool) -> type | None:
-    """The class of ``indexer`` with ``forward`` from here, where both pick the same on random rows."""
+    """Return the class of ``indexer`` with ``forward`` from here, where both pick the same on random rows."""
     own, mixin = type(indexer), TokenIndexer if hasattr(indexer, "wq_b") else BlockIndexer
     if over_latents != (mixin is TokenIndexer):
         return None
@@ -188,7 +188,7 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 
 @torch.no_grad()
 def _picks_the_same(indexer: Any, found: type) -> bool:
-    """Say whether ``indexer`` picks on random rows, few of them, what its rows as a ``found`` do."""
+    """Return whether ``indexer`` picks on random rows, few of them, what its rows as a ``found`` do."""
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
     places = torch.arange(PROOF_ROWS)
     seen = places <= places[:, None]
@@ -213,7 +213,7 @@ def _picks_the_same(indexer: Any, found: type) -> bool:
 
 
 def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
-    """Hidden states [1, rows, hidden size], those that queries of tokens are made of, and cosines and sines."""
+    """Return hidden states [1, rows, hidden size], those that queries of tokens are made of, and cosines and sines."""
     generator = torch.Generator().manual_seed(1)
     linears = [indexer.wk, indexer.wq_b] if tokens else [indexer.k_proj]
     sizes = [each.in_features for each in linears]

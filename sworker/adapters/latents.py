@@ -161,7 +161,7 @@ def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def _is_known(module: Any) -> bool:
-    """Say whether scores and outputs over latent rows are those over what ``module`` expands, on random rows."""
+    """Return whether scores and outputs over latent rows are those over what ``module`` expands, on random rows."""
     projection = getattr(module, "kv_b_proj", None)
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         return False

@@ -35,7 +35,7 @@ class Asked:
     local_size: int
 
     def is_whole(self, mask: torch.Tensor) -> bool:
-        """Say whether ``mask`` is this one, or some first columns of it, unchanged."""
+        """Return whether ``mask`` is this one, or some first columns of it, unchanged."""
         return mask.dtype == torch.bool and mask.data_ptr() == self.mask.data_ptr() and bool(mask.all())
 
     @property
@@ -44,7 +44,7 @@ class Asked:
         return max(SQUARE, 3 * self.local_size + 3)
 
     def sight(self) -> Sight | None:
-        """Return the rule that the mask's function follows at every position; None where no rule is known for it."""
+        """Return the rule that the mask's function follows at every position; None if no rule is known for it."""
         queries, keys = _pairs(self.local_size, self.mask.device)
         nought = torch.zeros_like(queries)
         try:
@@ -57,7 +57,7 @@ class Asked:
 
 
 def _pairs(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of queries and of keys: all of a short text, and those about where windows of ``size`` begin."""
+    """Return positions of queries and of keys: all of a short text, and those about where windows of ``size`` begin."""
     square = torch.arange(SQUARE, device=device)
     edges = torch.tensor([each for times in range(4) for each in range(times * size - 2, times * size + 3)])
     edges = edges[edges >= 0].unique().to(device)
@@ -80,7 +80,7 @@ class MaskProbe:
         return mask
 
     def find(self, mask: torch.Tensor) -> int | None:
-        """Return the number of the mask that came with an attention call; None where the model made or changed it."""
+        """Return the number of the mask that came with an attention call; None if the model made or changed it."""
         return next((number for number, asked in enumerate(self.asked) if asked.is_whole(mask)), None)
 
 
@@ -109,7 +109,7 @@ def _mask(
 
 
 def cached_windows(hf_config: Any) -> list[int]:
-    """Tokens of each layer that the cache of ``generate`` keeps; 0 where it keeps all."""
+    """Return tokens of each layer that the cache of ``generate`` keeps; 0 if it keeps all."""
     try:
         layers = DynamicCache(config=hf_config).layers
     except (AttributeError, KeyError, TypeError, ValueError):

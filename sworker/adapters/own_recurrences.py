@@ -57,7 +57,7 @@ CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
 
 
 def use_own_recurrences(model: nn.Module) -> bool:
-    """Have modules with a recurrence of their own leave the forwards of ``model``; False where it has none."""
+    """Have modules with a recurrence of their own leave the forwards of ``model``; False if it has none."""
     found = [each for each in model.modules() if type(each).__name__ in {*METHODS, *CONVOLUTIONS}]
     for each in found:
         name = type(each).__name__

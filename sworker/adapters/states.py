@@ -212,7 +212,7 @@ OF_CONVOLVED = frozenset(("mamba_selective_scan",))
 
 
 def use_states(model: torch.nn.Module) -> bool:
-    """Have recurrent layers of ``model`` leave its forwards; False where it has none that are known."""
+    """Have recurrent layers of ``model`` leave its forwards; False if it has none that are known."""
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     found = [each for each in modules if hasattr(each, CONVOLUTION)]
     for module in found:

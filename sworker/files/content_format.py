@@ -85,7 +85,7 @@ def _format_of_role(role: str, told: Format, found: Mapping[str, Format], render
 
 
 def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
-    """Return True where the text of the mark's message comes out, and not as a printed list."""
+    """Return True if the text of the mark's message comes out, and not as a printed list."""
     try:
         text = render(conversation)
     except Exception:  # whatever a template raises at a conversation that does not suit it
@@ -162,7 +162,7 @@ def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None) -> bool:
-    """Return True where ``node`` is a variable, or one of its keys, behind any filters, tests and slices."""
+    """Return True if ``node`` is a variable, or one of its keys, behind any filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

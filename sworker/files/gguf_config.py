@@ -96,7 +96,7 @@ def complete(hf_config: Any, file: Path) -> None:
 
 
 def _check_kind(metadata: Mapping[str, Any], file: Path) -> None:
-    """ModelLoadError for a file that is no whole model."""
+    """Raise ModelLoadError for a file that is no whole model."""
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise ModelLoadError(f"cannot load {str(file)!r}: general.type is {kind!r}, not a model")
@@ -139,7 +139,7 @@ def _is_understood(arch: str, key: str, value: Any) -> bool:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Return True where two numbers differ by no more than the file's single precision."""
+    """Return True if two numbers differ by no more than the file's single precision."""
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) <= 1e-6 * abs(one)
     return bool(one == other)

@@ -94,7 +94,7 @@ class _Scaling:
         self._original = int(keys.get("rope.scaling.original_context_length") or longest)
 
     def parameters(self) -> dict[str, Any] | None:
-        """Return transformers' parameters; None where frequencies stay as they are."""
+        """Return transformers' parameters; None if frequencies stay as they are."""
         if self._kind == "yarn" and not self._factors:
             return self._yarn() if self._factor != 1.0 else None
         if self._kind == "longrope" and {*self._factors} == {LONG, SHORT}:

@@ -51,7 +51,7 @@ def _completed(value: Mapping[str, Any], before: Mapping[str, Any], text_config:
 
 
 def check_named(text_config: Any) -> None:
-    """ModelLoadError for an unknown kind of scaling, and for a factor of none, which transformers leaves out."""
+    """Raise ModelLoadError for an unknown kind of scaling, and for a factor of none, which transformers leaves out."""
     for rope in settings(text_config):
         kind = rope.get("rope_type", "default")
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:

@@ -76,6 +76,6 @@ class _Stamps:
         self.moments: list[float] = []
 
     def note(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
-        """A logits processor that changes nothing."""
+        """Return a logits processor that changes nothing."""
         self.moments.append(time.perf_counter())
         return scores

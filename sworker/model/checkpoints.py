@@ -85,7 +85,7 @@ class Packed:
         self._dtype = dtype
 
     def weights(self) -> dict[str, Weight]:
-        """Every weight by the name that a plain checkpoint has for it."""
+        """Return every weight by the name that a plain checkpoint has for it."""
         found: dict[str, Weight] = {}
         for name in self._places:
             stem, _, leaf = name.rpartition(".")
@@ -109,14 +109,14 @@ class Packed:
         return Weight(partial(make, *names))
 
     def _belongs(self, name: str, stem: str) -> bool:
-        """Say whether a tensor is part of a packed one, or scales what is not packed here (activations, caches)."""
+        """Return whether a tensor is part of a packed one, or scales what is not packed here (activations, caches)."""
         if any(f"{stem}.{leaf}" in self._places for leaf in ("qweight", "weight_packed")):
             return not name.endswith(".bias")
         ends = ("_scale_inv", "_scale", "_scales", "_zero_point", "_g_idx")
         return name.endswith(ends)
 
     def _copied(self, name: str) -> torch.Tensor:
-        """A plain tensor, apart from its file, whose packed ones would stay in memory with it."""
+        """Return a plain tensor, apart from its file, whose packed ones would stay in memory with it."""
         return self._read(name).clone()
 
     def _read(self, name: str) -> torch.Tensor:
@@ -220,7 +220,7 @@ def published_codes(model: str, revision: str | None, settings: Mapping[str, Any
 
 
 def _is_w8a8(group: Mapping[str, Any]) -> bool:
-    """Say whether weights have a scale per output, and rows one each that comes with the row."""
+    """Return whether weights have a scale per output, and rows one each that comes with the row."""
     weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
     int8 = all(
         each.get("num_bits") == 8 and each.get("type") == "int" and each.get("symmetric") for each in (weights, rows)
@@ -247,7 +247,7 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 def _files(model: str, revision: str | None) -> list[str]:
-    """The checkpoint's safetensors, of a folder or fetched from the hub."""
+    """Return the checkpoint's safetensors, of a folder or fetched from the hub."""
     given = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **given)
     names = [SAFE_WEIGHTS_NAME]

@@ -9,13 +9,14 @@ import torch
 
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.kinds.layout import KVLayout
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.support import probe_layers
 
 
-def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_layers: int) -> torch.nn.Module:
-    """``model`` without its layers from ``num_layers`` on; ``model`` itself is left as it is.
+def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: int) -> ModelCode:
+    """Return a model's code without its layers from ``num_layers`` on; ``code`` itself is left as it is.
 
-    ``layout``: the model's. ConfigError where it has no more layers than that; UnsupportedModelError where its layers
+    ``layout``: the model's. ConfigError if it has no more layers than that. Raise UnsupportedModelError if its layers
     cannot be found, or its code does not run with some of them.
     """
     ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.ranks_tokens]
@@ -25,11 +26,11 @@ def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_l
         raise ConfigError(f"speculative_config: num_layers {what}, not {num_layers}")
     places = [
         name
-        for name, module in model.named_modules()
+        for name, module in code.module.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == most
     ]
     for name in places:
-        view = _cut(model, name.split("."), num_layers)
+        view = code.of(_cut(code.module, name.split("."), num_layers))
         try:
             if probe_layers(view, hf_config) == probed[: ends[num_layers - 1]]:
                 return view
@@ -42,7 +43,7 @@ def first_layers(model: torch.nn.Module, hf_config: Any, layout: KVLayout, num_l
 
 
 def _cut(module: torch.nn.Module, path: list[str], num_layers: int) -> torch.nn.Module:
-    """A copy of ``module``, and of those on the way to the list at ``path``, which has its first layers only."""
+    """Return a copy of ``module``, and of those on the way to the list at ``path``, which has its first layers only."""
     view = copy.copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     if path:

@@ -123,7 +123,7 @@ def _array(rows: torch.Tensor) -> Any:
 
 
 def _is_large(x: torch.Tensor) -> bool:
-    """Say whether torch's many threads are faster than one here."""
+    """Return whether torch's many threads are faster than one here."""
     elements, threads = ONE_THREAD
     return x.numel() > elements and torch.get_num_threads() > threads
 
@@ -165,7 +165,7 @@ def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
 
 
 def rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
-    """Say whether ``rotary`` gives what the model's own gives, for random q, k, cos and sin."""
+    """Return whether ``rotary`` gives what the model's own gives, for random q, k, cos and sin."""
     generator = torch.Generator()
     shapes = ((1, 4, PROOF_ROWS, head_dim), (1, 2, PROOF_ROWS, head_dim), *[(1, PROOF_ROWS, head_dim)] * 2)
     arguments = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -178,7 +178,7 @@ def rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def _with_global(function: Any, name: str, value: object) -> types.FunctionType:
-    """``function`` as it is, but for one name of its module."""
+    """Return ``function`` as it is, except one name of its module."""
     copy = types.FunctionType(
         function.__code__,
         {**function.__globals__, name: value},

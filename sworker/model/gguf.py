@@ -28,7 +28,7 @@ TAKEN_ASIDE = {"gpt2": ("output.weight",)}
 def source(model: str) -> tuple[str, dict[str, str]]:
     """Return the arguments of ``from_pretrained``, positional and by name: of PATH.gguf its folder and its file.
 
-    ModelLoadError where there is no such file, or a package to read it is not installed.
+    ModelLoadError if there is no such file, or a package to read it is not installed.
     """
     path = Path(model)
     if path.suffix != ".gguf":

@@ -48,7 +48,7 @@ DIGEST_NUMBERS = 64
 
 
 def load_hf_config(config: EngineConfig) -> Any:
-    """The model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
+    """Return the model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
     lora.check_folder(Path(config.model))
     with _one_clear_error(config.model):
         name, named = gguf.source(config.model)
@@ -62,13 +62,15 @@ def load_hf_config(config: EngineConfig) -> Any:
 
 
 def auto_class(model_type: str) -> Any:
-    """The class of transformers that builds and loads models of this type."""
+    """Return the class of transformers that builds and loads models of this type."""
     return AutoModelForImageTextToText if model_type in WITH_PICTURES else AutoModelForCausalLM
 
 
 def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
-    """The whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own), wherever it was loaded:
-    ``place_model`` is to follow."""
+    """Return the whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own).
+
+    It stays on the device where it was loaded; call ``place_model`` next.
+    """
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
@@ -157,7 +159,7 @@ def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is a GPU where torch has one it can use, else the CPU; ConfigError for ``cuda`` without one."""
+    """``auto`` is a GPU where torch has one it can use, else the CPU. Raise ConfigError for ``cuda`` without one."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError(f"device: 'cuda' was asked for, and torch {torch.__version__} finds no GPU it can use")
@@ -165,7 +167,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def device_name(config: EngineConfig) -> str:
-    """The GPU that ``config`` would use; "" for the CPU."""
+    """Return the GPU that ``config`` would use; "" for the CPU."""
     return torch.cuda.get_device_name() if resolve_device(config.device).type == "cuda" else ""
 
 
@@ -178,7 +180,7 @@ def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
 
 
 def max_position_embeddings(hf_config: Any) -> int:
-    """The longest sequence the model was made for, in tokens."""
+    """Return the longest sequence the model was made for, in tokens."""
     text_config = hf_config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"):
         if (getattr(text_config, name, None) or 0) > 0:
@@ -192,12 +194,12 @@ def most_positions(hf_config: Any) -> int:
 
 
 def num_layers(config: EngineConfig) -> int:
-    """Layers of the whole model, before ``hf_overrides``."""
+    """Return layers of the whole model, before ``hf_overrides``."""
     return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
 
 
 def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
-    """The sizes of the model that ``config`` loads, as the performance model sees them.
+    """Return the sizes of the model that ``config`` loads, as the performance model sees them.
 
     UnsupportedModelError for a kind of model that its equations do not know.
     """
@@ -259,7 +261,7 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The first line of an error, and the second where the first only announces it."""
+    """Return the first line of an error, and the second where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 

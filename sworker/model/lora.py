@@ -27,7 +27,7 @@ NOT_MERGED = {
 def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.Module:
     """Return ``model`` with the weights of ``adapter``, a name and a folder, added to its own; ``model`` where None.
 
-    ModelLoadError where the folder holds no LoRA adapter, or one of another model, and where ``model`` is an adapter's
+    ModelLoadError if the folder holds no LoRA adapter, or one of another model, and where ``model`` is an adapter's
     itself: transformers loads its base then, and leaves the adapter beside the weights.
     """
     if getattr(model, "_hf_peft_config_loaded", False):

@@ -45,7 +45,7 @@ class PackedWeight(torch.nn.Parameter):
         return packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """A parameter with values of its own."""
+        """Return a parameter with values of its own."""
         return torch.nn.Parameter(self._unpack(), requires_grad=False)
 
     @classmethod
@@ -56,7 +56,7 @@ class PackedWeight(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Every use of the parameter comes here, before torch looks at its memory."""
+        """Return every use of the parameter comes here, before torch looks at its memory."""
         with torch._C.DisableTorchFunctionSubclass():
             if func == DEVICE:
                 return torch.device("cpu")
@@ -69,7 +69,7 @@ class PackedWeight(torch.nn.Parameter):
 
 
 def _unpacked(value: Any) -> Any:
-    """``value`` with every packed weight in it unpacked."""
+    """Return ``value`` with every packed weight in it unpacked."""
     if isinstance(value, PackedWeight):
         return value._unpack()
     if isinstance(value, list | tuple):
@@ -95,7 +95,7 @@ class FileMaps:
         self._ranges.sort()
 
     def let_go(self, tensor: torch.Tensor) -> bool:
-        """Give back the whole pages of ``tensor``, which is never read again; False where no file backs them.
+        """Give back the whole pages of ``tensor``, which is never read again; False if no file backs them.
 
         The pages of a private mapping that were written would be lost, which is why only checkpoints qualify.
         """

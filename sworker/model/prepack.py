@@ -115,12 +115,12 @@ class SharedProduct:
         return self._compute if len(self._widths) == 1 else lambda rows: self._part(index, rows)
 
     def weight(self, index: int) -> torch.Tensor:
-        """A copy of layer ``index``'s weight as it was, [out_features, in_features]."""
+        """Return a copy of layer ``index``'s weight as it was, [out_features, in_features]."""
         dense = self._packed.to_dense().to(self._own_dtype)
         return dense if len(self._widths) == 1 else dense.split(self._widths)[index].clone()
 
     def _part(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """A view of the columns of layer ``index``; each part is handed out once, and then forgotten."""
+        """Return a view of the columns of layer ``index``; each part is handed out once, and then forgotten."""
         if rows is not self._rows or index not in self._parts:
             self._rows, self._parts = rows, dict(enumerate(self._compute(rows).split(self._widths, -1)))
         part = self._parts.pop(index)
@@ -137,7 +137,7 @@ class SharedProduct:
 
 
 def has_fast_products(dtype: torch.dtype) -> bool:
-    """Say whether this CPU multiplies matrices of ``dtype`` at full speed; else float32 is several times faster."""
+    """Return whether this CPU multiplies matrices of ``dtype`` at full speed; else float32 is several times faster."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
@@ -146,7 +146,7 @@ def has_fast_products(dtype: torch.dtype) -> bool:
 
 
 def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Say whether two ways to compute the same rows differ by no more than rounding in their dtype may."""
+    """Return whether two ways to compute the same rows differ by no more than rounding in their dtype may."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     largest, apart = wanted.detach().abs().max(), (found.detach().double() - wanted.detach().double()).abs().max()
@@ -160,7 +160,7 @@ def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
-    """Every plain ``nn.Linear`` on the CPU, together with those that share its rows."""
+    """Yield every plain ``nn.Linear`` on the CPU, together with those that share its rows."""
     seen: set[int] = set()
     for module in model.modules():
         children = dict(module.named_children())
@@ -174,14 +174,14 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """A subclass may compute something else."""
+    """Return a subclass may compute something else."""
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return False
     return type(module.weight) is torch.nn.Parameter and module.weight.device.type == "cpu"
 
 
 def _can_share(linears: list[torch.nn.Module]) -> bool:
-    """Plain layers of one input size and one dtype, all with a bias or none."""
+    """Return plain layers of one input size and one dtype, all with a bias or none."""
     if not all(map(_is_plain, linears)):
         return False
     kinds = {(each.in_features, each.weight.dtype, each.bias is None) for each in linears}

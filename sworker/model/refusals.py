@@ -39,7 +39,7 @@ STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid", "mamba"))
 
 
 def has_state_types(hf_config: Any) -> bool:
-    """Say whether some layers keep a state per sequence."""
+    """Return whether some layers keep a state per sequence."""
     return not STATE_TYPES.isdisjoint(getattr(hf_config.get_text_config(), "layer_types", None) or ())
 
 

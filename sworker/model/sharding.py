@@ -65,7 +65,7 @@ class Rank:
         return parts[self.index].clone() if self.index < len(parts) else tensor.narrow(dim, 0, 0).clone()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in ``tensor``'s place where it is contiguous."""
+        """Return the sum of all ranks' tensors, in ``tensor``'s place where it is contiguous."""
         tensor = tensor.contiguous()
         if self.near:
             return self.near.sum(tensor)
@@ -73,7 +73,7 @@ class Rank:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' tensors, in order."""
+        """Return all ranks' tensors, in order."""
         if self.near:
             return self.near.gather(tensor.contiguous())
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -81,7 +81,7 @@ class Rank:
         return parts
 
     def broadcast(self, message: bytes | None = None) -> bytes:
-        """Rank 0's ``message``, on every rank."""
+        """Return rank 0's ``message``, on every rank."""
         length = torch.tensor([len(message or b"")])
         dist.broadcast(length, 0)
         data = _as_tensor(message) if message is not None else torch.empty(int(length), dtype=torch.uint8)
@@ -90,7 +90,7 @@ class Rank:
         return message if message is not None else data.numpy().tobytes()
 
     def all_gather(self, answer: bytes, soon: bool = False) -> list[bytes]:
-        """The answers of all ranks, in order, on every rank; ``soon``: all of them come as in a layer."""
+        """Return the answers of all ranks, in order, on every rank; ``soon``: all of them come as in a layer."""
         if soon and self.near:
             return self.near.gather_bytes(answer)
         own = torch.tensor([len(answer)])
@@ -119,7 +119,7 @@ class Rendezvous:
         return bytes(self._store.get(f"fastdecode/{name}")).decode()
 
     def knows(self, names: Sequence[str]) -> bool:
-        """Say whether all of ``names`` were told; never waits."""
+        """Return whether all of ``names`` were told; never waits."""
         return bool(self._store.check([f"fastdecode/{name}" for name in names]))
 
     def join(self, device: str, local_index: int) -> Rank:
@@ -133,7 +133,7 @@ class Rendezvous:
         return rank if has_gpu else replace(rank, near=self._share_memory(rank))
 
     def _share_memory(self, rank: Rank) -> SharedExchange | None:
-        """Return the ranks' shared memory where all are on this machine; None where one is not, or has no room."""
+        """Return the ranks' shared memory where all are on this machine; None if one is not, or has no room."""
         memory = SharedMemory.make(self.size) if self.index == 0 else None
         try:
             path = rank.broadcast((memory.path if memory else "").encode() if self.index == 0 else None).decode()
@@ -198,7 +198,7 @@ def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
 
 
 def _head_counts(hf_config: Any) -> tuple[int, int]:
-    """Query heads and KV heads; where layers have several numbers of them, the greatest common divisors."""
+    """Return query heads and KV heads; where layers have several numbers of them, the greatest common divisors."""
     text_config = hf_config.get_text_config()
     layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
     heads = [int(each.num_attention_heads) for each in layers]
@@ -285,7 +285,7 @@ def _summed(output: torch.Tensor, rank: Rank) -> torch.Tensor:
 
 
 def _gathered(output: torch.Tensor, width: int, rank: Rank) -> torch.Tensor:
-    """All columns, [..., width], of which each rank has as many as it got, the last ones fewer."""
+    """Return all columns, [..., width], of which each rank has as many as it got, the last ones fewer."""
     widest = -(-width // rank.size)
     own = torch.nn.functional.pad(output, (0, widest - output.shape[-1])).contiguous()
     return torch.cat(rank.gather(own), -1)[..., :width]

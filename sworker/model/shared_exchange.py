@@ -42,7 +42,7 @@ class SharedMemory:
 
     @staticmethod
     def make(size: int) -> SharedMemory | None:
-        """Return memory for ``size`` ranks; None where this machine has no room, or shows stores in any order."""
+        """Return memory for ``size`` ranks; None if this machine has no room, or shows stores in any order."""
         if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
             return None
         path = FOLDER / f"fastdecode-ranks-{secrets.token_hex(8)}"
@@ -60,7 +60,7 @@ class SharedMemory:
 
     @staticmethod
     def find(path: str) -> SharedMemory | None:
-        """Return the memory that another rank made; None where it is on another machine."""
+        """Return the memory that another rank made; None if it is on another machine."""
         try:
             return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, False)
         except OSError:
@@ -100,7 +100,7 @@ class SharedExchange:
         """Give ``own``, uint8 [num_bytes] and as long on every rank, to all ranks.
 
         ``take`` is called once or more with a part of its places and what all ranks have there, uint8 [size, length],
-        which is to be copied. RuntimeError where a rank has ended, or does not come.
+        which is to be copied. RuntimeError if a rank has ended, or does not come.
         """
         for start in range(0, len(own), SLOT_BYTES):
             part = slice(start, min(start + SLOT_BYTES, len(own)))
@@ -126,7 +126,7 @@ class SharedExchange:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' contiguous tensors, of one shape, in order."""
+        """Return all ranks' contiguous tensors, of one shape, in order."""
         found = [torch.empty_like(tensor) for _ in range(self._size)]
         bytes_of = [each.view(-1).view(torch.uint8) for each in found]
 
@@ -138,7 +138,7 @@ class SharedExchange:
         return found
 
     def gather_bytes(self, answer: bytes) -> list[bytes]:
-        """All ranks' answers, in order."""
+        """Return all ranks' answers, in order."""
         lengths = [int(each) for each in self.gather(torch.tensor([len(answer)]))]
         padded = torch.frombuffer(bytearray(answer.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
         parts = self.gather(padded)

@@ -15,7 +15,7 @@ NFC_SHRINKS = 4
 
 
 def text_bound(backend: BackendTokenizer) -> TextBound | None:
-    """The most text per token; None where a token can stand for a text of any length.
+    """Return the most text per token; None if a token can stand for a text of any length.
 
     A bound needs a BPE over bytes, and steps before it that drop nothing. Bytes without a token of their own vanish, or
     are joined to one unknown token: they do not count. Tokenizers that map words to one unknown token, strip or fold
@@ -35,7 +35,7 @@ def text_bound(backend: BackendTokenizer) -> TextBound | None:
 
 
 def _shrinks(step: dict[str, Any] | None) -> int | None:
-    """How many times shorter a normalizer makes a text at most; None if that is not known."""
+    """Return how many times shorter a normalizer makes a text at most; None if that is not known."""
     if step is None or step["type"] == "Prepend":
         return 1
     if step["type"] == "NFC":
@@ -54,7 +54,7 @@ def _shrinks(step: dict[str, Any] | None) -> int | None:
 
 
 def _keeps_all(step: dict[str, Any] | None) -> bool:
-    """True if a pre-tokenizer only divides a text, and drops nothing of it."""
+    """Return True if a pre-tokenizer only divides a text, and drops nothing of it."""
     if step is None or step["type"] in ("ByteLevel", "Metaspace", "Digits"):
         return True
     if step["type"] == "Sequence":
@@ -63,7 +63,7 @@ def _keeps_all(step: dict[str, Any] | None) -> bool:
 
 
 def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
-    """Bytes that the model has no token for; None where a model is not one over bytes."""
+    """Return bytes that the model has no token for; None if a model is not one over bytes."""
     model, before = told["model"], told["pre_tokenizer"]
     if model["type"] != "BPE":
         return None

@@ -57,7 +57,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def text_bound(self) -> TextBound | None:
-        """The most text per token; None where there is no bound. Read from the vocabulary once."""
+        """The most text per token; None if there is no bound. Read from the vocabulary once."""
         return text_bound(self.backend)
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class HFTokenizer:
         return chat_template or found or ""
 
     def answer_header(self, chat_template: str | None = None) -> str:
-        """Return what the chat template writes where an answer begins; "" where that cannot be told."""
+        """Return what the chat template writes where an answer begins; "" if that cannot be told."""
         said = [{"role": "user", "content": "hi"}]
         render = functools.partial(self.hf.apply_chat_template, said, chat_template=chat_template, tokenize=False)
         try:
@@ -101,7 +101,7 @@ class HFTokenizer:
         return self._spellings.of(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with the special tokens the model expects."""
+        """Return token ids of ``text``, with the special tokens the model expects."""
         return list(self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def encode_chat(
@@ -117,12 +117,12 @@ class HFTokenizer:
         add_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
+        """Return token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
 
         ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
         go to it. Templates write special tokens themselves; ``add_special_tokens`` has the tokenizer add its own too.
-        ``content_format``: how contents go to the template, see ``content_formats``.
-        With ``continue_final_message`` the answer goes on where the last message ends.
+        ``content_format``: how contents go to the template, see ``content_formats``. With ``continue_final_message``
+        the answer goes on where the last message ends.
 
         RequestError without a chat template, for messages that it does not take, and, before they are rendered or at
         least before they are tokenised, for those that cannot fit ``max_model_len`` tokens.
@@ -153,7 +153,10 @@ class HFTokenizer:
     def _written(
         self, prepared: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str], max_model_len: int | None
     ) -> str:
-        """Return the text of a conversation; RequestError where a word is left out, or ``max_model_len`` too short."""
+        """Return the text of a conversation.
+
+        Raise RequestError if a word is left out, or ``max_model_len`` too short.
+        """
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
@@ -197,7 +200,7 @@ def check_chat_template(template: str) -> None:
 
 
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
-    """OpenAI's messages as chat templates expect them, as vLLM does it; RequestError for what is no conversation.
+    """OpenAI's messages as chat templates expect them, as vLLM does it. Raise RequestError for what is no conversation.
 
     Content in parts becomes one text, its parts on lines of their own; none is "". Arguments of tool calls are read.
     """
@@ -227,13 +230,13 @@ def _parts_of(content: Any) -> list[dict[str, str]]:
 
 
 def _said(part: Any) -> Any:
-    """A part of a message; a refusal that a client sends back is text."""
+    """Return a part of a message; a refusal that a client sends back is text."""
     is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
     return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _with_arguments_read(call: Any) -> Any:
-    """A tool call whose function's arguments are an object, which templates print, and not its JSON text."""
+    """Return a tool call whose function's arguments are an object, which templates print, and not its JSON text."""
     try:
         arguments = call["function"].get("arguments")
         read = json.loads(arguments or "{}") if arguments is None or isinstance(arguments, str) else arguments

@@ -58,13 +58,13 @@ class LayerCache(Protocol):
         """A new sequence from stored bits."""
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values as float32 [tokens, num_kv_heads, …]."""
+        """Return keys and values as float32 [tokens, num_kv_heads, …]."""
 
     def export(self, sequence_id: int, start: int, num_tokens: int) -> np.ndarray:
-        """Tokens as stored bits, and the state of recurrent layers if it is that after them."""
+        """Return tokens as stored bits, and the state of recurrent layers if it is that after them."""
 
     def sequence_ids(self) -> list[int]:
-        """Sequences that it holds."""
+        """Return sequences that it holds."""
 
     def close(self) -> None:
         """Free everything; may be called twice."""
@@ -101,7 +101,7 @@ class LayerCaches:
 
     Nothing of a layer is needed once its rows have attended, so that this takes a layer's keys and values, not a
     model's. Layers alike, as most models' all are, share one. A layer that sees what an index picks has its index
-    beside it, which picks anew for each such layer.
+    beside it, which picks again for each such layer.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
@@ -111,7 +111,7 @@ class LayerCaches:
         self._caches: dict[tuple[Layer, ...], LayerCache] = {}
 
     def filled(self, rows: Sequence[Rows], num_tokens: int) -> LayerCache:
-        """A cache of these layers with their first ``num_tokens``, as R-workers would store them."""
+        """Return a cache of these layers with their first ``num_tokens``, as R-workers would store them."""
         shapes = self._shapes(rows)
         if shapes not in self._caches:
             self._caches[shapes] = self._make_cache(replace(self.layout, layers=shapes, kv_port=""))
@@ -144,7 +144,7 @@ class LayerCaches:
         self._caches.clear()
 
     def _shapes(self, rows: Sequence[Rows]) -> tuple[Layer, ...]:
-        """The layers as those of a cache of their own, an index first."""
+        """Return the layers as those of a cache of their own, an index first."""
         *index, last = (self.layout.layers[each.layer] for each in rows)
         return (*index, last.reading(0 if index else -1))
 
@@ -227,7 +227,7 @@ class TorchAttention:
         return part_attention(q, keys, values, shape, start)
 
     def _prefix(self, layer: int, kv: PromptKV) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of the prefix, float32 [context_len, num_kv_heads, …]."""
+        """Return keys and values of the prefix, float32 [context_len, num_kv_heads, …]."""
         shape = self._caches.layout.layers[layer]
         rows = [Rows(layer, np.empty((0, *shape.row_shapes[0]), kv.k.dtype), kv)]
         try:
@@ -241,7 +241,7 @@ class TorchAttention:
 
 
 def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, start: int) -> torch.Tensor:
-    """Rows ``q`` at positions ``start`` and on attend to ``k`` and ``v``, which may reach beyond them.
+    """Return rows ``q`` at positions ``start`` and on attend to ``k`` and ``v``, which may reach beyond them.
 
     Where they do (tensor/sequence parallel), all keys are multiplied and the later ones masked: such code takes no
     advantage of causality (KV-Runahead, section 4.1).
@@ -257,7 +257,7 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Att
 
 
 def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: torch.device) -> float:
-    """Seconds of one layer's prompt attention for each query and key that are multiplied: the faster of two.
+    """Return seconds of one layer's prompt attention for each query and key that are multiplied: the faster of two.
 
     Of the first layer that attends, or of an index and the first layer that it picks for, in the mean of both.
     """

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker.adapters.calls import DENSE, Calls
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.part.attention import PartAttention
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.staging import pack, rows_of, to_numpy
@@ -37,7 +38,7 @@ def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
 
 
 def compute_part(
-    model: torch.nn.Module,
+    code: ModelCode,
     attention: PartAttention,
     token_ids: Sequence[int],
     start: int,
@@ -45,14 +46,13 @@ def compute_part(
     exchange: Exchange,
     advance: Advance = no_states,
 ) -> np.ndarray | None:
-    """Run tokens ``token_ids``, at positions ``start`` and on, through ``model``.
+    """Run tokens ``token_ids``, at positions ``start`` and on, through a model's code.
 
     Returns the last row's logits, [vocab_size] in the model's dtype as numpy carries it, where ``samples`` asks for
     them. Arrays cross in the model's dtype; 16-bit floats as uint16.
     """
-    device = next(model.parameters()).device
     chunk = Chunk(0, 0, start, token_ids, attends=False, samples=samples, is_decode=False)
-    packed = pack(MiniBatch.of([chunk]), device)
+    packed = pack(MiniBatch.of([chunk]), code.device)
     layers = itertools.count()
 
     def attend(
@@ -74,13 +74,7 @@ def compute_part(
         return F.pad(own, (0, 0, 0, 0, 0, len(q) - packed.num_rows))[None]
 
     def run() -> torch.Tensor:
-        output = model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            logits_to_keep=packed.logits_rows,
-        )
-        return output.logits[0, : packed.num_sampled]
+        return code.logits(packed.input_ids, packed.position_ids, packed.logits_rows)[: packed.num_sampled]
 
     with torch.inference_mode():
         logits = ModelGreenlet(run, attend).switch()

@@ -31,7 +31,7 @@ class PartStates:
     ) -> tuple[torch.Tensor, np.ndarray]:
         """o [rows, heads, value_dim] of payload ``rows`` [rows, 1, elements], and the state after them.
 
-        ``before``: that after the ``start`` tokens before them, uint8 [bytes] as R-workers lay it; None where there are
+        ``before``: that after the ``start`` tokens before them, uint8 [bytes] as R-workers lay it; None if there are
         none.
         """
         spec = self.layout.layers[layer]

@@ -60,7 +60,7 @@ class IntegerCodes:
         self.codes, self.scales = cut(self.codes).contiguous(), cut(self.scales).contiguous()
 
     def cut_inputs(self, name: str, rank: Ranks) -> None:
-        """Keep the part of the inputs of ``rank``; ConfigError where a block would lie on two ranks."""
+        """Keep the part of the inputs of ``rank``. Raise ConfigError if a block would lie on two ranks."""
         width = self.codes.shape[1]
         if width % (rank.size * self.block):
             raise ConfigError(

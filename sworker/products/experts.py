@@ -120,7 +120,7 @@ class ExpertProducts:
     def _multiplied(
         self, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
     ) -> torch.Tensor:
-        """Each group's rows through its expert's weights."""
+        """Return each group's rows through its expert's weights."""
         out = torch.empty(len(x), columns, dtype=x.dtype)
         rows, kind, threads = array(x), activation or "none", torch.get_num_threads()
         if packed is self._downs and self._rank:
@@ -147,7 +147,7 @@ class ExpertProducts:
             self._downs[expert].scale(sums.numpy()[own], peaks.numpy()[own], out[own], self._isa, threads)
 
     def _proven_activation(self, experts: Any) -> str:
-        """Return the kernels' activation that gives what the module's own gate gives; "" where none does."""
+        """Return the kernels' activation that gives what the module's own gate gives; "" if none does."""
         if self._rank or experts.has_bias:
             return ""
         x = as_rows(torch.randn(PROOF_ROWS, self._width, generator=torch.Generator()).to(self._dtype))
@@ -185,7 +185,7 @@ def _packed(codes: list[IntegerCodes]) -> list[Any]:
 def _standing_for(
     packed: list[Any], codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool
 ) -> PackedWeight:
-    """A stand-in for the experts' parameter."""
+    """Return a stand-in for the experts' parameter."""
 
     def unpack() -> torch.Tensor:
         each = zip(packed, codes, strict=True)
@@ -199,7 +199,7 @@ def _standing_for(
 
 
 def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The sum over dim 1 in float32, the first part first: its bits depend on no other row."""
+    """Return the sum over dim 1 in float32, the first part first: its bits depend on no other row."""
     total = parts[:, 0].float()
     for index in range(1, parts.shape[1]):
         total = total + parts[:, index].float()

@@ -72,7 +72,7 @@ class GatedLayers:
         return None
 
     def _proven(self, module: Any, first: IntegerProduct, second: IntegerProduct) -> str | None:
-        """Return the activation with which two calls give what the module's own code gives; None where none does."""
+        """Return the activation with which two calls give what the module's own code gives; None if none does."""
         dtype = first.dtype
         rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(dtype)
         try:

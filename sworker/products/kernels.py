@@ -25,7 +25,7 @@ PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*r
 
 @functools.cache
 def integer_isa() -> str:
-    """Return the fastest instruction set of this CPU whose products prove exact; ModelLoadError where none does."""
+    """Return the fastest instruction set of this CPU whose products prove exact. Raise ModelLoadError if none does."""
     use_openmp()
     limit = os.environ.get("FASTDECODE_ISA", "")
     allowed = LIMITED_TO.get(limit, tuple(_sworker.integer_isas()))

@@ -81,7 +81,7 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
 
 @functools.cache
 def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
-    """Say whether layers of ``kind`` compute what ``nn.Linear`` computes: a subclass may do something else."""
+    """Return whether layers of ``kind`` compute what ``nn.Linear`` computes: a subclass may do something else."""
     if kind is torch.nn.Linear:
         return True
     rows, weight, bias = (torch.randn(shape, generator=torch.Generator()) for shape in ((3, 8), (5, 8), (5,)))
@@ -110,7 +110,7 @@ class IntegerLinears:
     """The quantized linear layers of a model, packed; nothing gives them their weights back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Pack every layer that has codes; ModelLoadError where a product is not exact."""
+        """Pack every layer that has codes. Raise ModelLoadError if a product is not exact."""
         self.num_layers = 0
         self._proven: set[tuple[object, ...]] = set()
         self.products: dict[int, IntegerProduct] = {}
@@ -198,7 +198,7 @@ class IntegerProduct(SharedProduct):
         self._weights.scale(sums.numpy(), peaks.numpy(), out, self._isa, threads)
 
     def check(self, codes: torch.Tensor, num_outputs: int = 512) -> None:
-        """ModelLoadError where the sums of extreme and random rows are not those of exact integers."""
+        """Raise ModelLoadError if the sums of extreme and random rows are not those of exact integers."""
         rows = torch.randint(-127, 128, (16, self.width), generator=torch.Generator()).float()
         rows[0], rows[1], rows[2, ::2] = 127.0, -127.0, 127.0
         sums = torch.empty(len(rows), self.num_outputs, dtype=torch.int32)
@@ -218,7 +218,7 @@ class IntegerProduct(SharedProduct):
 
 
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
-    """Every layer with codes, together with those that share its rows."""
+    """Yield every layer with codes, together with those that share its rows."""
     seen: set[int] = set()
     for module in model.modules():
         children = dict(module.named_children())
@@ -233,7 +233,7 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 
 
 def _can_share(linears: Sequence[Any]) -> bool:
-    """Layers of one input size, all with codes and with a bias or none, whose rows no other rank shares."""
+    """Return layers of one input size, all with codes and with a bias or none, whose rows no other rank shares."""
     codes = [codes_of(linear) for linear in linears]
     kinds = {
         (each.codes.shape[1], each.block, linear.bias is None)

@@ -30,7 +30,7 @@ class OrderedWeight(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Every use of the parameter comes here."""
+        """Return every use of the parameter comes here."""
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear and not kwargs and args[1].ndim == 2:
                 return ordered_linear(*args)

@@ -26,6 +26,7 @@ import torch
 from greenlet import greenlet
 
 from fastdecode.sworker.adapters.calls import DENSE, Calls
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.prepack import equal_within_rounding
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.staging import PackedRows, Staging, rows_of
@@ -58,7 +59,7 @@ class GraphRecorder:
             torch.cuda.synchronize(self._device)
 
     def pool(self) -> Any:
-        """A new memory pool."""
+        """Return a new memory pool."""
         return torch.cuda.graph_pool_handle()
 
     def begin(self, pool: Any) -> Any:
@@ -138,7 +139,7 @@ class ModelGraphs:
     prompt scratch is sized by the memory that is left.
     """
 
-    def __init__(self, model: torch.nn.Module, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
+    def __init__(self, code: ModelCode, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
         """For up to ``max_rows`` rows in each mini-batch.
 
         A model that cannot be captured, as it reads values back from the GPU, or whose graphs do not prove equal,
@@ -149,7 +150,7 @@ class ModelGraphs:
         self._captured: list[dict[int, CapturedForward]] = []
         try:
             with recorder.aside(), torch.inference_mode():
-                self._captured = [_Capture(model, recorder, counts).forwards for _ in range(num_mini_batches)]
+                self._captured = [_Capture(code, recorder, counts).forwards for _ in range(num_mini_batches)]
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             logger.warning("this model runs without CUDA graphs, launch by launch: %s", reason)
@@ -160,7 +161,7 @@ class ModelGraphs:
         return sorted(self._captured[0]) if self._captured else []
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> CudaGraphForward | None:
-        """A way through the graphs, where there are some for so many rows, all of them decodes."""
+        """Return a way through the graphs, where there are some for so many rows, all of them decodes."""
         fitting = [count for count in self.row_counts if count >= packed.num_rows]
         if not fitting or packed.prompt_rows or packed.num_sampled != packed.num_rows:
             return None
@@ -170,9 +171,9 @@ class ModelGraphs:
 class _Capture:
     """Captures one mini-batch's graphs, which share static rows and a memory pool; ``forwards`` has the result."""
 
-    def __init__(self, model: torch.nn.Module, recorder: GraphRecorder, counts: tuple[int, ...]) -> None:
-        self._model, self._recorder, self._pool = model, recorder, recorder.pool()
-        self._max_rows, self._device = counts[-1], next(model.parameters()).device
+    def __init__(self, code: ModelCode, recorder: GraphRecorder, counts: tuple[int, ...]) -> None:
+        self._code, self._recorder, self._pool = code, recorder, recorder.pool()
+        self._max_rows, self._device = counts[-1], code.device
         self._static: dict[tuple[object, ...], torch.Tensor] = {}
         # The largest first: the smaller ones find room in what it leaves of the pool.
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
@@ -212,8 +213,7 @@ class _Capture:
             return o[None]
 
         def forward() -> torch.Tensor:
-            output = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-            return self._kept("logits", output.logits[0])
+            return self._kept("logits", self._code.logits(input_ids, position_ids))
 
         logits = ModelGreenlet(forward, in_attention_call).switch()
         return CapturedForward(input_ids, position_ids, graphs, attention, logits)
@@ -223,14 +223,14 @@ class _Capture:
         return self._rows(name, len(rows), rows.shape[1:], rows.dtype).copy_(rows)
 
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first ``count`` static rows of a name; all layers of one shape use the same."""
+        """Return the first ``count`` static rows of a name; all layers of one shape use the same."""
         key = (name, *shape, dtype)
         if key not in self._static:  # in the first warm-up, so never in a graph's own memory
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
         return self._static[key][:count]
 
     def _prove(self, captured: CapturedForward, count: int) -> None:
-        """RuntimeError if the graphs differ from the model's own forward, over tokens that were not captured."""
+        """Raise RuntimeError if the graphs differ from the model's own forward, over tokens that were not captured."""
 
         def values_as_o(rows: AttentionRows) -> None:
             values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]

@@ -26,27 +26,27 @@ class CudaDevice:
         self.device = device
 
     def stream(self) -> Any:
-        """A new stream beside the one that computes."""
+        """Return a new stream beside the one that computes."""
         return torch.cuda.Stream(self.device)
 
     def compute_stream(self) -> Any:
-        """The stream the model runs on."""
+        """Return the stream the model runs on."""
         return torch.cuda.current_stream(self.device)
 
     def event(self, timing: bool = False) -> Any:
-        """A new event."""
+        """Return a new event."""
         return torch.cuda.Event(enable_timing=timing)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor on the device, allocated on the compute stream."""
+        """Return a flat tensor on the device, allocated on the compute stream."""
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor in page-locked host memory."""
+        """Return a flat tensor in page-locked host memory."""
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
-        """Say whether a host tensor is page-locked already."""
+        """Return whether a host tensor is page-locked already."""
         return host.is_pinned()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
@@ -183,7 +183,7 @@ class _Buffer:
         self._memory = torch.empty(0)
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first ``count`` elements; what was in them is lost when the buffer has to grow."""
+        """Return the first ``count`` elements; what was in them is lost when the buffer has to grow."""
         if len(self._memory) < count or self._memory.dtype != dtype:
             self._memory = self._allocate(max(count, 2 * len(self._memory)), dtype)
         return self._memory[:count]

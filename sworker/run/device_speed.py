@@ -60,7 +60,7 @@ def _flops(device: torch.device) -> float:
 
 
 def _read_rate(device: torch.device) -> float:
-    """A sum reads everything once and writes next to nothing, as products with few rows do."""
+    """Return a sum reads everything once and writes next to nothing, as products with few rows do."""
     numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     return numbers.numel() * 4 / _median_seconds(numbers.sum, device)
 

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.sworker.adapters.calls import DENSE, Calls, calls_of, index_argument
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.run.prompts import PromptAttention
 from fastdecode.sworker.run.staging import HostStaging, PackedRows, Staging, rows_of
 from fastdecode.sworker.run.threads import SharedCores
@@ -71,7 +72,7 @@ class MiniBatchForward:
         self,
         mini_batch: int,
         packed: PackedRows,
-        model: torch.nn.Module,
+        code: ModelCode,
         backend: AttentionBackend,
         prompts: PromptAttention,
         staging: Staging | None = None,
@@ -81,20 +82,14 @@ class MiniBatchForward:
         self.packed = packed
         self.layer = 0
         self.own_greenlet = ModelGreenlet(self._run, self._attend)
-        self._model = model
+        self._code = code
         self._staging = staging or HostStaging(backend)
         self._prompts = prompts
 
     def _run(self) -> torch.Tensor:
-        """Logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
+        """Return logits of the sampling rows, [num_sampled, vocab], in the model's dtype."""
         packed = self.packed
-        output = self._model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            logits_to_keep=packed.logits_rows,
-        )
-        return output.logits[0, : packed.num_sampled]
+        return self._code.logits(packed.input_ids, packed.position_ids, packed.logits_rows)[: packed.num_sampled]
 
     def _attend(
         self,
@@ -124,7 +119,7 @@ class MiniBatchForward:
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
-        """All rows of o in packed order; rows of padding are zero."""
+        """Return all rows of o in packed order; rows of padding are zero."""
         if len(remote) == num_padded_rows:
             return remote[None]
         o = remote.new_zeros((num_padded_rows, *remote.shape[1:]))
@@ -168,7 +163,7 @@ class Pipeline:
         self.in_order = in_order
 
     def run(self, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
-        """The logits of every mini-batch, [num_sampled, vocab] each.
+        """Return the logits of every mini-batch, [num_sampled, vocab] each.
 
         With two mini-batches, A and B, layers 0, 1, …; every S segment ends by sending q, k, v::
 
@@ -178,8 +173,8 @@ class Pipeline:
                       fill ┘    └── steady: each resumes when its o is there  └ drain
 
         On a GPU the S lane is the compute stream: this thread only queues its work, and the copies down and up run
-        beside it (:class:`fastdecode.sworker.run.cuda_staging.CudaStaging` draws them).
-        Without ``overlap`` each mini-batch runs alone from first layer to last, for comparison.
+        beside it (:class:`fastdecode.sworker.run.cuda_staging.CudaStaging` draws them). Without ``overlap`` each
+        mini-batch runs alone from first layer to last, for comparison.
         """
         logits: dict[int, torch.Tensor] = {}
         self.staging.begin_step()

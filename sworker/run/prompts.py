@@ -41,7 +41,7 @@ class Sight(NamedTuple):
 
 
 def causal_mask(num_rows: int, num_keys: int, sight: Sight, device: torch.device) -> torch.Tensor:
-    """Boolean [num_rows, num_keys], True where a query sees a key: causal, aligned bottom-right."""
+    """Return boolean [num_rows, num_keys], True if a query sees a key: causal, aligned bottom-right."""
     query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
     return sight.sees(query_positions, torch.arange(num_keys, device=device)[None, :])
 
@@ -57,7 +57,7 @@ MASK_ELEMENTS = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def slopes_on(layer: Attending, device: torch.device) -> torch.Tensor:
-    """The layer's ALiBi slopes, float32 [num_heads], copied to a device once."""
+    """Return the layer's ALiBi slopes, float32 [num_heads], copied to a device once."""
     return torch.tensor(layer.alibi_slopes, device=device)
 
 
@@ -75,17 +75,20 @@ def sinks_on(layer: Attending, device: torch.device) -> torch.Tensor:
 
 
 def values_of(k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tensor:
-    """Values of rows ``k`` and ``v`` [rows, num_kv_heads, …]: ``v``, or the first dims of ``k`` where they are so."""
+    """Return values of rows ``k`` and ``v`` [rows, num_kv_heads, …]:
+
+    ``v``, or the first dims of ``k`` where they are so.
+    """
     return k[..., : layer.value_head_dim] if layer.values_in_keys else v
 
 
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
+    """Return the oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
 
-    ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last;
-    returns [rows, num_heads, value_head_dim] in q's dtype. ``seen``: bool [1 or num_kv_heads, rows, keys] by an index.
+    ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last; returns
+    [rows, num_heads, value_head_dim] in q's dtype. ``seen``: bool [1 or num_kv_heads, rows, keys] by an index.
     """
     group = layer.num_heads // layer.num_kv_heads
     keys = k.float().repeat_interleave(group, dim=1)
@@ -143,7 +146,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
 
 
 def _tile_rows(layer: Attending, num_keys: int) -> int:
-    """Rows that attend together: fewer where each head has a mask of its own."""
+    """Return rows that attend together: fewer where each head has a mask of its own."""
     return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
 
 
@@ -256,7 +259,7 @@ class PromptCache:
 
 
 def _spans(mini_batch: MiniBatch) -> np.ndarray:
-    """The chunks that attend on the S-worker, as SPAN records that attend there."""
+    """Return the chunks that attend on the S-worker, as SPAN records that attend there."""
     chunks = mini_batch.chunks[~mini_batch.chunks["attends"]]
     spans = np.full(len(chunks), SpanMode.ATTEND, SPAN)
     for name in ("sequence_id", "context_len", "num_rows"):
@@ -265,7 +268,7 @@ def _spans(mini_batch: MiniBatch) -> np.ndarray:
 
 
 def _taken(tensor: torch.Tensor, rows: Sequence[PromptRows]) -> torch.Tensor:
-    """The rows of all chunks, one after the other."""
+    """Return the rows of all chunks, one after the other."""
     return tensor[rows[0].rows] if len(rows) == 1 else torch.cat([tensor[each.rows] for each in rows])
 
 

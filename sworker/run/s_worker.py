@@ -15,6 +15,7 @@ from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.kinds.layout import KVLayout
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.run.cuda_graphs import GraphRecorder, ModelGraphs
 from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
@@ -27,7 +28,6 @@ from fastdecode.sworker.run.staging import (
     PackedRows,
     Staging,
     from_numpy,
-    least_rows_of,
     pack,
     to_device,
 )
@@ -47,7 +47,7 @@ class SWorker:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        code: ModelCode,
         layout: KVLayout,
         backend: AttentionBackend,
         clock: StateClock,
@@ -59,12 +59,12 @@ class SWorker:
         """``cores``: of another S-worker of this process, which takes turns with this one. ``prompts``: what attends
         prompts here; torch by default. ``lead``: has the other ranks compute a step within it. ``in_order``: see
         ``Pipeline``."""
-        self.model = model
+        self.code = code
         self.layout = layout
         self.backend = backend
         self.clock = clock
         self.prompts = prompts or PromptScratch(layout)
-        self.device = next(model.parameters()).device
+        self.device = code.device
         self.staging = make_staging(backend, self.device)
         self._cores = (cores or SharedCores()) if self.device.type == "cpu" else None
         self.pipeline = Pipeline(backend, clock, self.staging, self._cores, in_order)
@@ -74,21 +74,19 @@ class SWorker:
         self.graphs: ModelGraphs | None = None
         self.taps = QueryTaps((), self.device)
 
-    def beside(
-        self, model: torch.nn.Module, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None
-    ) -> SWorker:
+    def beside(self, code: ModelCode, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None) -> SWorker:
         """An S-worker that computes another model between this one's steps, in the same threads and on its clock.
 
         ``lead``: of ranks that share that model, too.
         """
-        return SWorker(model, layout, backend, self.clock, self._cores, lead=lead, in_order=self.pipeline.in_order)
+        return SWorker(code, layout, backend, self.clock, self._cores, lead=lead, in_order=self.pipeline.in_order)
 
     def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
         """Compute decodes from CUDA graphs from now on, where the model runs on a GPU and can be captured."""
         recorder = make_recorder(self.device)
         if recorder is not None:
             max_rows = -(-max_num_seqs // num_mini_batches)
-            self.graphs = ModelGraphs(self.model, recorder, num_mini_batches, max_rows)
+            self.graphs = ModelGraphs(self.code, recorder, num_mini_batches, max_rows)
 
     def run(
         self,
@@ -133,7 +131,7 @@ class SWorker:
         self._forget_finished_prompts(step)
 
     def score(self, step: ScheduledStep) -> torch.Tensor:
-        """Log-probability of each next token within the step's one scored chunk: float32 [num_tokens - 1]."""
+        """Return log-probabilities of the next tokens in the step's one scored chunk: float32 [num_tokens - 1]."""
         (mini_batch,) = step.mini_batches
         with torch.inference_mode():
             (logits,) = self._run(step, self.forwards(step))
@@ -145,7 +143,7 @@ class SWorker:
         self.prompts.forget(sequence_id)
 
     def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
-        """The pipeline's logits, with the prompts that attend here."""
+        """Return the pipeline's logits, with the prompts that attend here."""
         with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
             return self._run_here(step, forwards, overlap)
 
@@ -163,7 +161,7 @@ class SWorker:
 
     def forwards(self, step: ScheduledStep) -> list[Forward]:
         """Return what computes ``step``, one for each mini-batch that has rows."""
-        mini_batches, rows = enumerate(step.mini_batches), least_rows_of(self.model)
+        mini_batches, rows = enumerate(step.mini_batches), self.code.least_rows
         self.taps = taps = QueryTaps(step.taps, self.device)
         return [
             self._forward(mini_batch, replace(pack(chunks, self.device, rows), tap=taps[mini_batch]))
@@ -174,7 +172,7 @@ class SWorker:
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
         """From CUDA graphs where they fit, else by the model's own code."""
         captured = self.graphs and self.graphs.forward(mini_batch, packed, self.staging)
-        return captured or MiniBatchForward(mini_batch, packed, self.model, self.backend, self.prompts, self.staging)
+        return captured or MiniBatchForward(mini_batch, packed, self.code, self.backend, self.prompts, self.staging)
 
     def _sample(
         self,
@@ -199,7 +197,7 @@ class SWorker:
         return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in num_logits}
 
     def _own(self, logits: np.ndarray) -> torch.Tensor:
-        """Logits that came as numpy's, as [1, vocab_size] beside the model's."""
+        """Return logits that came as numpy's, as [1, vocab_size] beside the model's."""
         return from_numpy(logits, TORCH_DTYPE[self.layout.model_dtype])[None].to(self.device)
 
     def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
@@ -220,7 +218,7 @@ class SWorker:
 
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
-    """The hand-off for a model on ``device``."""
+    """Return the hand-off for a model on ``device``."""
     return CudaStaging(backend, CudaDevice(device)) if device.type == "cuda" else HostStaging(backend)
 
 

@@ -15,9 +15,6 @@ from fastdecode.core.step import MiniBatch
 MIN_ROWS = 16
 """Smaller forwards are padded: torch's CPU matrix product gives a row the same bits only from 8 rows on."""
 
-LEAST_ROWS = "least_rows"
-"""The attribute of a model whose forwards are padded to another number of rows."""
-
 
 @dataclass(frozen=True)
 class PromptRows:
@@ -53,16 +50,6 @@ class PackedRows:
     attending_rows: slice | torch.Tensor
     prompt_rows: tuple[PromptRows, ...]
     tap: Tap | None = None
-
-
-def allow_few_rows(model: torch.nn.Module) -> None:
-    """Note that ``model`` gives a row the same bits in forwards of any size: none of them is padded."""
-    model.__dict__[LEAST_ROWS] = 1
-
-
-def least_rows_of(model: torch.nn.Module) -> int:
-    """Return the number of rows that forwards of ``model`` are padded to."""
-    return int(vars(model).get(LEAST_ROWS, MIN_ROWS))
 
 
 def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:
@@ -113,14 +100,14 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
 
 
 def _logits_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The rows whose logits are wanted: the last of a chunk that samples, every one of a scored chunk."""
+    """Return the rows whose logits are wanted: the last of a chunk that samples, every one of a scored chunk."""
     wanted = np.repeat(chunks["scored"], chunks["num_rows"])
     wanted[ends[chunks["samples"]] - 1] = True
     return np.flatnonzero(wanted)
 
 
 def _attending_rows(chunks: np.ndarray) -> slice | np.ndarray:
-    """A slice where the attending rows lead (always so with one R-worker), else their indices."""
+    """Return a slice where the attending rows lead (always so with one R-worker), else their indices."""
     attends = np.repeat(chunks["attends"], chunks["num_rows"])
     count = int(attends.sum())
     return slice(0, count) if attends[:count].all() else np.flatnonzero(attends)
@@ -136,13 +123,13 @@ def rows_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(rows: torch.Tensor) -> np.ndarray:
-    """``rows`` as a C-contiguous array sharing its memory where it can; 16-bit floats as uint16."""
+    """Return ``rows`` as a C-contiguous array sharing its memory where it can; 16-bit floats as uint16."""
     rows = rows.contiguous()
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 def from_numpy(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of :func:`to_numpy`: a tensor of ``dtype`` over the same memory."""
+    """Return the inverse of :func:`to_numpy`: a tensor of ``dtype`` over the same memory."""
     tensor = torch.from_numpy(array)
     return tensor if dtype == torch.float32 else tensor.view(dtype)
 
@@ -166,7 +153,7 @@ class Staging(Protocol):
         """Either end of a stretch of model code, on the device's own clock where it has one."""
 
     def device_seconds(self) -> float | None:
-        """Time between the marks of this step, pair by pair; None where the thread's own clock says it."""
+        """Time between the marks of this step, pair by pair; None if the thread's own clock says it."""
 
 
 class HostStaging:

@@ -35,7 +35,7 @@ def set_threads(num_threads: int) -> None:
 
 
 def openmp_thread_ids(num_threads: int) -> list[int]:
-    """The system's ids of the threads that compute torch's operations for this one, which is the first of them.
+    """Return the system's ids of the threads that compute torch's operations for this one, which is the first of them.
 
     Asked of the OpenMP that torch brought into the process, GNU's or LLVM's; empty where there is none.
     """
@@ -94,7 +94,7 @@ class SharedCores:
             self._bind(threads, itertools.repeat(cores))
 
     def _team(self) -> list[int]:
-        """Threads by id; asking them takes 60 µs, so it is done again only where there may be others."""
+        """Return threads by id; asking them takes 60 µs, so it is done again only where there may be others."""
         key = threading.get_native_id(), self.num_threads
         if self._team_key != key:
             self._team_key, self._team_ids = key, openmp_thread_ids(self.num_threads)

@@ -80,7 +80,7 @@ class AnswerTemplate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a text is nothing but content, whatever it says."""
+        """True if a text is nothing but content, whatever it says."""
         return set(self.regions.fields) == {CONTENT}
 
     def begun_by(self, prompt: str) -> str:
@@ -176,7 +176,7 @@ class AnswerCutter:
 
     @property
     def is_open(self) -> bool:
-        """Whether the prompt has opened a region that the answer goes on with."""
+        """True if the prompt has opened a region that the answer goes on with."""
         return self._start > 0
 
     def feed(self, text: str) -> list[Piece]:

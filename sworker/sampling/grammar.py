@@ -73,7 +73,7 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """True when the text is complete: nothing but its end can follow."""
+        """True if the text is complete: nothing but its end can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
@@ -83,7 +83,7 @@ class Matcher:
 
     @property
     def dead_end(self) -> str:
-        """Why no token may come next, although the text is not complete; "" where one may.
+        """Why no token may come next, although the text is not complete; "" if one may.
 
         llguidance allows the end of the text there, as if it were complete.
         """
@@ -162,7 +162,7 @@ class Grammars:
 
 
 def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """Return the text that llguidance compiles; ValueError for a grammar that is not understood.
+    """Return the text that llguidance compiles. Raise ValueError for a grammar that is not understood.
 
     ``special``: tokens that a grammar may name, each with its id.
     """
@@ -217,12 +217,12 @@ _IN_BRACKETS = re.compile(r"<[^<>\s]+>")
 
 
 def _literal(text: str) -> str:
-    """The regular expression that only ``text`` matches."""
+    """Return the regular expression that only ``text`` matches."""
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
 
 
 def _obstacle(matcher: LLMatcher) -> str:
-    """Return why no token may come next; "" where one may."""
+    """Return why no token may come next; "" if one may."""
     ahead = matcher.deep_copy()
     ahead.compute_bitmask()
     problem = _first_line(ahead.get_error()) if ahead.is_error() else ""

@@ -18,7 +18,7 @@ from fastdecode.sworker.sampling.rows import SamplingRow
 
 
 def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A float32 copy of ``logits`` [num_rows, vocab] with every row's bias, bans and penalties applied.
+    """Return a float32 copy of ``logits`` [num_rows, vocab] with every row's bias, bans and penalties applied.
 
     Token ids outside the vocabulary are ignored: they can never be chosen.
     """
@@ -68,7 +68,7 @@ def _ban(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _bad_word_ends(row: SamplingRow) -> list[int]:
-    """Last tokens of the bad words whose other tokens are the latest ones of prompt and output."""
+    """Return the last tokens of the bad words whose other tokens are the latest ones of prompt and output."""
     longest = max((len(word) for word in row.bad_words_token_ids), default=0) - 1
     recent = tuple(row.output_token_ids[-longest:]) if longest > 0 else ()
     if 0 <= len(recent) < longest:
@@ -117,7 +117,7 @@ def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) 
 
 
 def _per_cell(values: Mapping[int, float], cells: np.ndarray, scores: Tensor) -> np.ndarray:
-    """The value of each cell's row, float32 [num_cells]."""
+    """Return the value of each cell's row, float32 [num_cells]."""
     by_row = np.zeros(scores.shape[0], dtype=np.float32)
     by_row[list(values.keys())] = list(values.values())
     of_cells: np.ndarray = by_row[cells // scores.shape[1]]

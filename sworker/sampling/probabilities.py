@@ -34,7 +34,7 @@ _MASK = 2**64 - 1
 
 
 def probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Final probabilities of the rows that draw at random: float32 [num_rows, vocab].
+    """Return final probabilities of the rows that draw at random: float32 [num_rows, vocab].
 
     ``scores``: float32 [num_rows, vocab], contiguous, overwritten. A row with NaN or +inf, or without any finite score,
     gets meaningless values and leaves the other rows alone.
@@ -65,14 +65,14 @@ def _min_p(scores: Tensor, min_p: list[float]) -> Tensor:
 
 
 def _top_k(scores: Tensor, top_k: list[float]) -> Tensor:
-    """Tokens below the k-th best score: ties with it stay, so the choice does not depend on a sort."""
+    """Return tokens below the k-th best score: ties with it stay, so the choice does not depend on a sort."""
     best = scores.topk(int(max(top_k)), dim=-1).values
     last_kept = torch.tensor([int(k) - 1 for k in top_k], device=scores.device)
     return scores < best.gather(1, last_kept[:, None])
 
 
 def _top_p(scores: Tensor, top_p: list[float]) -> Tensor:
-    """Tokens whose probability, summed from the least likely up to and with themselves, is at most 1 - p."""
+    """Return tokens whose probability, summed from the least likely up to and with themselves, is at most 1 - p."""
     weights = integer_weights(scores.softmax(-1))
     # 1 - p in double precision, then float32, is what transformers compares with. Of equal tokens low ids go first,
     # as with a stable sort (transformers' own choice there is up to torch.sort).
@@ -104,7 +104,7 @@ def _column(values: Sequence[float], scores: Tensor) -> Tensor:
 
 
 def ranking_keys(scores: Tensor, *, low_ids_first: bool) -> Tensor:
-    """Keys that sort like the scores, equal scores by token id; no two are equal.
+    """Return keys that sort like the scores, equal scores by token id; no two are equal.
 
     ``scores``: float32 [num_rows, vocab] without NaN. Returns int64 of the same shape: the score's bits, reordered to
     compare as integers, above 32 bits of token id.
@@ -116,19 +116,22 @@ def ranking_keys(scores: Tensor, *, low_ids_first: bool) -> Tensor:
 
 
 def top_token_ids(keys: Tensor, count: int, *, low_ids_first: bool) -> Tensor:
-    """The ``count`` highest-ranked token ids of each row in order, int64 [num_rows, count]."""
+    """Return the ``count`` highest-ranked token ids of each row in order, int64 [num_rows, count]."""
     ids = keys.topk(count, dim=-1).values & _ID_MASK
     return _ID_MASK - ids if low_ids_first else ids
 
 
 def sample_seed(request_seed: int, sample_index: int) -> int:
-    """The ``generator_seed`` of sample ``sample_index`` (from 0) of a request with this seed: 64 bits, unsigned."""
+    """Return the ``generator_seed`` of sample ``sample_index`` (from 0) of a request with this seed:
+
+    64 bits, unsigned.
+    """
     first = _mix(np.array([request_seed & _MASK], dtype=np.uint64))
     return int(first[0]) ^ (sample_index * _GOLDEN & _MASK)
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """One number in [0, 1) per row: float64 [num_rows], from 64-bit seeds and non-negative positions."""
+    """Return one number in [0, 1) per row: float64 [num_rows], from 64-bit seeds and non-negative positions."""
     stream = _mix(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
     counter = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return (_mix(stream + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -50,7 +50,7 @@ class Sampler:
     """
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """One token per row; rows with NaN or +inf, or with no token left to choose, come back as failed.
+        """Return one token per row; rows with NaN or +inf, or with no token left to choose, come back as failed.
 
         ``logits``: float32, float16 or bfloat16 [num_rows, vocab] on any device, not changed.
 
@@ -77,7 +77,7 @@ class Sampler:
 
 
 def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The probabilities ``Sampler.sample`` draws from: float32 [num_rows, vocab].
+    """Return the probabilities ``Sampler.sample`` draws from: float32 [num_rows, vocab].
 
     Greedy rows hold a single 1; rows that would fail hold zeros. ``logits`` as in ``Sampler.sample``, not changed.
     """
@@ -95,7 +95,7 @@ def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Tokens of rows that are not plain: int64 [num_rows], ``EXCLUDED`` where every token is banned."""
+    """Return tokens of rows that are not plain: int64 [num_rows], ``EXCLUDED`` where every token is banned."""
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
@@ -109,7 +109,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _drawn(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Random tokens, int64 [num_rows]; overwrites the scores. Output length counts a row's draws so far."""
+    """Return random tokens, int64 [num_rows]; overwrites the scores. Output length counts a row's draws so far."""
     probs = probabilities(scores, [row.params for row in rows])
     return draw(probs, uniform([row.generator_seed for row in rows], [len(row.output_token_ids) for row in rows]))
 
@@ -120,7 +120,7 @@ def _failed(scores: Tensor) -> Tensor:
 
 
 def _requested_logprobs(logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]) -> dict[int, Logprobs]:
-    """Log-probabilities by row, for the rows that asked and did not fail."""
+    """Return log-probabilities by row, for the rows that asked and did not fail."""
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] >= 0]
     found: dict[int, Logprobs] = {}
     for part in _chunks(asked, logits.shape[1]):
@@ -142,7 +142,7 @@ def _check(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def raw_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """The chosen token's log-probability and the ``counts[row]`` likeliest (-1: all), one dict per row.
+    """Return the chosen token's log-probability and the ``counts[row]`` likeliest (-1: all), one dict per row.
 
     ``logits``: floating [num_rows, vocab] without NaN or +inf; ``token_ids``: the chosen ones. Equal log-probabilities
     rank by token id, so ranks are unique and the dict is the same in every batch.
