@@ -16,10 +16,10 @@ from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.kind import MAX_LAYERS
 from fastdecode.kinds.layout import KVLayout
 
-_HEAD = struct.Struct("<qqqqq?")
+HEAD = struct.Struct("<qqqqq?")
 """Sequence id, the query's position, the first token's place, tokens that are seen, tokens of a block, finds_norms."""
 
-MOST_NUMBER_BYTES = _HEAD.size + 8 * MAX_LAYERS
+MOST_NUMBER_BYTES = HEAD.size + 8 * MAX_LAYERS
 MOST_BLOCKS = 1 << 24
 
 
@@ -29,16 +29,16 @@ def encode_weighing(asked: Weighing) -> tuple[bytes, np.ndarray, np.ndarray]:
     head = part.sequence_id, part.position, part.offset, part.num_tokens, asked.block, asked.finds_norms
     queries = np.concatenate([each.reshape(-1) for each in asked.queries])
     norms = np.zeros(0, np.float32) if asked.norms is None else np.ascontiguousarray(asked.norms, np.float32)
-    return _HEAD.pack(*head) + layers.tobytes(), queries, norms
+    return HEAD.pack(*head) + layers.tobytes(), queries, norms
 
 
 def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
     """Return what the first part of WEIGH asks, without its arrays; FrameError for what cannot be."""
-    num_layers, rest = divmod(len(data) - _HEAD.size, 8)
+    num_layers, rest = divmod(len(data) - HEAD.size, 8)
     if num_layers < 1 or rest:
         raise FrameError(f"WEIGH: {len(data)} bytes of numbers")
-    sequence_id, position, offset, num_tokens, block, finds_norms = _HEAD.unpack_from(data)
-    layers = tuple(np.frombuffer(data, "<i8", num_layers, _HEAD.size).tolist())
+    sequence_id, position, offset, num_tokens, block, finds_norms = HEAD.unpack_from(data)
+    layers = tuple(np.frombuffer(data, "<i8", num_layers, HEAD.size).tolist())
     if layers != tuple(sorted(set(layers))) or not 0 <= layers[0] <= layers[-1] < len(layout.layers):
         raise FrameError(f"WEIGH: layers must ascend, from 0 to {len(layout.layers) - 1}")
     if not all(layout.layers[layer].caches_rows for layer in layers):

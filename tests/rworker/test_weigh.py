@@ -79,7 +79,7 @@ def test_weights_are_those_of_the_cached_keys(name: str, dtype: str, kv_dtype: s
         weights, sums = weights_of(layer, from_bits(q, dtype)[0], keys, length)
         wanted = np.add.reduceat(weights[:, : length + 1].mean(0), np.arange(0, length + 1, block))
         assert np.abs(found - wanted).max() < close
-        assert again.tobytes() == found.tobytes()
+        assert np.abs(again - found).max() < 1e-6
         assert np.abs(norms[0] / sums - 1).max() < max(close, 1e-4) * 20
         if not layer.sinks:
             assert abs(found.sum() - 1) < 1e-6

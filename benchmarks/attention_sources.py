@@ -1,0 +1,67 @@
+"""What one request of many that asks for attention sources costs: python benchmarks/attention_sources.py MODEL
+
+Caches are filled with random prompts. Then decode steps alternate: in every second one a single sequence asks. It
+prints the ratio of the two medians, and of their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.sworker.run.random_prompts import RandomPrompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--num-seqs", type=int, default=64)
+    parser.add_argument("--context-len", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=60, help="steps of each kind")
+    parser.add_argument("--r-workers", default="inproc:1")
+    parser.add_argument("--kv-cache-memory", default="3GiB")
+    args = parser.parse_args()
+    settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "max_model_len": args.context_len + 2 * args.steps + 32}
+    with LLM(args.model, r_workers=args.r_workers, kv_cache_memory=args.kv_cache_memory, **settings) as llm:
+        without, with_one = measure(llm, args.num_seqs, args.context_len, args.steps)
+    for name, seconds in (("no sequence asks", without), ("one asks", with_one)):
+        low, median, high = statistics.quantiles(seconds, n=4)
+        print(f"{name}: {median * 1e3:.2f} ms a step (quartiles {low * 1e3:.2f} to {high * 1e3:.2f})")
+    ratios = np.array(with_one) / np.array(without)
+    low, _, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    print(f"one of {args.num_seqs}: {statistics.median(with_one) / statistics.median(without):.4f} x a step; "
+          f"pairs: median {np.median(ratios):.4f}, quartiles {low:.4f} to {high:.4f}")  # fmt: skip
+
+
+def measure(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of decode steps in which no sequence asks, and of those between them in which one does."""
+    engine, rng = llm.llm_engine, np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=2 * num_steps + 16, ignore_eos=True, detokenize=False)
+    asking = SamplingParams(**{**vars(params), "attention_sources": 3})
+    for number in range(num_seqs):
+        prompt = rng.integers(0, engine.s_model.vocab_size, context_len).tolist()
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params if number else asking)
+    asked, engine.in_flight.asking = engine.in_flight.asking, set()
+    with engine.world.computed_by(RandomPrompts):
+        while engine.scheduler.snapshot().num_waiting or len(engine.scheduler.snapshot().sequences) < num_seqs:
+            engine.step()
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for step in range(2 * num_steps):
+        engine.in_flight.asking = asked if step % 2 else set()
+        start = time.perf_counter()
+        engine.step()
+        seconds[step % 2].append(time.perf_counter() - start)
+    engine.abort_request(map(str, range(num_seqs)))
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
