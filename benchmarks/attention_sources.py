@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def measure(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple[
     """Seconds of decode steps in which no sequence asks, and of those between them in which one does."""
     engine, rng = llm.llm_engine, np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=2 * num_steps + 16, ignore_eos=True, detokenize=False)
-    asking = SamplingParams(**{**vars(params), "attention_sources": 3})
+    asking = replace(params, attention_sources=3)
     for number in range(num_seqs):
         prompt = rng.integers(0, engine.s_model.vocab_size, context_len).tolist()
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params if number else asking)

@@ -131,17 +131,17 @@ class PoolBackend(PoolMembers):
             raise _refusal(self.workers[index], f"to {what} a sequence", error) from error
 
     def _ask_to_weigh(self, asked: Sequence[Weighing]) -> list[np.ndarray | None]:
-        """The R-workers' answers, in order; None of one that is lost."""
+        """Return the R-workers' answers in order; None for one that is lost."""
         answers: list[np.ndarray | None] = [None] * len(asked)
         for turn in in_turns(asked):
-            for place in turn:
-                self._unless_lost(asked[place].part.worker, methodcaller("weigh", asked[place]))
-            for place in turn:
-                answers[place] = self._unless_lost(asked[place].part.worker, methodcaller("weighed"))
+            waits = [(at, self._unless_lost(asked[at].part.worker, methodcaller("weigh", asked[at]))) for at in turn]
+            for at, wait in waits:
+                if wait is not None:
+                    answers[at] = self._unless_lost(asked[at].part.worker, lambda _, wait=wait: wait())
         return answers
 
     def _unless_lost(self, index: int, ask: Callable[[PoolWorker], Answer]) -> Answer | None:
-        """What worker ``index`` answers to ``ask``; None where it is lost."""
+        """Return the answer of worker ``index``; None if it is lost."""
         if isinstance(self.workers[index], LostWorker):
             return None
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,6 @@ class InprocWorker(PoolWorker):
         self._postpones = False
         self._worker: _rworker.RWorker | None = None
         self._in_step = False
-        self._weighed = np.zeros(0, np.float32)
 
     def open(self, layout: KVLayout) -> None:
         self._worker = make_rworker(layout, self._block_size, self._size)
@@ -107,11 +106,9 @@ class InprocWorker(PoolWorker):
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         self._open.share(mini_batch, layer, counts)
 
-    def weigh(self, asked: Weighing) -> None:
-        self._weighed = weigh(self._open, asked)
-
-    def weighed(self) -> np.ndarray:
-        return self._weighed
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
+        found = weigh(self._open, asked)
+        return lambda: found
 
     def ended(self) -> WorkerReport:
         report = end_step(self._open)

@@ -14,6 +14,7 @@ from fastdecode.cluster.pool.calls import TICK_SECONDS, Calls
 from fastdecode.cluster.pool.disks import Disk, RemoteDisk
 from fastdecode.cluster.pool.remote_journal import RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.weighing import weigh_by
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.pool.worker_info import clock_offset, worker_info
 from fastdecode.cluster.wire.frames import Frame, Kind
@@ -33,7 +34,6 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
-from fastdecode.cluster.wire.weighing import answer_shape, checked_answer, encode_weighing
 from fastdecode.core.errors import (
     BackendError,
     BusyError,
@@ -194,17 +194,8 @@ class RemoteWorker(PoolWorker):
             link.send(Kind.PICKS, counts.astype("<i4").tobytes(), mini_batch=mini_batch, layer=layer)
 
     @interrupts_deferred()
-    def weigh(self, asked: Weighing) -> None:
-        self._asked = asked
-        self.calls.send(Kind.WEIGH, *encode_weighing(asked))
-
-    @interrupts_deferred()
-    def weighed(self) -> np.ndarray:
-        self.calls.answer(Kind.WEIGHED)
-        found = np.empty(answer_shape(self._layout, self._asked), np.float32)
-        with self.calls.losses as link:
-            link.read_into(found)
-            return checked_answer(found, self._asked)
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
+        return weigh_by(self.calls, self._layout, asked)
 
     @interrupts_deferred()
     def end_step(self) -> None:

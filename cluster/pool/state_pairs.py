@@ -8,6 +8,7 @@ nothing above the pool distinguishes pairs from R-workers.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -135,12 +136,9 @@ class StatePair(PoolWorker):
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         self.r_worker.share(mini_batch, self._parts.places[layer][1], counts)
 
-    def weigh(self, asked: Weighing) -> None:
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
         layers = tuple(self._parts.places[layer][1] for layer in asked.layers)
-        self.r_worker.weigh(replace(asked, layers=layers))
-
-    def weighed(self) -> np.ndarray:
-        return self.r_worker.weighed()
+        return self.r_worker.weigh(replace(asked, layers=layers))
 
     def end_step(self) -> None:
         self.r_worker.end_step()

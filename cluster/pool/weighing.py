@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fastdecode.cluster.pool.calls import Calls
+from fastdecode.cluster.wire.frames import Kind
+from fastdecode.cluster.wire.weighing import answer_shape, checked_answer, encode_weighing
+from fastdecode.core.errors import interrupts_deferred
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
 from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout
-
-Ask = Callable[[Sequence[Weighing]], list[np.ndarray | None]]
-"""Has R-workers answer, in order; None for one that is lost."""
 
 
 @dataclass
@@ -36,8 +37,16 @@ class _Open:
         return weights
 
 
-def weigh_rows(layout: KVLayout, rows: Sequence[WeighedRow], queries: Queries, ask: Ask) -> list[np.ndarray | None]:
-    """Return the weights of each row's blocks, float32 [num_blocks]; None where an R-worker that has some is lost."""
+def weigh_rows(
+    layout: KVLayout,
+    rows: Sequence[WeighedRow],
+    queries: Queries,
+    ask: Callable[[Sequence[Weighing]], list[np.ndarray | None]],
+) -> list[np.ndarray | None]:
+    """Return the weights of each row's blocks, float32 [num_blocks]; None if an R-worker that holds some is lost.
+
+    ``ask`` has R-workers answer, in order; None for one that is lost.
+    """
     opened = [_opened(row, queries) for row in rows]
     ranged = [each for each in opened if len(each.asked) > 1]
     answers = ask([replace(part, finds_norms=True) for each in ranged for part in each.asked])
@@ -47,6 +56,21 @@ def weigh_rows(layout: KVLayout, rows: Sequence[WeighedRow], queries: Queries, a
             each.asked = [replace(part, norms=norms) for part in each.asked]
     answers = ask([part for each in opened for part in each.asked])
     return [each.join(found) for each, found in zip(opened, _dealt(answers, opened), strict=True)]
+
+
+def weigh_by(calls: Calls, layout: KVLayout, asked: Weighing) -> Callable[[], np.ndarray]:
+    """Send the question to an R-worker in another process; return a function that waits for the answer."""
+
+    @interrupts_deferred()
+    def answer() -> np.ndarray:
+        calls.answer(Kind.WEIGHED)
+        found = np.empty(answer_shape(layout, asked), np.float32)
+        with calls.losses as link:
+            link.read_into(found)
+            return checked_answer(found, asked)
+
+    calls.send(Kind.WEIGH, *encode_weighing(asked))
+    return answer
 
 
 def sinks_of(layout: KVLayout, layers: Sequence[int]) -> np.ndarray:

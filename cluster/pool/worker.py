@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,12 +65,11 @@ class PoolWorker:
         ``counts``: int32 [rows of partial results, heads that pick], for a row's first node.
         """
 
-    def weigh(self, asked: Weighing) -> None:
-        """Ask, once all layers of the step are done, how a query's attention is shared among blocks."""
-        raise NotImplementedError
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
+        """Ask, once all layers of the step are done, how a query's attention is shared among blocks.
 
-    def weighed(self) -> np.ndarray:
-        """Wait for the answer to ``weigh``: float32, weights [num_blocks], or norms [1, heads, 2]."""
+        Return a function that waits for the answer: float32, weights [num_blocks], or norms [1, heads, 2].
+        """
         raise NotImplementedError
 
     def end_step(self) -> None:

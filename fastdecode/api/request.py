@@ -241,10 +241,7 @@ def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_tok
 
 
 class InFlight:
-    """The requests in flight, by request id and by the sequences that still grow.
-
-    ``asking``: the growing sequences whose tokens are to have attention sources.
-    """
+    """The requests in flight, by id and by growing sequence. ``asking``: sequences that ask for attention sources."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}

@@ -1,4 +1,4 @@
-"""How a query's attention is shared among blocks of its context: what R-workers are asked, and what users are told."""
+"""The attention of one query, shared among blocks of its context: questions to R-workers, and answers for users."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WeighedRow:
 
 @dataclass(frozen=True, eq=False)
 class Weighing:
-    """What one R-worker is asked of a row.
+    """A question to one R-worker about a row.
 
     ``queries``: of each of ``layers`` [1, num_heads, query_dim] in the model's dtype. ``norms``: max and sum of scores
     over all parts, float32 [1, heads of all layers that attend, 2]; None: R-workers take those of ``part`` and of

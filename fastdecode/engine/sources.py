@@ -1,4 +1,4 @@
-"""Attention sources: where each generated token looked, for the requests that ask.
+"""Attention sources: the blocks of context that each generated token looked at, for the requests that ask.
 
 Before a step its rows are tapped (``tapped``): the S-worker keeps what they ask in each layer. Once its layers are done
 and its tokens sampled, R-workers share the attention of those rows that gave a token among blocks of their context.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class AttentionSources:
         return computed
 
     def _cannot(self, params: SamplingParams) -> str | None:
-        """Why sources cannot be told; None where they can."""
+        """Return why sources cannot be told; None if they can."""
         if not self._attending:
             return "no layer of this model attends: leave it out"
         if self._has_prefills:
@@ -93,7 +93,7 @@ class AttentionSources:
         return None
 
     def _layers(self, params: SamplingParams) -> tuple[int, ...]:
-        """Places of the layers that are asked, and of the indexes that they read."""
+        """Return the places of the chosen layers, and of the indexes that they read."""
         numbers = params.attention_source_layers
         if numbers is None:
             chosen = [each for each in self._attending if self._spec(each).window == 0]
@@ -103,20 +103,18 @@ class AttentionSources:
         return tuple(sorted({*chosen, *indexes}))
 
     def _spec(self, place: int) -> Attending:
-        spec = self._layout.layers[place]
-        assert isinstance(spec, Attending)
-        return spec
+        return cast(Attending, self._layout.layers[place])
 
     def _params(self, sequence_id: int) -> SamplingParams:
         return self._in_flight.family(sequence_id)[0].params
 
     def _asked(self, mini_batch: MiniBatch) -> np.ndarray:
-        """Places of the chunks that sample and ask."""
+        """Return the places of the chunks that sample and ask."""
         chunks = mini_batch.chunks
         return np.flatnonzero(chunks["samples"] & np.isin(chunks["sequence_id"], list(self._in_flight.asking)))
 
     def _taps(self, mini_batch: MiniBatch) -> np.ndarray:
-        """The rows that may give a token: of drafts all, else the last one of a chunk."""
+        """Return the rows that may give a token: all rows of drafts, else the last row of a chunk."""
         chunks, ends = mini_batch.chunks, np.cumsum(mini_batch.chunks["num_rows"])
         rows = [np.arange(ends[each] - _num_giving(chunks[each]), ends[each]) for each in self._asked(mini_batch)]
         return np.concatenate(rows) if rows else np.zeros(0, np.int64)
@@ -138,12 +136,12 @@ class AttentionSources:
 
 
 def _num_giving(chunk: np.void) -> int:
-    """Rows of a chunk that samples whose tokens may be taken."""
+    """Return how many rows of a sampling chunk may give a token."""
     return int(chunk["num_rows"]) if chunk["scored"] and chunk["is_decode"] else 1
 
 
 def _parts(mini_batch: MiniBatch, index: int, position: int) -> tuple[WeighedPart, ...]:
-    """What the row at ``position`` of chunk ``index`` sees: closed ranges, and the tail or all."""
+    """Return the context of the row at ``position`` of chunk ``index``: closed ranges, then the tail or the whole."""
     chunk, reads = mini_batch.chunks[index], mini_batch.reads
     parts = []
     if len(reads):

@@ -173,7 +173,7 @@ def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: 
 
 
 def sources(output: RequestOutput | None) -> dict[str, Any] | None:
-    """Where the last tokens of a request looked: per token the blocks with the most attention; None without any.
+    """Return the blocks that the last tokens of a request looked at; None without any.
 
     The page shows places and no text: it is for those who run the server.
     """

@@ -110,7 +110,7 @@ class GrowingMessage:
             yield event
 
     def _sources(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Those of tokens that were not told of before; nothing where there are none."""
+        """Return the sources of tokens that no event has told; nothing without any."""
         found = self._form.sources.beside(completion, self._num_tokens)
         self._num_tokens = len(completion.tokens)
         return found if any(found.values()) else {}

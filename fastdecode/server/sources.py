@@ -16,8 +16,6 @@ from fastdecode.core.weighing import AttentionSource
 from fastdecode.server.prompt_reader import PromptTokens
 from fastdecode.server.protocol import ChatRequest, CompletionRequest
 
-KEY = "attention_sources"
-
 
 @dataclass(frozen=True)
 class PromptPlaces:
@@ -66,8 +64,7 @@ class PromptPlaces:
 
 @dataclass(frozen=True)
 class SourceForm:
-    """How an answer tells attention sources: ``prompts``: of each prompt its text, None where it has none;
-    ``num_samples`` of each."""
+    """Tells attention sources: ``prompts``: each prompt's text, None without one; ``num_samples`` per prompt."""
 
     prompts: tuple[PromptPlaces | None, ...] = (None,)
     num_samples: int = 1
@@ -85,7 +82,7 @@ class SourceForm:
     def beside(self, completion: CompletionOutput, start: int = 0, choice: int = 0) -> dict[str, Any]:
         """Return the same by its name; nothing where it was not asked for."""
         found = self.of(completion, start, choice)
-        return {} if found is None else {KEY: found}
+        return {} if found is None else {"attention_sources": found}
 
 
 def source_form(

@@ -16,6 +16,10 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr double kUnit = 1.0 / double(std::int64_t(1) << 44);
 
+std::uint8_t* aligned(std::vector<std::uint8_t>& bytes) {
+    return bytes.data() + (64 - reinterpret_cast<std::uintptr_t>(bytes.data()) % 64) % 64;
+}
+
 }  // namespace
 
 WeighJob::WeighJob(Worker& worker, const WeighQuery& query)
@@ -29,9 +33,8 @@ WeighJob::WeighJob(Worker& worker, const WeighQuery& query)
     first_block_ = query_.offset / query_.block;
     num_blocks_ = (query_.offset + seen_ - 1) / query_.block - first_block_ + 1;
     add_items();
-    const bool has_picks = std::ranges::any_of(query_.layers, [&](std::int64_t layer) {
-        return worker_.cache_.layers()[layer].keeps_rows();
-    });
+    const bool has_picks = std::ranges::any_of(
+        query_.layers, [&](std::int64_t layer) { return worker_.cache_.layers()[layer].keeps_rows(); });
     const std::size_t threads = std::size_t(worker_.pool_.num_threads());
     rows_.assign(threads, std::vector<float>(kHeadsTogether * stride_));
     picked_.assign(threads, std::vector<float>(has_picks ? kHeadsTogether * stride_ : 0));
@@ -169,13 +172,12 @@ void WeighJob::score(const Item& item, int thread) {
     const DType stored = dtype_of(spec, worker_.cache_.dtype());
     const std::int64_t first = first_seen(spec);
     const HeadView view = worker_.cache_.view(query_.layers[item.layer], item.kv_head, blocks_->data());
-    std::uint8_t* const memory = worker_.split_values_[thread].data();
-    std::uint8_t* const aligned = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
+    std::uint8_t* const memory = aligned(worker_.split_values_[thread]);
     for (std::int64_t split = first / kSplitTokens; split * kSplitTokens < seen_; ++split) {
         const std::int64_t end = std::min(stored_, (split + 1) * kSplitTokens);
         const NextTokens tokens{view, split * kSplitTokens, end};
         const HeadView read = has_latent_codes(spec, stored)
-                                  ? read_split(worker_.kernels_, spec, stored, worker_.model_dtype_, tokens, aligned)
+                                  ? read_split(worker_.kernels_, spec, stored, worker_.model_dtype_, tokens, memory)
                                   : view;
         score_split(item, read, split, end, query_.position, first, rows_[thread].data(), thread);
     }
@@ -190,13 +192,12 @@ void WeighJob::score_picked(const Item& item, int thread) {
     const std::int32_t* const picks = picks_[index].of(0, 0);
     const PickedTokens tokens(*spec_of(index).index(), query_.position, stored_);
     const HeadView view = worker_.cache_.view(query_.layers[item.layer], item.kv_head, blocks_->data());
-    std::uint8_t* const memory = worker_.split_values_[thread].data();
-    std::uint8_t* const aligned = memory + (64 - reinterpret_cast<std::uintptr_t>(memory) % 64) % 64;
+    std::uint8_t* const memory = aligned(worker_.split_values_[thread]);
     for (std::int64_t split = 0; split * kSplitTokens < tokens.seen; ++split) {
         const std::int64_t begin = split * kSplitTokens, end = std::min(tokens.seen, begin + kSplitTokens);
         HeadView read = worker_.picked_rows_[thread].gather(view, spec, dtype, picks, begin, end);
         if (has_latent_codes(spec, dtype))
-            read = read_split(worker_.kernels_, spec, dtype, worker_.model_dtype_, {read, begin, end}, aligned);
+            read = read_split(worker_.kernels_, spec, dtype, worker_.model_dtype_, {read, begin, end}, memory);
         score_split(item, read, split, end, tokens.seen - 1, 0, picked_[thread].data(), thread);
     }
     for (std::int64_t head = 0; head < item.count; ++head) {
@@ -210,8 +211,7 @@ void WeighJob::score_split(const Item& item, const HeadView& view, std::int64_t 
                            std::int64_t position, std::int64_t first_seen, float* scores, int thread) {
     const LayerSpec& spec = spec_of(item.layer);
     const DType dtype = worker_.model_dtype_, stored = dtype_of(spec, worker_.cache_.dtype());
-    const TokenRow token{
-        .position = position, .payload_row = 0, .span = 0, .partials = 0, .first_seen = first_seen};
+    const TokenRow token{.position = position, .payload_row = 0, .span = 0, .partials = 0, .first_seen = first_seen};
     const std::int64_t head = item.kv_head * spec.group() + item.first;
     worker_.kernels_.see[int(has_latent_codes(spec, stored) ? dtype : stored)]({
         .view = view,
@@ -245,10 +245,7 @@ void WeighJob::hide_unpicked(const Item& item, int thread) {
     const std::int64_t count = std::min(picker.picks, query_.position / width + 1);
     std::int64_t next = 0;
     for (std::int64_t block = 0; block * width < seen_; ++block) {
-        if (next < count && picks[next] == block) {
-            ++next;
-            continue;
-        }
+        if (next < count && picks[next] == block && ++next) continue;
         for (std::int64_t head = 0; head < item.count; ++head)
             std::fill_n(rows_[thread].data() + head * stride_ + block * width, std::min(width, seen_ - block * width),
                         kMinusInfinity);
