@@ -118,8 +118,7 @@ void WeighJob::pick(std::size_t layer) {
             .split = split,
             .end = std::min(stored_, (split + 1) * kSplitTokens),
             .scale = spec.scale,
-            .soft_cap = 0.0f,
-            .alibi_slopes = nullptr,
+            .soft_cap = 0.0f, .alibi_slopes = nullptr,
             .key_dim = int(spec.key_dim),
             .value_dim = int(spec.value_dim),
             .partials = scores.data(),
@@ -156,10 +155,7 @@ void WeighJob::start() {
 
 void WeighJob::run(std::int64_t index, std::int64_t, int thread) noexcept {
     const Item& item = items_[index];
-    if (spec_of(item.layer).keeps_rows())
-        score_picked(item, thread);
-    else
-        score(item, thread);
+    spec_of(item.layer).keeps_rows() ? score_picked(item, thread) : score(item, thread);
     for (std::int64_t head = 0; head < item.count; ++head) finish(item, head, thread);
 }
 
