@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import latent_zoo, model_zoo, sparse_zoo, tiny_hybrids
+from helpers import latent_zoo, model_zoo, r_workers, sparse_zoo, tiny_hybrids
 from helpers.attention_oracle import attentions, block_weights, told_weights
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
@@ -136,6 +138,30 @@ def test_a_request_goes_on_with_sources_after_preemption_and_hits(llama: tuple[A
         outputs = run(llm, prompts, params, params, params)
         again = run(llm, [[*prompts[0], 7]], replace(ALL, max_tokens=2))
     for output in [*outputs, *again]:
+        assert_equal(model, output, [0, 1, 2])
+
+
+@pytest.mark.slow
+def test_an_r_worker_may_be_lost_while_it_is_asked(llama: tuple[Any, Path]) -> None:
+    """Its tokens are computed again, with their sources."""
+    model, folder = llama
+    prompts, params = [long_prompt(100 + number) for number in range(4)], replace(ALL, max_tokens=8)
+    with LLM(str(folder), **{**TINY, "max_model_len": 512, "r_workers": "spawn:2"}) as llm:
+        plain = run(llm, prompts, *[replace(PLAIN, max_tokens=8)] * 4)
+        pids, weigh, count = r_workers.spawned_pids(llm), llm.engine.backend.weigh, 0
+
+        def weigh_while_one_dies(*args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 3:
+                os.kill(pids[0], signal.SIGKILL)
+            return weigh(*args)
+
+        llm.engine.backend.weigh = weigh_while_one_dies
+        outputs = run(llm, prompts, *[params] * 4)
+    assert count > 8, "steps were computed again"
+    assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in plain]
+    for output in outputs:
         assert_equal(model, output, [0, 1, 2])
 
 
