@@ -21,11 +21,13 @@ from fastdecode.server.protocol import ChatRequest, CompletionRequest
 class PromptPlaces:
     """One prompt as text: the first character of each of its tokens, and the messages in it.
 
+    ``text``: as the client gave it, before special tokens came to it; None where the tokens' own text is all there is.
     ``messages``: texts of a conversation in order, or of its parts.
     """
 
     tokenizer: Tokenizer
     token_ids: Sequence[int]
+    text: str | None = None
     messages: tuple[tuple[str, ...], ...] = ()
 
     @cached_property
@@ -36,7 +38,9 @@ class PromptPlaces:
         begins = (np.frombuffer(spelling, np.uint8) & 0xC0) != 0x80  # of a character in UTF-8
         characters = np.concatenate([[0], np.cumsum(begins)])
         ends = np.cumsum([0, *(len(spell[each]) for each in self.token_ids)])
-        return spelling.decode(errors="replace"), characters[ends]
+        spelled = spelling.decode(errors="replace")
+        added = max(0, spelled.find(self.text)) if self.text else 0
+        return spelled[added:], np.maximum(characters[ends] - added, 0)
 
     @cached_property
     def _extents(self) -> list[tuple[int, int]]:
@@ -95,7 +99,7 @@ def source_form(
     if not params.attention_sources or tokenizer is None:
         return SourceForm(num_samples=params.n)
     messages = tuple(map(_texts, chat.messages)) if isinstance(chat, ChatRequest) else ()
-    places = tuple(PromptPlaces(tokenizer, each.token_ids, messages) for each in prompts)
+    places = tuple(PromptPlaces(tokenizer, each.token_ids, each.text, messages) for each in prompts)
     return SourceForm(places, params.n)
 
 
