@@ -14,10 +14,6 @@ from collections.abc import Callable
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.protocols import StepTime
 
-INTERVALS_PER_SEQUENCE = 32
-"""Micro-batches in flight unless asked otherwise: the peak load is then 1/32 above the mean (the paper's F = 32 of
-S = 1024)."""
-
 MOST_SEQUENCES = 1 << 20
 """Sequences beyond which no batch is sought."""
 
@@ -87,7 +83,10 @@ def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: fl
 
 def default_interval_steps(in_flight: float, output_len: float) -> int:
     """F: a 32nd of a sequence's steps, or as many as it takes for a micro-batch to hold one sequence."""
-    return max(round(output_len / INTERVALS_PER_SEQUENCE), math.ceil(output_len / in_flight), 1)
+    # Micro-batches in flight unless asked otherwise: the peak load is then 1/32 above the mean (the paper's F = 32 of S
+    # = 1024)
+    intervals_per_sequence = 32
+    return max(round(output_len / intervals_per_sequence), math.ceil(output_len / in_flight), 1)
 
 
 def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:

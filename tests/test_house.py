@@ -22,12 +22,12 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 346,
     "lines that serving imports": 51_300,
-    "lines of the product": 65_200,
+    "lines of the product": 65_100,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 1044,
-    "docstrings that are fragments": 153,
+    "module constants": 600,
+    "docstrings that are fragments": 61,
 }
 
 FRAGMENT = re.compile(

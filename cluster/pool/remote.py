@@ -55,8 +55,6 @@ OPEN_SECONDS = 30.0
 TAKE_SECONDS = 5.0
 """How long to ask for a named session that another S-worker has. A silent one loses it in less time."""
 
-RETRY_SECONDS = 0.3
-
 
 class RemoteWorker(PoolWorker):
     """A ``PoolWorker`` over a link to another process. Once the link is lost, every call raises WorkerLostError.
@@ -125,6 +123,7 @@ class RemoteWorker(PoolWorker):
 
         If the session's S-worker is still served, it may be silent; so ask again for a while.
         """
+        retry_seconds = 0.3
         while True:
             try:
                 return self.calls.answer(Kind.WELCOME, OPEN_SECONDS)
@@ -134,7 +133,7 @@ class RemoteWorker(PoolWorker):
                 if self._lease is None or self._lease.epoch or time.monotonic() > deadline:
                     raise
             self.close()
-            time.sleep(RETRY_SECONDS)
+            time.sleep(retry_seconds)
             self.open(self._layout)
 
     def _send_weights(self) -> None:

@@ -35,9 +35,6 @@ from fastdecode.kinds.layout import KVLayout
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
-LAYER_CACHE_BLOCK = 256
-"""Tokens of a block in a cache for one layer of one prompt. The size changes no token."""
-
 
 @dataclass(frozen=True)
 class RWorkerSize:
@@ -172,7 +169,9 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
     layout = layout.absorbed
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
-    block_size = math.gcd(LAYER_CACHE_BLOCK, *(layer.block_tokens for layer in layout.layers))
+    # Tokens of a block in a cache for one layer of one prompt. The size changes no token.
+    layer_cache_block = 256
+    block_size = math.gcd(layer_cache_block, *(layer.block_tokens for layer in layout.layers))
     of_block = block_bytes(layout, block_size)
     states = [layout.sequence_bytes(layer) for layer in range(len(layout.layers))]
     state_blocks = sum(2 * each // of_block + 1 for each in states if each)

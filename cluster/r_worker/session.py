@@ -42,12 +42,6 @@ from fastdecode.kinds.latent import FRAME_BYTES
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
-IDLE_SECONDS = 1.0
-"""A working S-worker pauses less than this between two steps."""
-
-PAYLOAD_LIMIT = 8 * FRAME_LIMIT
-"""Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
-
 log = logging.getLogger("fastdecode.r_worker")
 
 
@@ -141,13 +135,15 @@ class Session:
                 Kind.REFUSED, encode_refusal("superseded", f"its session goes on with {self._gives_way_to}")
             )
             raise ConnectionError(f"{self._gives_way_to} takes its place")
+        # A working S-worker pauses less than this between two steps
+        idle_seconds = 1.0
         try:
             frame = self._next()
             self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
             if frame is not None:
                 self._heard = time.monotonic()
                 self._handler(frame)(frame)
-            elif self.leaving and self._slots is None and self._idle_seconds > IDLE_SECONDS:
+            elif self.leaving and self._slots is None and self._idle_seconds > idle_seconds:
                 self._over = True
         except LeaseError as error:
             self._refuse(error.kind, str(error))
@@ -236,10 +232,12 @@ class Session:
     def _plan(self, frame: Frame) -> None:
         plan = decode_plan(self._link.body(frame))
         slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > PAYLOAD_LIMIT:
+        # Most bytes of q, k, v and o of all mini-batches of a step, one layer of each
+        payload_limit = 8 * FRAME_LIMIT
+        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > payload_limit:
             raise FrameError(
                 f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
-                f"{PAYLOAD_LIMIT:,} and {FRAME_LIMIT:,} at most"
+                f"{payload_limit:,} and {FRAME_LIMIT:,} at most"
             )
         self._is_untouched = False
         begin_step(self._open_worker, plan)

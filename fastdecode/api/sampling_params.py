@@ -13,9 +13,6 @@ from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.api.vllm.python import takes_vllms_fields
 from fastdecode.core.errors import ConfigError, RequestError
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM. Dividing logits by them would give infinities."""
-
 MAX_SAMPLES = 16384
 """Most samples of one prompt, as in vLLM."""
 
@@ -116,7 +113,9 @@ class SamplingParams:
     @cached_property
     def greedy(self) -> bool:
         """True if the likeliest token is taken instead of a random draw."""
-        return self.temperature < GREEDY_BELOW
+        # Temperatures below this are greedy, as in vLLM. Dividing logits by them would give infinities.
+        greedy_below = 1e-5
+        return self.temperature < greedy_below
 
     @cached_property
     def changes_logits(self) -> bool:

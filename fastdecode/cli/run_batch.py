@@ -35,9 +35,6 @@ OF_REQUESTS = (
 )  # fmt: skip
 """Settings of a server that affect how requests are read."""
 
-QUEUED_PER_SEAT = 2
-"""Queued requests per running one. The scheduler sees which come next, and the file stays on disk."""
-
 
 @dataclass(frozen=True)
 class Rules:
@@ -135,7 +132,9 @@ def _answer_all(
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
     rules = Rules.of(settings, engine.s_model.tokenizer)
-    most = QUEUED_PER_SEAT * engine.config.max_num_seqs
+    # Queued requests per running one. The scheduler sees which come next, and the file stays on disk.
+    queued_per_seat = 2
+    most = queued_per_seat * engine.config.max_num_seqs
     with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:
         while True:
             while len(running) < most and (line := next(waiting, None)):

@@ -28,8 +28,6 @@ from fastdecode.scheduler import Scheduler
 END_SECONDS = 10.0
 """Most seconds for parking remaining prefixes when an engine ends."""
 
-LOOK_SECONDS = 0.05
-"""Seconds between two checks for an R-worker while there is none."""
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +204,9 @@ class LLMEngine:
                 return True
         if time.monotonic() > self._deadline:
             raise WorkerLostError(f"{self.trouble}; none came within {self.config.wait_for_r_workers:g} s")
-        time.sleep(LOOK_SECONDS)
+        # Seconds between two checks for an R-worker while there is none
+        look_seconds = 0.05
+        time.sleep(look_seconds)
         return False
 
     def _park_rest(self) -> None:

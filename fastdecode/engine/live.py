@@ -145,10 +145,6 @@ class LiveRequests:
         cycle.finish(completion.sequence, reason)
 
 
-PATIENCE_SECONDS = 0.05
-"""Longest wait of a step for prefill workers, since the caller may add requests."""
-
-
 class LiveWorld:
     """The ``World`` of an engine.
 
@@ -222,9 +218,11 @@ class LiveWorld:
         self.backend.abandon_step()
 
     def wait(self) -> None:
-        """Wait until the state of a prompt at the prefill workers changes, or for ``PATIENCE_SECONDS``."""
+        """Wait until the state of a prompt at the prefill workers changes, or for ``patience_seconds``."""
+        # Longest wait of a step for prefill workers, since the caller may add requests
+        patience_seconds = 0.05
         if self._prefills:
-            self._prefills.wait(PATIENCE_SECONDS)
+            self._prefills.wait(patience_seconds)
 
     def transfer(self, transfer: Transfer) -> float:
         start, first, count = time.perf_counter(), transfer.num_copied, transfer.num_tokens

@@ -10,9 +10,6 @@ from msgspec.structs import force_setattr
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, Shape, Way
 
-LINE_BYTES = 64
-"""Rows of states are multiples of this cache line."""
-
 KEEPS = "this model keeps a state per sequence"
 BESIDE = f"{KEEPS} beside its cache"
 HERE = "states that lie with the S-worker (state_on s)"
@@ -85,7 +82,9 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     @property
     def state_row_bytes(self) -> int:
         """Bytes of a row of the state, in whole cache lines."""
-        return -(-self.value_head_dim * WIRE_DTYPE[self.dtype].itemsize // LINE_BYTES) * LINE_BYTES
+        # Rows of states are multiples of this cache line
+        line_bytes = 64
+        return -(-self.value_head_dim * WIRE_DTYPE[self.dtype].itemsize // line_bytes) * line_bytes
 
     def sequence_bytes(self, row_bytes: int) -> int:
         """Return the bytes of one sequence's state in rows of ``row_bytes``: see rworker/state_places.hpp."""
