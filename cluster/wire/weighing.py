@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastdecode.cluster.wire.payload import MAX_POSITION
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import FrameError
 from fastdecode.core.weighing import WeighedPart, Weighing
@@ -34,6 +33,7 @@ def encode_weighing(asked: Weighing) -> tuple[bytes, np.ndarray, np.ndarray]:
 
 def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
     """Return what the first part of WEIGH asks, without its arrays; FrameError for what cannot be."""
+    max_position = 1 << 40
     num_layers, rest = divmod(len(data) - HEAD.size, 8)
     if num_layers < 1 or rest:
         raise FrameError(f"WEIGH: {len(data)} bytes of numbers")
@@ -45,9 +45,9 @@ def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
         raise FrameError("WEIGH: a layer that is recurrent attends to no token")
     if not any(isinstance(layout.layers[layer], Attending) for layer in layers):
         raise FrameError("WEIGH: none of the layers attends")
-    if not 0 <= position <= MAX_POSITION or not 0 <= offset <= MAX_POSITION:
-        raise FrameError(f"WEIGH: position and offset must be 0 to {MAX_POSITION:,}")
-    if not 1 <= num_tokens <= position + 1 or not 1 <= block <= MAX_POSITION:
+    if not 0 <= position <= max_position or not 0 <= offset <= max_position:
+        raise FrameError(f"WEIGH: position and offset must be 0 to {max_position:,}")
+    if not 1 <= num_tokens <= position + 1 or not 1 <= block <= max_position:
         raise FrameError("WEIGH: a query sees 1 token at least, none after its own, in blocks of 1 at least")
     asked = Weighing(WeighedPart(0, sequence_id, position, offset, num_tokens), block, layers, (), None, finds_norms)
     if asked.num_blocks > MOST_BLOCKS:
