@@ -127,7 +127,7 @@ def long_sentences() -> list[str]:
 def sentences(page: str) -> list[str]:
     """Return the sentences of a Markdown page's prose: no code, tables, headings or names of links' targets."""
     prose = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
-    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose).replace("<br>", "\n\n")
     prose = re.sub(r"^(?:\||#|!\[|:::|\s*options:).*$", "\n", prose, flags=re.MULTILINE)
     blocks = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", prose)
     joined = (" ".join(block.split()) for block in blocks)
