@@ -127,7 +127,7 @@ def make_parking(
         return None
     if limits.placing != WHOLE:
         if any(worker.park_after is not None for worker in r_workers):
-            logger.warning("ranges and second copies of sequences are not parked: nothing is")
+            logger.warning("ranges and second copies of sequences cannot be parked: nothing is parked")
         return None
     return Parking(parks, model.kv_identity, r_workers)
 
@@ -224,7 +224,7 @@ def with_absorption(config: EngineConfig) -> EngineConfig:
     names = spec.addresses or (spec.kind,)
     if shape.latent is None or not profile.absorbs_sooner_at_r_workers(shape, kv_dtype, rows, names):
         return config
-    logger.info("R-workers multiply K and V of latents: by the profile they answer sooner so")
+    logger.info("R-workers multiply K and V of latents: by the profile, they answer sooner this way")
     return replace(config, latent_absorption="r")
 
 
