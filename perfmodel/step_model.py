@@ -18,7 +18,7 @@ NO_TRANSPORT = Transport()
 
 @dataclass(frozen=True)
 class StepModel:
-    """Answers ``StepTime(tokens, kv_tokens)``; sequences are spread evenly over R-workers and mini-batches.
+    r"""Answers ``StepTime(tokens, kv_tokens)``; sequences are spread evenly over R-workers and mini-batches.
 
     ::
 
