@@ -51,7 +51,7 @@ def EngineArgs(**settings: Any) -> EngineConfig:
 
     Raise ConfigError for a setting that is not supported.
     """
-    if sentence := environment.said():
+    if settings.get("model_impl") != "vllm" and (sentence := environment.said()):
         logger.warning("%s", sentence)
     found, known = as_ours(settings, also_ignored=OF_THE_SERVER), EngineConfig.__dataclass_fields__
     unknown = sorted(found.keys() - known.keys())
