@@ -20,9 +20,9 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 339,
-    "lines that serving imports": 50_200,
-    "lines of the product": 64_000,
+    "modules that serving imports": 341,
+    "lines that serving imports": 50_300,
+    "lines of the product": 64_100,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,

@@ -16,7 +16,6 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "int4")
 QUANTIZATIONS = ("int8",)
-MODEL_IMPLS = ("auto", "transformers", "vllm")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULE_NAMES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -46,7 +45,7 @@ class EngineFields:
     load_format: str = setting("auto", "dummy: random weights", MODEL, choices=("auto", "dummy"))
     model_impl: str = setting(
         "auto", "library whose model code computes all but attention; vllm: by its kernels, with packed weights left "
-        "packed (pip install 'fastdecode[vllm]')", MODEL, choices=MODEL_IMPLS, unset="auto: transformers",
+        "packed (pip install 'fastdecode[vllm]')", MODEL, choices=("auto", "transformers", "vllm"), unset="auto: transformers",
     )  # fmt: skip
     lora_modules: list[str] = setting(
         list, "a LoRA adapter that is merged into the weights as they are loaded; it is served as NAME", MODEL,

