@@ -1,4 +1,4 @@
-"""What decides which prompts prefill workers compute: the scheduler's policy, and the times it goes by."""
+"""The policy that decides which prompts prefill workers compute, and its step times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_prefill_policy(
     num_workers: int,
     make_cache: MakeCache,
 ) -> PrefillPolicy:
-    """Return what decides which of ``num_workers`` prefill workers compute a prompt, or that the S-worker does.
+    """Return the policy that assigns prompts to ``num_workers`` prefill workers or the S-worker.
 
     ``make_cache``: makes caches of 2 * TIMED_ROWS tokens on the S-worker's threads.
     """
@@ -48,7 +48,7 @@ def make_prefill_policy(
 def timed_prefill_model(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], make_cache: MakeCache
 ) -> PrefillTimes:
-    """Return the S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
+    """Return times of the S-worker as a prefill worker: its products for a short prompt, and its attention."""
     layout = model.layout
     room = max(worker.room_tokens for worker in r_workers)
     # Of the prompts that are timed at the start, on the S-worker
@@ -66,7 +66,7 @@ def timed_prefill_model(
 
 
 def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
-    """Of the attention of prompts' parts."""
+    """Return the attention seconds of a prompt part per pair of query and key."""
     layout = model.layout.absorbed
     attention = (TorchAttention if model.on_gpu else StoredAttention)(layout, make_cache)
     try:
@@ -76,13 +76,19 @@ def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
 
 
 def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
-    """The same with the threads of spawned prefill workers, each of which has the whole model, and not a rank's part;
-    those elsewhere count as equal to a rank's process until they have computed."""
+    """Return the times with the threads of spawned prefill workers.
+
+    Each of these has the whole model, and not a rank's part. Remote ones count as equal to a rank's process until they
+    have computed.
+    """
     spec = config.prefill_worker_spec
     slower = s_thread_count(config) / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
     return model.times(slower * config.tensor_parallel_size)
 
 
 def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:
-    """Of a prompt on the S-worker; over a prefix the R-worker attends, which is taken to be as fast."""
+    """Return the seconds of a prompt on the S-worker.
+
+    Over a prefix the R-worker attends, which is assumed to be as fast.
+    """
     return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

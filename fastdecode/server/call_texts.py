@@ -1,4 +1,4 @@
-"""Calls in the text of a region that a response template only cuts: JSON values, or Python's calls (LFM2, Llama 4)."""
+"""Calls in a region that a response template only cuts: JSON values, or Python calls (LFM2, Llama 4)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BETWEEN = re.compile(r"[\s,;]*")
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
-    """Return the calls, each ``{"name", "arguments"}`` as it was written. Raise ValueError if there is anything else.
+    """Return the calls, each ``{"name", "arguments"}`` as written. Raise ValueError for anything else.
 
-    JSON: objects one after another, or lists of them, with "parameters" for "arguments" too. Python: calls of names
-    with keywords, in a list or line by line.
+    JSON: consecutive objects, or lists of them; "parameters" is accepted for "arguments". Python: calls with keyword
+    arguments, in a list or one per line.
     """
     text = text.strip()
     python = re.compile(r"\[?\s*[A-Za-z_]")
@@ -55,7 +55,7 @@ def _python_calls(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return what a literal says, JSON's names among them. Raise ValueError for anything else."""
+    """Return the value of a literal, with JSON's names too. Raise ValueError for anything else."""
     names = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]

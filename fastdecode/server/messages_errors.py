@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape of Anthropic's errors."""
+"""Errors in the shape of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastdecode.server.messages_request import MESSAGES
 
 
 def is_messages(scope: Scope) -> bool:
-    """Return whether a request's client is Anthropic's, by its path."""
+    """Return whether a request is for Anthropic's API, by its path."""
     path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def message_error(status: int, message: str, answer_id: str | None = None) -> dict[str, Any]:
-    """Return the body of an error, which is its event too."""
+    """Return the body of an error, which is also its event."""
     kinds = {
         400: "invalid_request_error",
         401: "authentication_error",
@@ -36,7 +36,7 @@ def message_error(status: int, message: str, answer_id: str | None = None) -> di
 
 
 def message_error_response(error: Exception, answer_id: str | None = None) -> Response:
-    """Return what ``error`` is answered with."""
+    """Return the answer to ``error``."""
     found = api_error(error)
     body = message_error(found.status, str(found), answer_id)
     return Response(msgspec.json.encode(body), found.status, found.headers, "application/json")

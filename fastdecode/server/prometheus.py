@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, by vLLM's names after the prefix ``fastdecode:``."""
+"""Metrics for Prometheus, with vLLM's names after the prefix ``fastdecode:``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts of values per bucket, whose upper bounds are ``bounds``; the last bucket has none."""
+    """Counts of values per bucket, with upper bounds ``bounds``; the last bucket has none."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.array(bounds, float)
@@ -53,20 +53,20 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, values: Sequence[float]) -> None:
-        """Count them, all at once."""
+        """Count the values."""
         if values:
             found = np.asarray(values, float)
             self._counts += np.bincount(np.searchsorted(self._bounds, found), minlength=len(self._counts))
             self._sum += float(found.sum())
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Upper bound and number of values up to it, for each bucket, and the sum of all values."""
+        """Return upper bound and cumulative count of each bucket, and the sum of all values."""
         names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         return list(zip(names, np.cumsum(self._counts).tolist(), strict=True)), self._sum
 
 
 class Metrics:
-    """Counted in the engine's thread after each step, and read by the event loop."""
+    """Metrics counted in the engine's thread after each step, and read by the event loop."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -85,13 +85,13 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def after_step(
         self, state: EngineState, records: Sequence[StepRecord], outputs: Sequence[RequestOutput], prefix_caching: bool
     ) -> None:
-        """Count what the steps since the last call have done."""
+        """Count the steps since the last call."""
         with self._lock:
             self._state = state
             for record in records:
@@ -124,7 +124,7 @@ class Metrics:
         self._observe("iteration_tokens_total", [record.num_tokens])
 
     def _forget_gone(self, state: EngineState) -> None:
-        """No series of an R-worker that is gone: pools in which R-workers come and go would have ever more."""
+        """Drop the series of lost R-workers, which would otherwise accumulate."""
         present = {worker.name for worker in state.r_workers if worker.present}
         for seconds in (self._r_seconds, self._transfer_seconds):
             for name in seconds.keys() - present:
@@ -203,7 +203,7 @@ class Metrics:
         yield self._labelled("transfer_seconds", text, "r_worker", self._transfer_seconds)
 
     def _draft_families(self, drafts: DraftCounts) -> Iterator[Metric]:
-        """vLLM's names."""
+        """Yield the metrics of draft tokens, by vLLM's names."""
         yield self._counter("spec_decode_num_drafts", "Verifications of draft tokens", drafts.num_drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Draft tokens verified", drafts.num_draft_tokens)
         accepted = drafts.num_accepted_tokens

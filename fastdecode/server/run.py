@@ -1,4 +1,4 @@
-"""The server's process: it starts, serves, and ends in order."""
+"""The server's process: start, serve, and orderly end."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from fastdecode.server.standby import standby_door, url_of
 from fastdecode.server.tracing import RequestTracer
 
 LAST_WORDS_SECONDS = 2.0
-"""How long a server whose engine has failed goes on to say so, and answers that are complete may take to be sent."""
+"""Seconds in which a server with a failed engine still reports that, and sends complete answers."""
 
 
 def serve(config: EngineConfig, settings: ServerSettings) -> int:
-    """Serve until told to end. 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine has failed; raises what keeps it
-    from starting."""
+    """Serve until told to end.
+
+    Return 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed; raise what prevents the start.
+    """
     _raise_file_limit()
     settings.check_certificate()
     with contextlib.closing(_listen(settings)) as listener:
@@ -53,7 +55,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends by our rules: requests that were accepted may finish, new ones hear 503."""
+    """uvicorn's server with an orderly end: accepted requests may finish, and new ones get 503."""
 
     def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
         # How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60),
@@ -81,7 +83,7 @@ class _Server(uvicorn.Server):
         self._status = 0
 
     def run_on(self, listener: socket.socket) -> int:
-        """Serve; returns the exit status."""
+        """Serve; return the exit status."""
         backlog = 4096
         listener.listen(backlog)
         self.run([listener])
@@ -89,7 +91,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Yield both signals drain; Ctrl-C again ends at once."""
+        """Drain on SIGINT and SIGTERM within the context; a second Ctrl-C ends at once."""
         loop = asyncio.get_running_loop()
         self._service.engine_thread.attach(loop, self._died)
         numbers = {signal.SIGTERM: 0, signal.SIGINT: 130}
@@ -104,7 +106,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Go on with what the server before had under way, and say that requests are welcome."""
+        """Resume the previous server's unfinished requests, and announce that requests are welcome."""
         self._service.restore()
         await super().startup(sockets)
         service, settings = self._service, self._settings
@@ -124,7 +126,7 @@ class _Server(uvicorn.Server):
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """New requests are answered with 503 until the last one that was accepted has ended."""
+        """Answer new requests with 503 until the last accepted one has ended."""
         deadline = time.monotonic() + self._settings.shutdown_timeout
         poll_seconds = 0.05
         while self._service.num_requests and time.monotonic() < deadline:
@@ -145,13 +147,13 @@ class _Server(uvicorn.Server):
 
 
 def _clients_certificates(settings: ServerSettings) -> dict[str, Any]:
-    """Return what uvicorn takes about clients' certificates and ciphers; nothing where nothing is asked for."""
+    """Return uvicorn's settings for client certificates and ciphers; {} if none are given."""
     ciphers = {"ssl_ciphers": settings.ssl_ciphers} if settings.ssl_ciphers else {}
     return {"ssl_ca_certs": settings.ssl_ca_certs, "ssl_cert_reqs": settings.ssl_cert_reqs, **ciphers}
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
-    """Return a bound socket, before anything is loaded: a port that is taken is told at once. ConfigError."""
+    """Return a bound socket, before anything is loaded, so that a used port is reported at once. Raise ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -165,7 +167,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
 
 
 def _raise_file_limit() -> None:
-    """Every client takes a file."""
+    """Raise the limit of open files, since every client needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

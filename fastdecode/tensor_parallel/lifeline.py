@@ -1,4 +1,4 @@
-"""How the ranks notice that one of them is gone: a connection to rank 0, which ends with its process."""
+"""How ranks notice the loss of another: a connection to rank 0, which ends with its process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class Lifelines:
-    """Rank 0's ends of the connections of the others."""
+    """Rank 0's ends of the other ranks' connections."""
 
     def __init__(self, host: str) -> None:
-        """To listen at some port of ``host``."""
+        """Listen at a free port of ``host``."""
         self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self.lost: list[str] = []
@@ -39,7 +39,7 @@ class Lifelines:
         self._listener.close()
 
     def describe(self, error: Exception | None = None) -> str:
-        """Return who is gone."""
+        """Return which ranks are gone."""
         # From an error of the group to the news of who is gone
         naming_seconds = 1.0
         deadline = time.monotonic() + naming_seconds
@@ -50,7 +50,7 @@ class Lifelines:
         return f"tensor parallelism has failed, and the job with it: start it again ({error or 'it failed before'})"
 
     def close(self) -> None:
-        """Let the others end; may be called twice."""
+        """Let the other ranks end; may be called twice."""
         self._closed = True
         self._listener.close()
         for line in self._lines:
@@ -74,9 +74,9 @@ class Lifelines:
 
 
 def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
-    """Return another rank's end: this process ends when rank 0's does, until what is returned is called.
+    """End this process when rank 0's process ends, until the returned function is called.
 
-    RankLostError if rank 0 is not there.
+    Raise RankLostError if rank 0 is not there.
     """
     try:
         line = socket.create_connection((host, port))
