@@ -86,8 +86,12 @@ def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: fl
 
 
 def default_interval_steps(in_flight: float, output_len: float) -> int:
-    """F: a 32nd of a sequence's steps, or as many as it takes for a micro-batch to hold one sequence."""
-    return max(round(output_len / INTERVALS_PER_SEQUENCE), math.ceil(output_len / in_flight), 1)
+    """Return F, about a 32nd of a sequence's steps, such that whole sequences start together: S·M/B.
+
+    A fraction of a sequence cannot start, and the next whole number would promise more sequences than are in flight.
+    """
+    together = max(1, round(in_flight / INTERVALS_PER_SEQUENCE))
+    return max(1, round(output_len * together / in_flight))
 
 
 def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:

@@ -27,16 +27,22 @@ class CacheRoom:
         """Return the steps from one micro-batch to the next."""
         return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
 
-    def load_limit(self, in_flight: int) -> int:
-        """Return the schedule's peak, with whole sequences in each micro-batch.
+    def micro_batch(self, in_flight: int) -> int:
+        """Return the sequences that start together, a whole number."""
+        return max(1, round(equations.micro_batch_size(in_flight, self.workload.output_len, self.interval(in_flight))))
 
-        The limit is never below one whole sequence, which could otherwise never run.
+    def load_limit(self, in_flight: int) -> int:
+        """Return the schedule's peak, with whole sequences in each micro-batch and no fewer than are in flight.
+
+        Where sequences have prompts, one more micro-batch counts: its prompts are computed while it holds seats, and a
+        limit without it keeps seats empty. The limit is never below one whole sequence, which could never run.
         """
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
         interval = self.interval(in_flight)
-        whole = round_up(equations.micro_batch_size(in_flight, output_len, interval)) * output_len / interval
-        peak = equations.peak_load_stabilized(whole, output_len, interval, before)
+        together = self.micro_batch(in_flight)
+        most = max(together * output_len / interval, in_flight) + (together if self.workload.prompt_len else 0)
+        peak = equations.peak_load_stabilized(most, output_len, interval, before)
         return round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:

@@ -55,8 +55,8 @@ from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
-CHOICES = (2, 3)
-"""Numbers of mini-batches that ``auto`` compares."""
+CHOICES = (2, 1, 3)
+"""Numbers of mini-batches that ``auto`` compares, as a plan does; the first of equals is taken."""
 
 AGES = 16
 """At which steps of sequences that start together are looked at."""

@@ -196,7 +196,7 @@ def service_limits(args: argparse.Namespace) -> ServiceLimits:
 def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """The flags with each number of mini-batches, and each of the sides that may multiply K and V of latents, or keep
     states."""
-    for number in _mini_batch_counts(args):
+    for number in mini_batch_counts(args):
         counted = argparse.Namespace(**vars(args) | {"num_mini_batches": number})
         for each in _absorptions(counted):
             is_open = args.state_on == "auto"
@@ -205,8 +205,8 @@ def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
                 yield argparse.Namespace(**vars(each) | {"state_on": "s"})
 
 
-def _mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
-    """As asked; else the paper's two, and where the plan chooses the batch also one and three."""
+def mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
+    """Return the number asked for; else the paper's two, and where the plan chooses the batch also one and three."""
     if args.num_mini_batches is not None:
         return (args.num_mini_batches,)
     sized = args.mini_batch_size is not None or args.latency_limit is not None or args.tpot == math.inf
