@@ -14,10 +14,6 @@ from collections.abc import Callable
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.protocols import StepTime
 
-INTERVALS_PER_SEQUENCE = 32
-"""Micro-batches in flight unless asked otherwise: the peak load is then 1/32 above the mean (the paper's F = 32 of
-S = 1024)."""
-
 MOST_SEQUENCES = 1 << 20
 """Sequences beyond which no batch is sought."""
 
@@ -90,7 +86,8 @@ def default_interval_steps(in_flight: float, output_len: float) -> int:
 
     A fraction of a sequence cannot start, and the next whole number would promise more sequences than are in flight.
     """
-    together = max(1, round(in_flight / INTERVALS_PER_SEQUENCE))
+    intervals_per_sequence = 32  # the peak load is then 1/32 above the mean (the paper's F = 32 of S = 1024)
+    together = max(1, round(in_flight / intervals_per_sequence))
     return max(1, round(output_len * together / in_flight))
 
 

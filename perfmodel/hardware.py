@@ -26,18 +26,6 @@ CPU_READ_EFFICIENCY = 0.645
 GROUP_SIZES = (1, 4, 8, 32)
 """Query heads per KV head of the columns below."""
 
-GB_PER_SECOND_PER_CORE = {
-    "float32": (14.8, 10.9, 7.8, 3.4),
-    "float16": (16.8, 12.7, 7.9, 2.2),
-    "bfloat16": (17.3, 13.9, 7.8, 2.1),
-    "int8": (13.7, 8.7, 4.5, 1.1),
-    "int4": (9.8, 4.0, 2.1, 0.5),
-}
-"""KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, as docs/performance.md records it.
-
-A core that waited for memory in part was timed, so more is possible; AVX-512 was never timed.
-"""
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -152,7 +140,16 @@ def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
 
     Beyond the largest group the arithmetic per byte, and so the time, grows in proportion.
     """
-    rates = GB_PER_SECOND_PER_CORE[kv_dtype]
+    # KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, as docs/performance.md records it. A core that
+    # waited for memory in part was timed, so more is possible; AVX-512 was never timed.
+    gb_per_second_per_core = {
+        "float32": (14.8, 10.9, 7.8, 3.4),
+        "float16": (16.8, 12.7, 7.9, 2.2),
+        "bfloat16": (17.3, 13.9, 7.8, 2.1),
+        "int8": (13.7, 8.7, 4.5, 1.1),
+        "int4": (9.8, 4.0, 2.1, 0.5),
+    }
+    rates = gb_per_second_per_core[kv_dtype]
     inside = min(group, GROUP_SIZES[-1])
     rate = math.exp(np.interp(math.log(inside), np.log(GROUP_SIZES), np.log(rates)))
     return cores * rate * 1e9 * inside / group

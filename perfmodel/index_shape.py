@@ -45,16 +45,15 @@ class IndexShape:
 INDEXED, BLOCK_SPARSE = "indexed_attention", "minimax_m3_sparse"
 """Types of layers whose rows an index picks, one by one and in blocks."""
 
-_SPARSE_NAMES = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
-                 "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks"}  # fmt: skip
-
 
 def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration with transformers' names for what MiniMax-M3's published file says under its own."""
     sparse = config.get("sparse_attention_config")
     if not isinstance(sparse, Mapping):
         return config
-    named = {name: sparse[own] for name, own in _SPARSE_NAMES.items() if own in sparse}
+    sparse_names = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
+                     "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks"}  # fmt: skip
+    named = {name: sparse[own] for name, own in sparse_names.items() if own in sparse}
     if "sparse_attention_freq" in sparse:
         named["layer_types"] = [BLOCK_SPARSE if each else "full_attention" for each in sparse["sparse_attention_freq"]]
     if "moe_layer_freq" in config:

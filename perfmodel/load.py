@@ -88,14 +88,12 @@ def _range_parts(step: ScheduledStep) -> RangeParts:
     return RangeParts(reads, reads + tails)
 
 
-BLOM = 0.375
-"""Blom's constant: the quantile (P - a) / (P - 2a + 1) of a normal is near the expected largest of P normals."""
-
-
 def expected_largest(number: float) -> float:
     """Return the expected largest of ``number`` standard normal values: 0 for one, 1.42 for eight."""
     number = max(number, 1.0)
-    return NormalDist().inv_cdf((number - BLOM) / (number - 2.0 * BLOM + 1.0))
+    # Blom's constant: the quantile (P - a) / (P - 2a + 1) of a normal is near the expected largest of P normals
+    blom = 0.375
+    return NormalDist().inv_cdf((number - blom) / (number - 2.0 * blom + 1.0))
 
 
 def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float:

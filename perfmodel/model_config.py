@@ -35,10 +35,6 @@ _KEYS = {
     "vocab_size": ("vocab_size",),
 }
 
-_INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-
-_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 _PLAIN_MLP = {
@@ -62,13 +58,8 @@ _PLAIN_MLP = {
 }
 """Model types whose MLP has two matrices; all others are taken as gated."""
 
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""Model types whose layers attend in a window but for each second, fourth, sixth, where the file does not say."""
-
-
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 """Beginnings of types of models whose queries are projected twice, for a gate of the output."""
-
 
 _TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
 """Model types that tie input and output embeddings where the file does not say."""
@@ -189,7 +180,9 @@ def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | Non
     window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
     sees = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}
     sees |= {INDEXED: picked, BLOCK_SPARSE: picked}
-    every = config.get("sliding_window_pattern") or _PATTERNS.get(config.get("model_type", ""), num_layers + 1)
+    # Model types whose layers attend in a window but for each second, fourth, sixth, where the file does not say
+    patterns = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+    every = config.get("sliding_window_pattern") or patterns.get(config.get("model_type", ""), num_layers + 1)
     first = config.get("max_window_layers") or 0
     windows = [0 if index < first or (index + 1) % every == 0 else window for index in range(num_layers)]
     if config.get("layer_types"):
@@ -209,7 +202,8 @@ def _weight_bits(config: Mapping[str, Any]) -> float:
 
 def _max_context(config: Mapping[str, Any]) -> int:
     """Return the longest context the file names, stretched as its rotary embedding is; 0 where it names none."""
-    longest = next((config[key] for key in _CONTEXTS if isinstance(config.get(key), int)), 0)
+    contexts = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+    longest = next((config[key] for key in contexts if isinstance(config.get(key), int)), 0)
     scaling = config.get("rope_scaling") or {}
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     stretched = int(original * factor) if isinstance(factor, int | float) and isinstance(original, int) else 0
@@ -249,7 +243,8 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
 def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts: bool) -> int:
     if has_experts and config.get("moe_intermediate_size"):
         return config["moe_intermediate_size"]
-    given = next((config[key] for key in _INTERMEDIATE if config.get(key)), None)
+    intermediate = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    given = next((config[key] for key in intermediate if config.get(key)), None)
     if given and config.get("block_auto_adjust_ff_dim"):  # LFM2
         of, multiple = int(2 * given / 3), config["block_multiple_of"]
         return -(-int(config["block_ffn_dim_multiplier"] * of) // multiple) * multiple

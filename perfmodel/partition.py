@@ -22,12 +22,6 @@ Measure = Callable[[Parts], float]
 GRID = (-2, -1, 0, 1, 2)
 """Strides from the best so far that the paper's grid tries for each cut (figure 6, appendix D)."""
 
-BISECTIONS = 24
-"""Halvings of the time in which :func:`balanced` looks for the end: to a ten-millionth."""
-
-CUTS_TOGETHER = 3
-"""Cuts that one grid moves at the same time; of more workers, grids of so many neighbours take turns."""
-
 
 def even(num_tokens: int, num_workers: int) -> Parts:
     """KVR-E: lengths that differ by one at most, longer ones first."""
@@ -81,7 +75,9 @@ def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
         return (*parts, num_tokens - done)
 
     low, high = 0.0, model.alone_seconds(num_tokens) + delays[-1]
-    for _ in range(BISECTIONS):
+    # Halvings of the time in which :func:`balanced` looks for the end: to a ten-millionth
+    bisections = 24
+    for _ in range(bisections):
         middle = (low + high) / 2
         parts = filled(middle)
         last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], num_tokens - parts[-1]).all
@@ -138,8 +134,10 @@ def _best_near(
     seconds: Callable[[Sequence[int]], float], cuts: tuple[int, ...], num_tokens: int, stride: int
 ) -> tuple[int, ...]:
     """Return cuts around which no grid, of so many neighbours in turn, finds anything better."""
+    # Cuts that one grid moves at the same time; of more workers, grids of so many neighbours take turns
+    cuts_together = 3
     groups = [
-        range(first, min(first + CUTS_TOGETHER, len(cuts))) for first in range(max(1, len(cuts) - CUTS_TOGETHER + 1))
+        range(first, min(first + cuts_together, len(cuts))) for first in range(max(1, len(cuts) - cuts_together + 1))
     ]
     while True:
         before = cuts
@@ -235,9 +233,6 @@ class PartitionTable:
 
 NO_TABLE = PartitionTable(())
 
-ALIKE = 1.1
-"""Workers whose speeds differ by less get the table's parts, which were found on equal ones."""
-
 
 @dataclass(frozen=True)
 class Forecast:
@@ -258,7 +253,9 @@ class Forecast:
             return closed_form(self.model, num_tokens, len(speeds), speeds, context_len)
         if self.method == "tsp":
             return even(num_tokens, len(speeds))
-        if self.table.knows(len(speeds)) and max(speeds) < ALIKE * min(speeds):
+        # Workers whose speeds differ by less get the table's parts, which were found on equal ones
+        alike = 1.1
+        if self.table.knows(len(speeds)) and max(speeds) < alike * min(speeds):
             return self.table.parts(num_tokens, len(speeds))
         return closed_form(self.model, num_tokens, len(speeds), speeds)
 

@@ -17,9 +17,6 @@ from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart
 TILE_ROWS = 256
 """Rows of a tile of prompt attention on a CPU, in torch's kernel and in ``sworker/run/prompts.py``."""
 
-GPU_TILE_ROWS = 128
-"""Rows of a tile of fused kernels on GPUs."""
-
 MANY_ROWS = 1 << 20
 """Up to which products take the same time per row."""
 
@@ -39,10 +36,12 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: 
     """
     layer = shape.layer_layout
     pair_seconds = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) / gpu.flops_per_second.achieved
+    # Rows of a tile of fused kernels on GPUs
+    gpu_tile_rows = 128
     return PrefillTimes(
         num_layers=shape.num_layers,
         s_part=GpuSPart(shape, gpu),
-        attention=PromptAttentionTimes(pair_seconds, GPU_TILE_ROWS),
+        attention=PromptAttentionTimes(pair_seconds, gpu_tile_rows),
         kv_bytes=shape.appending_row_bytes,
         link=link,
         before_share=before_share(shape),

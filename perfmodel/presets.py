@@ -17,30 +17,7 @@ from fastdecode.perfmodel.hardware import (
     ListPrice,
 )
 
-RUNPOD = "RunPod, March 2026, by deploybase.ai"
 AWS = "AWS, us-east-1, on demand, 2025"
-
-GPU_PRICES = {
-    "rtx-3090": (0.22, RUNPOD),
-    "rtx-4090": (0.34, RUNPOD),
-    "rtx-5090": (0.69, RUNPOD),
-    "rtx-pro-6000": (0.89, RUNPOD),
-    "l4": (0.44, RUNPOD),
-    "l40s": (0.79, RUNPOD),
-    "a10": (0.75, "Lambda, 2025"),
-    "a100": (1.39, RUNPOD),
-    "h100": (2.69, RUNPOD),
-    "h200": (3.59, RUNPOD),
-    "b200": (5.98, RUNPOD),
-    "gh200": (1.49, "Lambda, 2025, its Grace host included"),
-}
-
-HOST_PRICES = {
-    "epyc-9654": (11.13, f"{AWS}, m7a.48xlarge"),
-    "xeon-8480": (9.68, f"{AWS}, m7i.48xlarge"),
-    "graviton4": (4.31, f"{AWS}, m8g.24xlarge"),
-    "grace": (0.0, "it comes with the GH200"),
-}
 
 
 def _gpu(
@@ -58,7 +35,22 @@ def _gpu(
     weights = Figure(gb_per_s * 1e9, A10_WEIGHT_EFFICIENCY, True, "FastDecode paper, T(1) of a 7B layer")
     origin = "FastDecode paper" if measured else f"{source}; as the FastDecode paper's A10"
     flops = Figure(tflops * 1e12, FLOPS_EFFICIENCY, measured, origin)
-    price = ListPrice(*GPU_PRICES[name]) if name in GPU_PRICES else None
+    runpod = "RunPod, March 2026, by deploybase.ai"
+    gpu_prices = {
+        "rtx-3090": (0.22, runpod),
+        "rtx-4090": (0.34, runpod),
+        "rtx-5090": (0.69, runpod),
+        "rtx-pro-6000": (0.89, runpod),
+        "l4": (0.44, runpod),
+        "l40s": (0.79, runpod),
+        "a10": (0.75, "Lambda, 2025"),
+        "a100": (1.39, runpod),
+        "h100": (2.69, runpod),
+        "h200": (3.59, runpod),
+        "b200": (5.98, runpod),
+        "gh200": (1.49, "Lambda, 2025, its Grace host included"),
+    }
+    price = ListPrice(*gpu_prices[name]) if name in gpu_prices else None
     return Gpu(
         name, flops, weights if measured else read, read, gb * 1e9, pcie_gb_per_s * 1e9, nvlink_gb_per_s * 1e9, price
     )
@@ -77,7 +69,13 @@ def _host(
     measured = name == "epyc-7452"
     origin = "FastDecode paper" if measured else f"{source}; as the FastDecode paper's Epyc 7452"
     reading = Figure(gb_per_s * 1e9, CPU_READ_EFFICIENCY, measured, origin)
-    price = ListPrice(*HOST_PRICES[name]) if name in HOST_PRICES else None
+    host_prices = {
+        "epyc-9654": (11.13, f"{AWS}, m7a.48xlarge"),
+        "xeon-8480": (9.68, f"{AWS}, m7i.48xlarge"),
+        "graviton4": (4.31, f"{AWS}, m8g.24xlarge"),
+        "grace": (0.0, "it comes with the GH200"),
+    }
+    price = ListPrice(*host_prices[name]) if name in host_prices else None
     return CpuHost(name, sockets, cores, reading, gb * 1e9, holds_gpu, price=price)
 
 
@@ -124,9 +122,6 @@ CPU_HOSTS = {
 
 _Preset = TypeVar("_Preset", Gpu, CpuHost)
 
-LEAST_KEY = 4
-"""Letters and digits from which on the end of a name stands for it, such as 5090 and 9950x."""
-
 NUMBERS = {
     "gpu": "1792GB/s:210TFLOPS:32GiB",
     "cpu": "90GB/s:16cores:64GiB",
@@ -147,7 +142,9 @@ def find_cpu_host(name: str) -> CpuHost:
 def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
     key = _key(name)
     matches = [preset for preset in presets if _key(preset) == key]
-    if not matches and len(key) >= LEAST_KEY:
+    # Letters and digits from which on the end of a name stands for it, such as 5090 and 9950x
+    least_key = 4
+    if not matches and len(key) >= least_key:
         matches = [preset for preset in presets if _key(preset).endswith(key)]
     if len(matches) != 1:
         raise ConfigError(

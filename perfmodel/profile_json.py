@@ -28,24 +28,6 @@ from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable
 from fastdecode.perfmodel.profile import FORMAT_VERSION, HardwareProfile
 from fastdecode.perfmodel.state_shape import StateShape
 
-PARTS = {"machine": MachineIdentity, "shape": ModelShape}
-LISTS = {
-    "s_part": SPartPoint,
-    "r_part": RPartPoint,
-    "links": LinkPoint,
-    "host": HostPoint,
-    "plans": PlanPoint,
-    "contention": ContentionPoint,
-    "anchors": AnchorPoint,
-    "prefill": PrefillPoint,
-    "partitions": PartitionEntry,
-}
-
-OF_SHAPES = {"LatentShape | None": LatentShape, "IndexShape | None": IndexShape, "StateShape | None": StateShape}
-"""Parts of a model's shape, by their annotation."""
-
-READ_VERSIONS = (1, 2, FORMAT_VERSION)
-
 
 def write_profile(profile: HardwareProfile) -> str:
     """Return the profile as :func:`read_profile` reads it."""
@@ -58,15 +40,28 @@ def read_profile(text: str) -> HardwareProfile:
         data = json.loads(text)
     except ValueError as error:
         raise ProfileError(f"the profile is not valid JSON: {error}") from None
-    if isinstance(data, dict) and data.get("format_version") not in READ_VERSIONS:
-        known = f"{', '.join(map(str, READ_VERSIONS[:-1]))} and {READ_VERSIONS[-1]}"
+    read_versions = (1, 2, FORMAT_VERSION)
+    if isinstance(data, dict) and data.get("format_version") not in read_versions:
+        known = f"{', '.join(map(str, read_versions[:-1]))} and {read_versions[-1]}"
         raise ProfileError(
             f"the profile's format_version is {data.get('format_version')!r}, and this version reads {known}"
         )
+    parts = {"machine": MachineIdentity, "shape": ModelShape}
+    lists = {
+        "s_part": SPartPoint,
+        "r_part": RPartPoint,
+        "links": LinkPoint,
+        "host": HostPoint,
+        "plans": PlanPoint,
+        "contention": ContentionPoint,
+        "anchors": AnchorPoint,
+        "prefill": PrefillPoint,
+        "partitions": PartitionEntry,
+    }
     try:
         found = dict(_object(data, "profile")) | {"format_version": FORMAT_VERSION}
-        found |= {key: _build(kind, found.get(key), key) for key, kind in PARTS.items()}
-        found |= {key: _build_all(kind, found.get(key, []), key) for key, kind in LISTS.items()}
+        found |= {key: _build(kind, found.get(key), key) for key, kind in parts.items()}
+        found |= {key: _build_all(kind, found.get(key, []), key) for key, kind in lists.items()}
         profile = _build(HardwareProfile, found, "profile")
         profile.measured_s_part()
         PartitionTable(profile.partitions)
@@ -105,8 +100,10 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
 
 def _plain(item: Any, kind: str, where: str) -> Any:
     """Return what a field is made of: a part of a shape where it has one, tuples for lists."""
-    if kind in OF_SHAPES and item is not None:
-        return _build(OF_SHAPES[kind], item, where)
+    # Parts of a model's shape, by their annotation
+    of_shapes = {"LatentShape | None": LatentShape, "IndexShape | None": IndexShape, "StateShape | None": StateShape}
+    if kind in of_shapes and item is not None:
+        return _build(of_shapes[kind], item, where)
     return tuple(item) if isinstance(item, list) else item
 
 

@@ -10,9 +10,6 @@ from fastdecode.perfmodel.hardware import Figure, Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import SPart
 
-ALL_REDUCES_PER_LAYER = 2
-"""All-reduces of [rows, hidden_size]: after the output projection of attention, and after the MLP's last matrix."""
-
 PEER_EFFICIENCY = 0.7
 """The part of a link's nominal rate that all-reduces of megabytes reach; assumed, since no paper here gives one."""
 
@@ -68,7 +65,9 @@ class RankGroup:
 
     def layer_seconds(self, shape: ModelShape, rows: float) -> float:
         """Return the seconds of the collectives in one layer of ``shape``, the whole model."""
-        return ALL_REDUCES_PER_LAYER * self.all_reduce_seconds(rows * shape.hidden_size * shape.item_bytes)
+        # All-reduces of [rows, hidden_size]: after the output projection of attention, and after the MLP's last matrix
+        all_reduces_per_layer = 2
+        return all_reduces_per_layer * self.all_reduce_seconds(rows * shape.hidden_size * shape.item_bytes)
 
     def head_seconds(self, shape: ModelShape, rows: float) -> float:
         """Return the seconds of gathering the logits of ``rows``."""

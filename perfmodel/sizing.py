@@ -9,12 +9,6 @@ from dataclasses import dataclass
 from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.service import Service
 
-MOST_TOKENS = 1e12
-"""Most tokens of a sequence: more than any memory holds, and few enough for arithmetic."""
-
-LARGEST_OUTPUT_LEN_CV = 100.0
-"""Largest deviation of outputs' lengths; real traffic lies below 5, and n sequences have at most sqrt(n - 1)."""
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -36,11 +30,15 @@ class Workload:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a number of at least 0, not {value!r}")
-        if self.seq_len > MOST_TOKENS:
-            raise ConfigError(f"seq_len (prompt + output) must be at most {MOST_TOKENS:g} tokens, not {self.seq_len:g}")
-        if self.output_len_cv > LARGEST_OUTPUT_LEN_CV:
+        # Most tokens of a sequence: more than any memory holds, and few enough for arithmetic
+        most_tokens = 1e12
+        if self.seq_len > most_tokens:
+            raise ConfigError(f"seq_len (prompt + output) must be at most {most_tokens:g} tokens, not {self.seq_len:g}")
+        # Largest deviation of outputs' lengths; real traffic lies below 5, and n sequences have at most sqrt(n - 1)
+        largest_output_len_cv = 100.0
+        if self.output_len_cv > largest_output_len_cv:
             raise ConfigError(
-                f"output_len_cv (standard deviation over mean) must be at most {LARGEST_OUTPUT_LEN_CV:g}, "
+                f"output_len_cv (standard deviation over mean) must be at most {largest_output_len_cv:g}, "
                 f"not {self.output_len_cv:g}"
             )
         if self.output_len < 1:

@@ -107,9 +107,6 @@ class StateShape:
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's ``hybrid_override_pattern``."""
 
-_BLOCKS = {"recurrent": "mamba", "attention": "full_attention"}
-"""RecurrentGemma's names of layers."""
-
 RECURRENT = ("linear_attention", "mamba", "conv")
 """Types of layers that are recurrent."""
 
@@ -170,9 +167,11 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
         return [
             "full_attention" if layer % period == offset else "mamba" for layer in range(config["num_hidden_layers"])
         ]
+    # RecurrentGemma's names of layers
+    blocks = {"recurrent": "mamba", "attention": "full_attention"}
     if config.get("model_type") == "recurrent_gemma":  # it repeats a pattern
         pattern = config.get("block_types") or ("recurrent", "recurrent", "attention")
-        return [_BLOCKS.get(pattern[layer % len(pattern)], "") for layer in range(config["num_hidden_layers"])]
+        return [blocks.get(pattern[layer % len(pattern)], "") for layer in range(config["num_hidden_layers"])]
     if config.get("model_type") == "bamba":
         attending = config.get("attn_layer_indices") or ()
         layers = range(config["num_hidden_layers"])

@@ -9,18 +9,6 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import RPart
 
-PARTIAL_BYTES = ITEM_BYTES["float32"]
-"""Bytes of each number of a partial result: a maximum, a sum, and the output that is not yet divided by it."""
-
-COPIED_BYTES_PER_SECOND = 12e9
-"""Rate at which one thread copies queries beside an R-worker's own and takes partial results in, on Zen 4."""
-
-MERGE_CALL_SECONDS = 30e-6
-"""Seconds of merging a layer's partial results, whatever their number, on Zen 4."""
-
-MERGED_SECONDS = 28e-9
-"""Seconds of merging one partial result of one row and head, which takes an exponential, on Zen 4."""
-
 APPENDED_TOKENS = 22.0
 """Cached tokens that an R-worker reads in the time in which it stores one: appending a row takes 2.0 to 2.4 % of a step
 at context 1,024 (docs/performance.md)."""
@@ -55,10 +43,16 @@ class StorageCosts:
         if shape is None:
             return StorageCosts(append_seconds=storing)
         layer = shape.layer_layout
-        query, partial = layer.query_dim * shape.item_bytes, (2 + layer.output_dim) * PARTIAL_BYTES
+        # Bytes of each number of a partial result: a maximum, a sum, and the output that is not yet divided by it
+        partial_bytes = ITEM_BYTES["float32"]
+        query, partial = layer.query_dim * shape.item_bytes, (2 + layer.output_dim) * partial_bytes
         heads = shape.num_heads
+        # Seconds of merging a layer's partial results, whatever their number, on Zen 4
+        merge_call_seconds = 30e-6
+        # Seconds of merging one partial result of one row and head, which takes an exponential, on Zen 4
+        merged_seconds = 28e-9
         return StorageCosts(
-            heads * query, heads * partial, heads * MERGED_SECONDS, MERGE_CALL_SECONDS, slowness,
+            heads * query, heads * partial, heads * merged_seconds, merge_call_seconds, slowness,
             shape.appending_row_bytes, storing,
         )  # fmt: skip
 
@@ -76,7 +70,9 @@ class StorageCosts:
         rows, reads, partials = (each / num_mini_batches for each in (load.rows, load.reads, load.partials))
         copied = (reads + rows) * self.query_bytes + partials * self.partial_bytes
         merged = partials * self.merged_seconds
-        return self.slowness * (self.call_seconds + merged + copied / COPIED_BYTES_PER_SECOND)
+        # Rate at which one thread copies queries beside an R-worker's own and takes partial results in, on Zen 4
+        copied_bytes_per_second = 12e9
+        return self.slowness * (self.call_seconds + merged + copied / copied_bytes_per_second)
 
 
 NO_STORAGE_COSTS = StorageCosts()

@@ -16,8 +16,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cli_pages  # noqa: E402
+import features  # noqa: E402
 import ledger  # noqa: E402
 import plan_tables  # noqa: E402
+import vllm_table  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",
@@ -50,13 +52,63 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     made = {site: (ROOT / place).read_text("utf-8") for place, site in PAGES.items()}
+    made["index.md"] = front_page(made["index.md"])
     made |= {site: script_page((ROOT / place).read_text("utf-8")) for place, site in SCRIPTS.items()}
     made |= {f"cli/{name}": text for name, text in cli_pages.pages().items()}
+    made["vllm.md"] = vllm_table.full()
+    made["chaos.md"] = features.matrix()
     made["ledger.md"] = ledger.rendered(ROOT / "docs" / "ledger")
     made |= {f"plans/{name}": script for name, script in plan_tables.tables().items()}
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+CARDS = """<div class="grid cards" markdown>
+
+-   **At home: one GPU card**
+
+    ---
+
+    Conversations that your card cannot hold, in your host's memory. For example {home}.
+
+    [Does it pay on my machine?](docs/calculator.md) · [First steps](docs/first-steps.md)
+
+-   **Operator: a vLLM deployment, spare CPU hosts**
+
+    ---
+
+    More users on the same GPUs. For example {operator}.
+
+    [Serving](docs/serving.md) · [vLLM's flags](docs/api.md#coming-from-vllm) · [Reliability](docs/reliability.md)
+
+-   **Researcher: the paper, arXiv 2403.11421**
+
+    ---
+
+    The pipeline, the schedule and the equations of the paper, as tested code.
+
+    [One token's tour](docs/tour.md) · [Structure](docs/structure.md) · [Equations](docs/planning.md#the-equations)
+
+</div>
+"""
+"""The three paths of the front page; what is planned for the first two stands in the README's table."""
+
+FRONT_HEAD = """---
+hide: [navigation, toc]
+---
+
+"""
+
+
+def front_page(readme: str) -> str:
+    """Return the site's front page: the README with three cards in place of the table of its first screen."""
+    rows = re.findall(r"^\| (?:one|vLLM) .*? \| (.*?) \| .* \|$", readme, re.MULTILINE)
+    home, operator = rows
+    table = re.search(r"^\| you have \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
+    assert table
+    cards = CARDS.format(home=home, operator=operator)
+    return FRONT_HEAD + readme.replace(table[0], cards + "\n", 1)
 
 
 def script_page(script: str) -> str:

@@ -20,7 +20,8 @@ from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.engine.compose import build
-from fastdecode.sworker.model import smodel as model_module
+from fastdecode.sworker.model import transformers_code as model_module
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.run import s_worker
 from fastdecode.sworker.run.cuda_graphs import CudaGraphForward, ModelGraphs
 from fastdecode.sworker.run.pipeline import MiniBatchForward
@@ -206,9 +207,9 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
     """Every S-worker captures through a stand-in of its own, listed here."""
     made: list[FakeRecorder] = []
 
-    def make(model: torch.nn.Module, recorder: FakeRecorder, *more: int) -> ModelGraphs:
-        recorder.num_layers = model.config.num_hidden_layers
-        return ModelGraphs(model, recorder, *more)  # type: ignore[arg-type]
+    def make(code: ModelCode, recorder: FakeRecorder, *more: int) -> ModelGraphs:
+        recorder.num_layers = code.module.config.num_hidden_layers
+        return ModelGraphs(code, recorder, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(s_worker, "make_recorder", lambda device: made.append(FakeRecorder(0)) or made[-1])
     monkeypatch.setattr(s_worker, "ModelGraphs", make)

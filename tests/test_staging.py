@@ -236,7 +236,7 @@ def test_an_idle_worker_spins_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -
 def run_order(tiny: Tiny, backend: Recorder, gpu: FakeGpu, num_mini_batches: int) -> str:
     staging, scratch = staging_of(gpu, backend), PromptScratch(tiny.layout)
     packed = [pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), torch.device("cpu")) for i in range(num_mini_batches)]
-    forwards = [MiniBatchForward(i, rows, tiny.model, backend, scratch, staging) for i, rows in enumerate(packed)]
+    forwards = [MiniBatchForward(i, rows, tiny.code, backend, scratch, staging) for i, rows in enumerate(packed)]
     with torch.inference_mode():
         Pipeline(backend, StateClock(), staging).run(forwards)
     return " ".join(backend.log)

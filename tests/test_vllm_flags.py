@@ -117,7 +117,6 @@ REFUSED = {
 }
 """Command lines, and part of what they hear."""
 
-
 BENCHES = """
 bench serve --backend vllm --model m --endpoint /v1/completions --dataset-name random --random-input-len 512
 bench serve --backend openai-chat --base-url http://127.0.0.1:1 --endpoint /v1/chat/completions --max-concurrency 8
@@ -345,7 +344,7 @@ def test_the_table_of_the_page_is_today_s() -> None:
     script = _script()
     page = script.PAGE.read_text("utf-8")
     assert script.rendered(page) == page
-    table = page.split(script.BEGIN)[1].split(script.END)[0]
+    table = script.full()
     for long, *_ in VLLM:
         assert f"`{long[2:].replace('-', '_')}`" in table
     assert json.dumps(table)  # no lone surrogates

@@ -1,4 +1,4 @@
-"""Attempts to open R-workers that ask to join: after a failure the next one waits."""
+"""Delays between attempts to open R-workers that ask to join, after a failure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-FIRST_SECONDS, MOST_SECONDS = 1.0, 30.0
-"""Least time from a failed attempt to the next at the same address: it doubles from the first to the second."""
-
-
 MOST_ADDRESSES = 1024
-
-
-MOST_REASONS = 16
-"""That are remembered of one address."""
 
 
 @dataclass
@@ -25,22 +17,26 @@ class _Failures:
 
 
 class Attempts:
-    """Addresses at which an attempt failed; those that failed last are ``remembered``. For any thread."""
+    """Addresses at which an attempt failed; the latest are ``remembered``. Any thread may use it."""
 
     def __init__(self) -> None:
         self.remembered: OrderedDict[str, _Failures] = OrderedDict()
 
     def may_try(self, address: str) -> bool:
-        """False for a while after a failure."""
+        """Return False for a while after a failure."""
         failures = self.remembered.get(address)
         return failures is None or time.monotonic() >= failures.next_time
 
     def failed(self, address: str, reason: str) -> bool:
-        """Note a failure; True if ``reason`` is new for this address, and so worth a line in the log."""
+        """Record a failure; return True if ``reason`` is new for this address, and so worth logging."""
         failures = self.remembered.pop(address, None) or _Failures()
-        failures.seconds = min(max(FIRST_SECONDS, 2 * failures.seconds), MOST_SECONDS)
+        # First and longest delay after a failed attempt at the same address; it doubles each time
+        first_seconds, most_seconds = 1.0, 30.0
+        failures.seconds = min(max(first_seconds, 2 * failures.seconds), most_seconds)
         failures.next_time = time.monotonic() + failures.seconds
-        is_new = reason not in failures.reasons and len(failures.reasons) < MOST_REASONS
+        # Most failure reasons remembered per address
+        most_reasons = 16
+        is_new = reason not in failures.reasons and len(failures.reasons) < most_reasons
         if is_new:
             failures.reasons.add(reason)
         self.remembered[address] = failures
@@ -49,5 +45,5 @@ class Attempts:
         return is_new
 
     def succeeded(self, address: str) -> None:
-        """Forget what failed there."""
+        """Forget the failures at ``address``."""
         self.remembered.pop(address, None)

@@ -1,4 +1,4 @@
-"""JSON schemas as requests bring them: numbers that cannot be followed exactly, and objects that take no other keys."""
+"""JSON schemas of requests: numbers that grammars cannot represent, and objects closed to additional keys."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 EXACT = 2**53
-"""Grammars compute bounds in double precision: numbers beyond it would be rounded."""
+"""The largest exact integer of double precision, in which grammars compute bounds."""
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else")
-"""Keywords whose schemas hold for the same value as the schema that they stand in."""
+"""Keywords whose subschemas describe the same value as the schema around them."""
 
 _PROSE = ("default", "examples", "title", "description")
 
 
 def inexact_number(schema: Any) -> float | None:
-    """Return a number that the output depends on and that is beyond ``EXACT``; None if there is none."""
+    """Return a number in ``schema`` that constrains the output and exceeds ``EXACT``; None if there is none."""
     return next((number for number in _numbers(schema) if abs(number) > EXACT), None)
 
 
@@ -27,12 +26,13 @@ def _numbers(schema: Any) -> Iterator[float]:
             yield from _numbers(each)
     if not isinstance(schema, Mapping):
         return
+    bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
             yield from _numbers(list(value.values()))
         elif key in ("const", "enum"):
             yield from _numbers_in(value)
-        elif key in _BOUNDS and isinstance(value, int | float):
+        elif key in bounds and isinstance(value, int | float):
             yield value
         elif key not in _PROSE:
             yield from _numbers(value)
@@ -46,7 +46,7 @@ def _numbers_in(value: Any) -> Iterator[float]:
 
 
 def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` whose objects take only the properties that they list, unless they say something of others.
+    """Return ``schema`` with closed objects: they accept only the listed properties, unless the schema allows others.
 
     An object that lists none takes any, as in xgrammar. Where several schemas describe one object together, each may
     list a part of its keys: these stay as they are.
@@ -61,7 +61,7 @@ def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _closed(schema: Mapping[str, Any], closes: bool) -> dict[str, Any]:
-    """``closes``: no schema beside this one describes the same object."""
+    """Return ``schema`` closed. ``closes``: no other schema describes the same object."""
     found: dict[str, Any] = {}
     alone = closes and not _is_composed(schema)
     for key, value in schema.items():
@@ -90,7 +90,7 @@ def _is_composed(schema: Mapping[str, Any]) -> bool:
 
 
 def _shared_references(value: Any, is_shared: bool = False) -> Iterator[str]:
-    """References to schemas that describe an object together with others."""
+    """Yield references to schemas that describe an object together with other schemas."""
     if isinstance(value, list):
         for each in value:
             yield from _shared_references(each, is_shared)

@@ -1,4 +1,4 @@
-"""The lines of OpenAI batch files, in and out; the requests in them are those of the server."""
+"""The lines of OpenAI batch files, in and out. Their requests are those of the server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, cha
 
 Asked = CompletionRequest | ChatRequest | ResponsesRequest
 
-_KINDS: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
-
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request: ``url`` says which kind, ``body`` is as OpenAI's API takes it."""
+    """One request. ``url`` says which kind; ``body`` is as in OpenAI's API."""
 
     custom_id: str
     url: Any
@@ -36,7 +34,10 @@ class BatchLine:
 
 
 def read_line(text: str | bytes, number: int) -> BatchLine:
-    """Line ``number`` of an input file. Raise ConfigError if it is no JSON object with a custom_id to answer."""
+    """Return line ``number`` of an input file.
+
+    Raise ConfigError if it is no JSON object with a custom_id.
+    """
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -51,7 +52,8 @@ def read_request(line: BatchLine) -> Asked:
 
     Raise RequestError for an endpoint or a field that is unknown: a refusal now is better than hours of wrong work.
     """
-    kind = _KINDS.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
+    kinds: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
+    kind = kinds.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
     if kind is None:
         raise RequestError(f"must POST to {COMPLETIONS}, {CHAT} or {RESPONSES}, not {line.url!r:.80}")
     request, unknown = read_body(line.body, kind)
@@ -65,7 +67,7 @@ def read_request(line: BatchLine) -> Asked:
 
 
 def chat_asked(request: Asked) -> CompletionRequest | ChatRequest:
-    """Return the chat that a response is the answer of; other requests as they are. RequestError."""
+    """Return the chat whose answer is the response; other requests unchanged. Raise RequestError."""
     return chat_of(request, messages_of(request.input)) if isinstance(request, ResponsesRequest) else request
 
 
@@ -78,9 +80,9 @@ def answer(
     logprobs: LogprobForm | None = None,
     params: SamplingParams | None = None,
 ) -> dict[str, Any]:
-    """Return the output line of a finished request; ``outputs``: of its prompts, in order.
+    """Return the output line of a finished request. ``outputs``: of its prompts, in order.
 
-    ``reading``: of its answers.
+    ``reading``: how its answers are read.
     """
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:

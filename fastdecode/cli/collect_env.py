@@ -1,4 +1,4 @@
-"""``fastdecode collect-env``: what to paste in a bug report."""
+"""``fastdecode collect-env``: facts of this machine for a bug report."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from fastdecode import __version__
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.core.machine import available_memory_bytes, cpu_name, total_memory_bytes, usable_cores
 from fastdecode.engine.compose.backends import tuning
-
-READ_PEAK_BYTES = 512 * 2**20
-"""Read to measure the read bandwidth: well above the last-level cache."""
-
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py", "ray")
 
 
 def add_command(commands: Any) -> None:
@@ -37,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 def chosen_isa() -> str:
     """Return the instruction set that R-workers of this machine use.
 
-    Raise ConfigError if FASTDECODE_ISA is none it has.
+    Raise ConfigError if FASTDECODE_ISA names one that this machine lacks.
     """
     return tuning().isa
 
@@ -47,18 +42,20 @@ def machine_facts() -> dict[str, Any]:
     from fastdecode import _rworker
 
     cores = usable_cores()
+    # Bytes read to measure the read bandwidth: far more than the last-level cache holds
+    read_peak_bytes = 512 * 2**20
     return {
         "cpu": cpu_name(),
         "isa": chosen_isa(),
         "cores": len(cores),
         "memory_bytes": total_memory_bytes(),
-        "read_peak_gb_per_s": _rworker.read_peak(len(cores), READ_PEAK_BYTES, 5),
+        "read_peak_gb_per_s": _rworker.read_peak(len(cores), read_peak_bytes, 5),
         "platform": platform.platform(),
     }
 
 
 def facts() -> dict[str, str]:
-    """Return name → value, in the order worth reading."""
+    """Return facts by name, in the order in which to print them."""
     from fastdecode import _rworker
 
     chosen = tuning()
@@ -74,7 +71,8 @@ def facts() -> dict[str, str]:
         "gpu": _first_line("nvidia-smi", "-L") or "none found",
         "mpirun": _first_line("mpirun", "--version") or "none found",
     }
-    return found | {package: _version(package) for package in PACKAGES}
+    packages = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py", "ray")
+    return found | {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str:

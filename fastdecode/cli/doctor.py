@@ -1,4 +1,4 @@
-"""``fastdecode doctor``: what would keep R-workers from working here, each finding with its cure."""
+"""``fastdecode doctor``: finds what would keep R-workers from working here, and says how to mend it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ from fastdecode.engine.compose.backends import make_backend
 from fastdecode.kinds import Dense
 from fastdecode.kinds.layout import KVLayout
 
-MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
@@ -50,15 +48,16 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 1 if one is broken."""
+    """Print the findings; return 1 if one is broken, else 0."""
     if args.r_workers and parse_r_workers(args.r_workers).kind != "tcp":
         raise ConfigError(f"r_workers: doctor measures R-workers at host:port, not {args.r_workers!r}")
     if not 1 <= args.port <= 65535:
         raise ConfigError(f"port must be 1 to 65535, not {args.port}")
     broken = False
+    marks = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
     for finding in _findings(args):
         broken = broken or finding.level == "broken"
-        print(f"{MARKS[finding.level]}{finding.what}", flush=True)
+        print(f"{marks[finding.level]}{finding.what}", flush=True)
         if finding.cure:
             print(f"{'':7}  → {finding.cure}", flush=True)
     return int(broken)
@@ -80,20 +79,15 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     return [*machine, *links, *journal, *parking]
 
 
-MPI_SECONDS = 60
 LIBRARY_CODE = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version().splitlines()[0])"
 )
-"""Without MPI_Init, which leaves a segment of shared memory behind where a process is alone."""
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Variables in which launchers say how many ranks a job has."""
-
-_LEAST_LOCK = 64 << 20
+"""Prints the MPI library's version without MPI_Init, which would leave shared memory behind."""
 
 
 def check_machine() -> Iterator[Finding]:
-    """Affinity, memory and its lock limit."""
+    """Yield findings about core affinity, memory and the lock limit."""
     cores, every = usable_cores(), os.cpu_count() or 1
     if len(cores) == 1 < every:
         cure = (
@@ -107,7 +101,8 @@ def check_machine() -> Iterator[Finding]:
     free = available_memory_bytes()
     yield Finding("ok" if free > 1 << 30 else "note", f"memory: {free / 2**30:.1f} GiB free")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY or limit >= _LEAST_LOCK:
+    least_lock = 64 << 20
+    if limit == resource.RLIM_INFINITY or limit >= least_lock:
         yield Finding("ok", f"memory lock: {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 20} MiB'}")
     else:
         yield Finding(
@@ -118,7 +113,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Yield each instruction set that an R-worker could use here, against the scalar one."""
+    """Yield one finding per instruction set of this machine, compared with the scalar kernels."""
     for isa in _rworker.supported_isas():
         broken, _, cure = (_rworker.self_test(isa) or "").partition("; ")
         if broken:
@@ -128,7 +123,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_mpi() -> Iterator[Finding]:
-    """An mpirun, the library that mpi4py loads, that both are the same MPI, and that a job has more than one rank."""
+    """Yield findings about mpirun, the library of mpi4py, whether both are the same MPI, and the number of ranks."""
     mpiexec = find_mpiexec()
     library, error = _python(LIBRARY_CODE)
     if not mpiexec and not library:
@@ -145,7 +140,7 @@ def check_mpi() -> Iterator[Finding]:
 
 
 def check_ray() -> Iterator[Finding]:
-    """Ray, where it is installed or a cluster is named; whether that answers is for the job to find out."""
+    """Yield a finding if Ray is installed or a cluster is named. It does not connect to the cluster."""
     address = os.environ.get("RAY_ADDRESS", "")
     named = f", RAY_ADDRESS {address}" if address else ""
     try:
@@ -157,7 +152,7 @@ def check_ray() -> Iterator[Finding]:
 
 
 def check_port(port: int) -> Finding:
-    """Return whether an R-worker could listen there."""
+    """Return a finding: can an R-worker listen on ``port``?"""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -189,12 +184,14 @@ def _match(mpiexec: Mpiexec, library: str) -> Finding:
 
 
 def _check_world() -> Iterator[Finding]:
-    """Under a launcher: does MPI see as many ranks as were started?"""
-    started = next((int(os.environ[name]) for name in SIZE_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+    """Yield a finding under a launcher: does MPI see as many ranks as were started?"""
+    # Variables in which launchers give a job's number of ranks
+    size_variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+    started = next((int(os.environ[name]) for name in size_variables if os.environ.get(name, "").isdigit()), 0)
     if started == 1:
         cure = "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi"
         yield Finding("note", "world size: this job has one rank, and no R-worker", cure)
-    elif started > 1 and not any(name in os.environ for name in SIZE_VARIABLES[:2]):
+    elif started > 1 and not any(name in os.environ for name in size_variables[:2]):
         yield Finding(
             "broken",
             f"world size: srun started {started} tasks, but gave them no MPI job: each would be alone",
@@ -205,36 +202,31 @@ def _check_world() -> Iterator[Finding]:
 
 
 def _python(code: str) -> tuple[str, str]:
-    """Return the output of ``code`` in a process of its own, outside of any job, or the reason why there is none."""
+    """Return the output of ``code`` in a process outside any job, or the reason for its failure."""
     launcher = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     command = [sys.executable, "-c", code]
+    mpi_seconds = 60
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=MPI_SECONDS, check=False, env=environment
+            command, capture_output=True, text=True, timeout=mpi_seconds, check=False, env=environment
         )
     except subprocess.TimeoutExpired:
-        return "", f"no answer in {MPI_SECONDS} s"
+        return "", f"no answer in {mpi_seconds} s"
     if done.returncode:
         return "", (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     return done.stdout.strip(), ""
 
 
 LAYOUT = KVLayout((Dense(8, 8, 128, 128, 1.0),), "float32", "float32")
-NUM_STEPS = 50
 NUM_TOKENS = 2048
-"""16 MiB of keys and values."""
-
-SLOW_SECONDS = 2e-3
-"""A step without work that takes longer is felt in every layer."""
-
-SLOW_GB_PER_S = 1.0
+"""Tokens of the test sequence, with 16 MiB of keys and values."""
 
 
 def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
-    """Return one finding per R-worker at "host:port,…", and one on two copies of sequences over them.
+    """Return one finding per R-worker at "host:port,…", and one about two copies of sequences on them.
 
-    Raise ConfigError for addresses that need a key and have none.
+    Raise ConfigError for addresses that need a key file, if there is none.
     """
     addresses = parse_r_workers(r_workers).addresses
     check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
@@ -244,7 +236,7 @@ def check_links(r_workers: str, key_file: str | None, security: str | None) -> l
 
 
 def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
-    """Say what ``--kv-replicas 2`` would protect from, over R-workers of these machines."""
+    """Yield a finding: which failures would ``--kv-replicas 2`` survive on these machines?"""
     num_hosts = len(set(hosts))
     if num_hosts > 1:
         yield Finding("ok", f"--kv-replicas 2: each sequence would have its two copies on two of {num_hosts} machines")
@@ -254,7 +246,7 @@ def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
 
 
 def _check(address: str, key_file: str | None, security: str | None, hosts: list[str]) -> Finding:
-    """Return one R-worker; its machine is added to ``hosts``."""
+    """Return the finding about one R-worker, and add its machine to ``hosts``."""
     backend = make_backend(EngineConfig(r_workers=address, key_file=key_file, security=security), [])
     try:
         (info,) = backend.open(LAYOUT)
@@ -269,16 +261,20 @@ def _check(address: str, key_file: str | None, security: str | None, hosts: list
         f"R-worker {address}: {info.num_threads} thread(s), {info.isa}, reads {info.read_gb_per_s:.1f} GB/s; "
         f"round trip {seconds * 1e6:.0f} µs, link {rate:.2f} GB/s"
     )
-    if seconds > SLOW_SECONDS or rate < SLOW_GB_PER_S:
+    # An empty step that takes longer slows every layer noticeably
+    slow_seconds = 2e-3
+    slow_gb_per_s = 1.0
+    if seconds > slow_seconds or rate < slow_gb_per_s:
         return Finding("note", what, "a slow link shows in every layer: `fastdecode plan --link` says what yours needs")
     return Finding("ok", what)
 
 
 def _step_seconds(backend: AttentionBackend) -> float:
-    """Return median seconds to begin an empty step, which takes one round trip."""
+    """Return the median seconds to begin an empty step, which takes one round trip."""
     nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
     seconds = []
-    for _ in range(NUM_STEPS):
+    num_steps = 50
+    for _ in range(num_steps):
         start = time.perf_counter()
         backend.begin_step(nothing)
         seconds.append(time.perf_counter() - start)
@@ -287,7 +283,7 @@ def _step_seconds(backend: AttentionBackend) -> float:
 
 
 def _gb_per_s(backend: AttentionBackend) -> float:
-    """1e9 bytes per second of a sequence that goes there and comes back; the faster of two."""
+    """Return the bandwidth of sending a sequence there and back in GB/s; the faster of two trials."""
     data = np.zeros(NUM_TOKENS * LAYOUT.kv_bytes_per_token, np.uint8)
     seconds = []
     for sequence_id in range(2):

@@ -1,4 +1,4 @@
-"""``fastdecode plan --emit kubernetes``: the manifests of examples/kubernetes with a plan's values filled in."""
+"""``fastdecode plan --emit kubernetes``: the manifests of examples/kubernetes, filled in from a plan."""
 
 from __future__ import annotations
 
@@ -12,23 +12,14 @@ from pathlib import Path
 TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
 """A link to examples/kubernetes/base/fastdecode.yaml."""
 
-MODELS = "/models"
-"""The folder where pods find models, in the claim that the header tells of."""
-
-OWN_BYTES = 1 << 30
-"""Memory of an R-worker's pod beside its KV cache."""
-
-PLAIN = re.compile(r"[\w./:=,-]+")
-"""Words that YAML takes without quotes."""
-
 
 @dataclass(frozen=True)
 class PodPlan:
-    """The needs of a plan's pods.
+    """The resources of a plan's pods.
 
-    ``s_flags``: words of the S-worker's command line. ``model``: its folder's name in the claim, "" for the demo model.
-    ``num_gpus``: GPUs of the S-worker. ``r_cores``: cores of an R-worker, and ``kv_cache_bytes`` of its cache; None if
-    the plan does not know, so that the template's stay.
+    ``s_flags``: words of the S-worker's command line. ``model``: the name of the model's folder in the volume, "" for
+    the demo model. ``num_gpus``: GPUs of the S-worker. ``r_cores``, ``kv_cache_bytes``: cores and cache of an R-worker;
+    None keeps the template's values.
     """
 
     num_r_workers: int
@@ -40,7 +31,7 @@ class PodPlan:
 
 
 def kubernetes_manifests(plan: PodPlan) -> str:
-    """Return all manifests as YAML, behind what is to be done before they are applied."""
+    """Return all manifests as YAML, preceded by comments about what to do before applying them."""
     manifests = re.sub(r"\A(#.*\n)+", "", TEMPLATE.read_text()).split("\n---\n")
     for kind, fill in (("Deployment", _s_worker), ("StatefulSet", _r_worker)):
         (at,) = (index for index, each in enumerate(manifests) if f"\nkind: {kind}\n" in each)
@@ -61,12 +52,16 @@ def _header(plan: PodPlan) -> Iterator[str]:
 
 
 def _s_worker(manifest: str, plan: PodPlan) -> str:
-    model = [f"--model={MODELS}/{plan.model}"] if plan.model else []
-    words = [word if PLAIN.fullmatch(word) else json.dumps(word) for word in (*model, *plan.s_flags)]
+    # The folder where pods mount the volume with models
+    models = "/models"
+    model = [f"--model={models}/{plan.model}"] if plan.model else []
+    # Words that YAML accepts without quotes
+    plain = re.compile(r"[\w./:=,-]+")
+    words = [word if plain.fullmatch(word) else json.dumps(word) for word in (*model, *plan.s_flags)]
     manifest = _filled(manifest, r"(?<=--r-workers=join:)\d+", str(plan.num_r_workers))
     manifest = _after(manifest, "            - --shutdown-timeout=60", *(f"            - {word}" for word in words))
     if plan.model:
-        mount = f"            - {{name: models, mountPath: {MODELS}, readOnly: true}}"
+        mount = f"            - {{name: models, mountPath: {models}, readOnly: true}}"
         claim = "        - {name: models, persistentVolumeClaim: {claimName: models, readOnly: true}}"
         manifest = _after(manifest, "            - {name: tmp, mountPath: /tmp}", mount)
         manifest = _after(manifest, "      volumes:", claim)
@@ -82,20 +77,22 @@ def _r_worker(manifest: str, plan: PodPlan) -> str:
     manifest = _filled(manifest, r"(?<=\n  replicas: )\d+", str(plan.num_r_workers))
     if plan.r_cores is not None:
         manifest = _filled(manifest, r'"\d+"(?=, memory: \d+Gi})', f'"{max(1, plan.r_cores - 1)}"', 2)
+    # Memory of an R-worker's pod in addition to its KV cache
+    own_bytes = 1 << 30
     if plan.kv_cache_bytes is not None:
-        memory = math.ceil((plan.kv_cache_bytes + OWN_BYTES) / 2**30)
+        memory = math.ceil((plan.kv_cache_bytes + own_bytes) / 2**30)
         manifest = _filled(manifest, r"(?<=memory: )\d+Gi(?=}\n)", f"{memory}Gi", 2)
         manifest = _filled(manifest, r"(?<=--kv-cache-memory=)\S+", str(plan.kv_cache_bytes))
     return manifest
 
 
 def _after(manifest: str, line: str, *more: str) -> str:
-    """Put lines after one that the manifest has once."""
+    """Return ``manifest`` with lines inserted after ``line``, which must occur once."""
     return _filled(manifest, re.escape(line) + r"(?=\n|$)", "\n".join((line, *more)).replace("\\", r"\\"))
 
 
 def _filled(manifest: str, pattern: str, text: str, times: int = 1) -> str:
-    """Replace ``pattern``. Raise RuntimeError if the manifest has it more or fewer ``times``."""
+    """Return ``manifest`` with ``pattern`` replaced. Raise RuntimeError unless it occurs ``times`` times."""
     filled, count = re.subn(pattern, text, manifest)
     if count != times:
         raise RuntimeError(f"{TEMPLATE}: {pattern!r} is there {count} times, not {times}")

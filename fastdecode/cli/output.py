@@ -1,4 +1,4 @@
-"""The outputs of commands: files that are checked before the work begins, and progress bars."""
+"""Output files, which are checked before the work begins, and progress bars."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.errors import ConfigError, naming
 
-if TYPE_CHECKING:  # hosts of R-workers need not have it
+if TYPE_CHECKING:  # hosts of R-workers need not have matplotlib
     from tqdm import tqdm
-
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> None:
-    """Refuse, before anything is measured, a file that cannot be written; None stands for a file not asked for.
+    """Refuse an output file that cannot be written, before anything is measured. None is a file not asked for.
 
     Raises:
         ConfigError: a path is a folder, lies in no folder, may not be written, or is a plot of an unknown format or
@@ -36,20 +34,21 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
             raise ConfigError(f"{path}: this user may not write it")
     if pictures and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{pictures[0]}: plots need matplotlib: pip install 'fastdecode[plot]'")
+    plot_suffixes = (".png", ".pdf", ".svg")
     for path in pictures:
-        if Path(path).suffix.lower() not in PLOT_SUFFIXES:
-            raise ConfigError(f"{path}: a plot must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}")
+        if Path(path).suffix.lower() not in plot_suffixes:
+            raise ConfigError(f"{path}: a plot must end in {', '.join(plot_suffixes[:-1])} or {plot_suffixes[-1]}")
 
 
 def write_json(figures: Any, path: str | None) -> None:
-    """Write ``figures`` as JSON, where a path was given. Raise OSError if the disk is full."""
+    """Write ``figures`` as JSON if there is a path. Raise OSError if the disk is full."""
     if path:
         with naming(path):
             Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:
-    """Return a bar on stderr; none if stderr is no terminal."""
+    """Return a progress bar on stderr; it is disabled if stderr is no terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, unit=unit, **{"disable": None if sys.stderr.isatty() else True, **options})

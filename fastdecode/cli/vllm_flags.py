@@ -1,4 +1,4 @@
-"""The flags of vLLM that no setting here has: parsed, so that what they ask can be said to mean nothing, or refused."""
+"""vLLM's flags without a setting here: parsed, so that they can be ignored with a note or refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.cli.parser import add_switch
 
 HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-"""Of another spelling of a flag."""
-
-_NARGS = {"many": "*", "maybe": "?"}
-"""Of vLLM's flags, by how many words follow them."""
+"""Arguments of ``add_argument`` for a further spelling of a flag."""
 
 
 def flag_of(name: str) -> str:
@@ -23,20 +20,22 @@ def flag_of(name: str) -> str:
 
 
 def add_shortcuts(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's shortcuts of ``--speculative-config``."""
+    """Add vLLM's shortcuts for parts of ``--speculative-config``."""
     parser.add_argument("--spec-method", **HIDDEN)
     parser.add_argument("--spec-model", **HIDDEN)
     parser.add_argument("--spec-tokens", type=int, **HIDDEN)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's flags of a server that mean nothing here."""
+    """Add vLLM's server flags without effect."""
     add_foreign_flags(parser, OF_SERVERS)
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> list[str]:
-    """Add flags of vLLM that stay out of help, except those that the command has itself; return their names."""
+    """Add vLLM's flags, hidden from help, except those that the command defines itself; return their names."""
     added = []
+    # argparse's nargs, by how many words follow a flag
+    nargs = {"many": "*", "maybe": "?"}
     for each in foreign.values():
         flags = [flag for flag in (flag_of(each.name), *each.shorts) if flag not in parser._option_string_actions]
         if not flags or flags[0] != flag_of(each.name):
@@ -45,6 +44,6 @@ def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, For
         if each.values == "none":
             add_switch(parser, *flags, dest=each.name, help=argparse.SUPPRESS)
         else:
-            told: dict[str, Any] = {"nargs": _NARGS.get(each.values), "const": True if each.values == "maybe" else None}
+            told: dict[str, Any] = {"nargs": nargs.get(each.values), "const": True if each.values == "maybe" else None}
             parser.add_argument(*flags, dest=each.name, help=argparse.SUPPRESS, **told)
     return added

@@ -1,4 +1,4 @@
-"""The messages of the ranks between layers, as bytes: a header in JSON, then arrays."""
+"""Messages between ranks, between layers, as bytes: a header in JSON, then arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER_LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """``kind``: what is to be done; ``told``: what JSON can say of it; and arrays of ``DTYPES``."""
+    """A message. ``kind``: what to do. ``told``: its data as JSON. Arrays are of ``DTYPES``."""
 
     kind: str
     told: dict[str, Any] = field(default_factory=dict)
@@ -49,8 +49,11 @@ class Message:
 def step_message(
     step: ScheduledStep, computes: bool, overlap: bool = True, by: str = "model", kind: str = "step"
 ) -> Message:
-    """``step`` as every rank needs it; ``computes``: the model's part too, not only the R-workers' controls;
-    ``by``: what computes it, the "model", its "first layers" (``EarlyExitDrafter``), or "random" numbers."""
+    """Return ``step`` as a message for every rank.
+
+    ``computes``: the model's part too, not only the R-workers' controls. ``by``: what computes it: the "model", its
+    "first layers" (``EarlyExitDrafter``), or "random" numbers.
+    """
     arrays = [np.array(list(controls), np.int64).reshape(-1, 4) for controls in step.controls]
     for mini_batch in step.mini_batches:
         arrays += [mini_batch.chunks, mini_batch.token_ids, mini_batch.reads]
@@ -67,7 +70,7 @@ def read_step(message: Message) -> ScheduledStep:
 
 
 def report_message(report: StepReport, now: float) -> Message:
-    """Return the report of a rank's R-workers on a step; ``now`` is this rank's clock."""
+    """Return the report of a rank's R-workers on a step. ``now``: this rank's clock."""
     told = {
         "now": now,
         "lost": report.lost,
@@ -80,7 +83,7 @@ def report_message(report: StepReport, now: float) -> Message:
 
 
 def read_report(message: Message, seconds_ahead: float) -> StepReport:
-    """Return the inverse of ``report_message``; ``seconds_ahead``: of this rank's clock before the other's."""
+    """Return the inverse of ``report_message``. ``seconds_ahead``: this rank's clock minus the other's."""
     times = iter(message.arrays)
     workers = []
     for (transfer, num_bytes, free, leaving), start, end in zip(message.told["workers"], times, times, strict=True):
@@ -90,7 +93,7 @@ def read_report(message: Message, seconds_ahead: float) -> StepReport:
 
 
 def combined(reports: Sequence[StepReport]) -> StepReport:
-    """The ranks' reports as one, of logical R-workers: times of the slowest, bytes of all, the fewest free blocks."""
+    """Return the ranks' reports as one: times of the slowest, bytes of all, the fewest free blocks."""
     workers = []
     for parts in zip(*(report.workers for report in reports), strict=True):
         slowest = max(parts, key=lambda part: float((part.busy_end - part.busy_start).sum()))

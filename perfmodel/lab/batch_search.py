@@ -10,12 +10,6 @@ from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.service import ServiceLimits
 
-KNEE_GAIN = 0.1
-"""The batch is large enough when doubling it would raise E(B) by less than this."""
-
-KNEE_TILE = 64
-"""Granularity of the batch sizes tried for the knee: GPUs multiply in tiles."""
-
 
 @dataclass(frozen=True)
 class BatchSearch:
@@ -28,8 +22,12 @@ class BatchSearch:
 
         With a pool that is there, the tokens per second of all stages stand for E(B), and the pool must hold the batch.
         """
-        sizes = range(KNEE_TILE, MOST_SEQUENCES // 2, KNEE_TILE)
-        knee = next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
+        # Granularity of the batch sizes tried for the knee: GPUs multiply in tiles
+        knee_tile = 64
+        sizes = range(knee_tile, MOST_SEQUENCES // 2, knee_tile)
+        # The batch is large enough when doubling it would raise E(B) by less than this
+        knee_gain = 0.1
+        knee = next((size for size in sizes if self._gain_of_doubling(size) < knee_gain), sizes[-1])
         return max(1, largest(self._fits_pool, knee))
 
     def within(self, limits: ServiceLimits) -> int | None:

@@ -10,16 +10,6 @@ from fastdecode.perfmodel.stages import RPart, SPart
 ROW_SHARE = 0.04
 """The part of a cached token's time that each further row over the same reading takes at least: appending, mostly."""
 
-COMPUTED_SHARE = 0.132
-"""The part that a row of each query head takes to compute: on Zen 4 3.3 ns of a bfloat16 token and KV head of 128,
-where reading takes 25 (docs/performance.md). A call takes the larger of reading and computing."""
-
-USUAL_ROWS = 5
-"""Rows of a verification: the time of computing them above that of reading is spread over all but the first."""
-
-MOST_ROW_SHARE = 1.0
-"""A row of its own."""
-
 LOOKUP_SECONDS = 15e-6
 """Seconds of looking a sequence's last tokens up among its others, of some thousands."""
 
@@ -66,5 +56,12 @@ class Drafting:
 
 def row_share(group: int) -> float:
     """Return the part of a cached token's time that a further row takes; ``group`` query heads share a KV head."""
-    above = (COMPUTED_SHARE * group * USUAL_ROWS - 1.0) / (USUAL_ROWS - 1)
-    return min(max(ROW_SHARE, above), MOST_ROW_SHARE)
+    # The part that a row of each query head takes to compute: on Zen 4 3.3 ns of a bfloat16 token and KV head of 128,
+    # where reading takes 25 (docs/performance.md). A call takes the larger of reading and computing.
+    computed_share = 0.132
+    # Rows of a verification: the time of computing them above that of reading is spread over all but the first
+    usual_rows = 5
+    above = (computed_share * group * usual_rows - 1.0) / (usual_rows - 1)
+    # A row of its own
+    most_row_share = 1.0
+    return min(max(ROW_SHARE, above), most_row_share)

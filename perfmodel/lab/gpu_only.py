@@ -14,16 +14,12 @@ from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, gpu_peer_link, rep
 from fastdecode.perfmodel.service import NO_LIMITS, Service, ServiceLimits, prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import Workload
 
-MOST_GPUS = 64
-"""GPUs beyond which no S-worker is sought."""
-
-MEMORY_FRACTION = 0.9
-"""The part of a GPU's memory for weights and cache; the rest is activations and the driver (vLLM's default)."""
-
 
 def usable_bytes(gpu: Gpu) -> float:
     """Return the bytes of a GPU's memory for weights and cache."""
-    return MEMORY_FRACTION * gpu.memory_bytes
+    # The part of a GPU's memory for weights and cache; the rest is activations and the driver (vLLM's default)
+    memory_fraction = 0.9
+    return memory_fraction * gpu.memory_bytes
 
 
 def held_bytes(shape: ModelShape, group: RankGroup) -> int:
@@ -50,7 +46,9 @@ def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | 
     """
     one, link = usable_bytes(gpu) / group.size, group.link or gpu_peer_link(gpu)
     count = 1
-    while count <= MOST_GPUS:
+    # GPUs beyond which no S-worker is sought
+    most_gpus = 64
+    while count <= most_gpus:
         if held_bytes(shape, RankGroup(count, link)) <= count * one:
             return count
         count *= 2

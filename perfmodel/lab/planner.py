@@ -19,12 +19,6 @@ from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
-MOST_FOR_SLOWEST = 1.5
-"""The factor up to which R-workers are added for the slowest of them to keep up."""
-
-AROUND_THE_KNEE = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
-"""Numbers of R-workers worth showing, as multiples of the plan's."""
-
 
 @dataclass(frozen=True)
 class Planner:
@@ -104,6 +98,8 @@ class Planner:
         if self.states:
             self.states.check_places(in_flight, self.placing.copies, self.state_bytes_per_sequence)
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
+        # Numbers of R-workers worth showing, as multiples of the plan's
+        around_the_knee = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
         return Plan(
             mini_batch_size=mini_batch_size,
             in_flight=in_flight,
@@ -121,7 +117,7 @@ class Planner:
             r_worker_bandwidth_gb_per_s=_r_worker_bandwidth(self),
             candidates=tuple(
                 self.candidate(mini_batch_size, number)
-                for number in sorted({max(1, round(part * chosen.num_r_workers)) for part in AROUND_THE_KNEE})
+                for number in sorted({max(1, round(part * chosen.num_r_workers)) for part in around_the_knee})
             ),
             tensor_parallel_size=self.num_ranks,
             total_r_workers=self.num_ranks * chosen.num_r_workers,
@@ -153,9 +149,11 @@ class Planner:
         if not self.waits_for_slowest:
             return exact
         spread, enough = self.workload.context_spread, exact
+        # The factor up to which R-workers are added for the slowest of them to keep up
+        most_for_slowest = 1.5
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
-            enough = exact * min(barrier(enough, each, spread), MOST_FOR_SLOWEST)
+            enough = exact * min(barrier(enough, each, spread), most_for_slowest)
         return enough
 
     def step_model(self, num_r_workers: float) -> StepModel:

@@ -8,9 +8,6 @@ from fastdecode.perfmodel.lab.gpu_only import GpuOnly
 from fastdecode.perfmodel.service import NO_LIMITS, Service, ServiceLimits
 from fastdecode.perfmodel.sizing import Plan, Prices
 
-MARGIN = 1.2
-"""Ratios of throughput below this are within the error of figures that were not measured on the machine at hand."""
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -51,7 +48,9 @@ def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> 
         times += f"; {price:.3g} against {alone_price:.3g} per million tokens"
         if price >= alone_price:
             return Verdict(False, f"Do not use FastDecode here, unless for speed at any price: it gives {times}.")
-    if ratio < MARGIN:
+    # Ratios of throughput below this are within the error of figures that were not measured on the machine at hand
+    margin = 1.2
+    if ratio < margin:
         return Verdict(
             False,
             f"Do not use FastDecode here on these figures alone, the gain is within their error: it gives {times}.",

@@ -1,4 +1,4 @@
-"""The model's own generation_config.json: sampling defaults, and the ids that end a text."""
+"""The model's generation_config.json: sampling defaults, and the ids that end a text."""
 
 from __future__ import annotations
 
@@ -17,52 +17,50 @@ from fastdecode.sworker.files import gguf_tokenizer
 
 logger = logging.getLogger(__name__)
 
-NAMES = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
-"""Names that count in generation_config.json, as in vLLM, and those of sampling parameters."""
-
-NOT_TAKEN = {
-    "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": None,
-    "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "sequence_bias": None, "stop_strings": None,
-    "suppress_tokens": None, "top_h": None, "typical_p": 1.0, "watermarking_config": None,
-}  # fmt: skip
-"""Names by which transformers writes other texts and vLLM does not, and their values without effect."""
-
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
     """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
 
-    As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count,
-    and so do those of a GGUF file. What cannot be meant is left out, and named in one line.
+    As in vLLM, these are the defaults of a request without sampling parameters. Its end-of-text ids always apply, and
+    so do those of a GGUF file. Impossible values are left out, and named in one line.
 
     Raises:
         ModelLoadError: the file is no JSON object.
-        ConfigError: a folder without it was given, or ``override_generation_config`` has a value that cannot be meant.
+        ConfigError: the given folder has no such file, or ``override_generation_config`` has an impossible value.
     """
     file = Path(config.model) if str(config.model).endswith(".gguf") else None
     loaded = _loaded(config, file)
     asked = {} if config.generation_config == "vllm" else loaded
     asked = asked | config.override_generation_config
     own = gguf_tokenizer.sampling(file) if file and config.generation_config != "vllm" else {}
-    wanted = own | {NAMES[name]: asked[name] for name in NAMES if asked.get(name) is not None}
-    left = sorted(name for name, usual in NOT_TAKEN.items() if asked.get(name) not in (None, usual, [], {}))
+    # Names used from generation_config.json, as in vLLM, with our names
+    names = {
+        "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+        "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+    }  # fmt: skip
+    wanted = own | {names[name]: asked[name] for name in names if asked.get(name) is not None}
+    # Settings that transformers follows and vLLM does not, with their neutral values
+    not_taken = {
+        "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
+        "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "forced_bos_token_id": None,
+        "forced_eos_token_id": None, "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": None,
+        "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "sequence_bias": None, "stop_strings": None,
+        "suppress_tokens": None, "top_h": None, "typical_p": 1.0, "watermarking_config": None,
+    }  # fmt: skip
+    left = sorted(name for name, usual in not_taken.items() if asked.get(name) not in (None, usual, [], {}))
     if left:
         logger.warning("%s: not taken from %s: %s", config.model, GENERATION_CONFIG_NAME, ", ".join(left))
     text_config = hf_config.get_text_config()
     named = loaded.get("eos_token_id")
     ends = _listed(getattr(text_config, "eos_token_id", None) if named is None else named)
     every = dict.fromkeys([*ends, *(gguf_tokenizer.ends(file) if file else ())])
-    SamplingParams(**{NAMES[name]: each for name, each in config.override_generation_config.items() if name in NAMES})
+    SamplingParams(**{names[name]: each for name, each in config.override_generation_config.items() if name in names})
     defaults = {name: value for name, value in wanted.items() if _can_be_meant(config.model, name, value)}
     return defaults, [each for each in every if _is_token(config.model, each, int(text_config.vocab_size))]
 
 
 def _loaded(config: EngineConfig, file: Path | None) -> dict[str, Any]:
-    """Return what the generation_config.json of the model, or of the folder that is given, says."""
+    """Return the content of the generation_config.json of the model, or of the given folder."""
     if config.generation_config in ("auto", "vllm"):
         return _read(str(file.parent) if file else config.model, config.revision)
     if not (Path(config.generation_config) / GENERATION_CONFIG_NAME).is_file():
@@ -75,7 +73,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any]:
         found = cached_file(
             model, GENERATION_CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # a model id, and no hub
+    except OSError:  # a model id, without access to a hub
         return {}
     if found is None:
         return {}
@@ -93,7 +91,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _can_be_meant(model: str, name: str, value: Any) -> bool:
-    """Return True for a sampling parameter within its range; else name it in one line."""
+    """Return True for a sampling parameter within its range; otherwise log it in one line."""
     try:
         SamplingParams(**{name: value})
     except ConfigError as error:
@@ -103,7 +101,7 @@ def _can_be_meant(model: str, name: str, value: Any) -> bool:
 
 
 def _is_token(model: str, token_id: Any, vocab_size: int) -> bool:
-    """Return True for an id of the vocabulary; else name it in one line."""
+    """Return True for an id of the vocabulary; otherwise log it in one line."""
     if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size:
         return True
     logger.warning("%s: eos_token_id %r is left out: ids are 0 to %d", model, token_id, vocab_size - 1)

@@ -1,4 +1,4 @@
-"""The speed of the device that an S-worker would use here, measured within seconds: products, reading, the link."""
+"""The speed of this machine's device, measured within seconds: products, reading, and the link to the host."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ import torch
 
 from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cores
 
-REPEATS = 5
-
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
-"""Rows, columns and depth of the product that is timed."""
+"""Rows, columns and depth of the timed product."""
 
 READ_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 
 LINK_BYTES = 256 << 20
 
-INPROC_BYTES_PER_SECOND = 1e12
-"""Rate of the way to R-workers that are threads of the same process: nothing is copied."""
-
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Rates that were measured, in base units; ``host_bytes_per_second``: to the host's memory, one direction."""
+    """Measured rates in base units. ``host_bytes_per_second``: to the host's memory, in one direction."""
 
     name: str
     is_gpu: bool
@@ -36,7 +31,7 @@ class DeviceSpeed:
 
 
 def measure_device() -> DeviceSpeed:
-    """Measure the first GPU, or this machine's CPU where there is none."""
+    """Measure the first GPU, or this machine's CPU without one."""
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
         properties = torch.cuda.get_device_properties(device)
@@ -50,7 +45,9 @@ def measure_device() -> DeviceSpeed:
         flops, reading = _flops(device), _read_rate(device)
     finally:
         torch.set_num_threads(before)
-    return DeviceSpeed(cpu_name(), False, flops, reading, INPROC_BYTES_PER_SECOND, float(available_memory_bytes()))
+    # Rate of the link to R-workers in the same process, where nothing is copied
+    inproc_bytes_per_second = 1e12
+    return DeviceSpeed(cpu_name(), False, flops, reading, inproc_bytes_per_second, float(available_memory_bytes()))
 
 
 def _flops(device: torch.device) -> float:
@@ -60,7 +57,7 @@ def _flops(device: torch.device) -> float:
 
 
 def _read_rate(device: torch.device) -> float:
-    """Return a sum reads everything once and writes next to nothing, as products with few rows do."""
+    """Return the rate of a sum, which reads everything once and writes almost nothing, like products with few rows."""
     numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     return numbers.numel() * 4 / _median_seconds(numbers.sum, device)
 
@@ -74,10 +71,11 @@ def _copy_seconds(device: torch.device) -> float:
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of ``work``, after one run that does not count."""
     seconds = []
-    for _ in range(REPEATS + 1):
+    repeats = 5
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return sorted(seconds[1:])[REPEATS // 2]
+    return sorted(seconds[1:])[repeats // 2]

@@ -1,4 +1,4 @@
-"""vLLM's settings of an engine (``EngineArgs``, ``LLM``, and the flags of ``vllm serve``) that no field here has."""
+"""vLLM's engine settings (``EngineArgs``, ``LLM``, and flags of ``vllm serve``) that have no field here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ TEXTS_ONLY = "models that embed, classify or score are not run here"
 NO_SLEEP = "the model stays loaded: close, and load it again"
 ELSEWHERE = "other hosts run R-workers: start them with `fastdecode launch`, and give r_workers=HOST:PORT,…"
 REPLICAS = "start one engine each, or one with more R-workers"
-OVERRIDES = "give hf_overrides"
-DRAFTS = 'give speculative_config, such as {"method": "ngram", "num_speculative_tokens": 4}'
 NO_CODE = "no code is loaded by name"
 
 WITHOUT_EFFECT = without_effect({
@@ -77,7 +75,7 @@ WITHOUT_EFFECT = without_effect({
     "requests may ask for as many as there are": "max_logprobs",
     "one process reads all requests": "renderer_num_workers",
 })  # fmt: skip
-"""Settings of how vLLM works inside, or of media: no text changes without them."""
+"""Settings of vLLM's internals, or of media. Ignoring them changes no text."""
 
 REFUSED = refused([
     ("additional_config aux_output_config", "nothing here takes any"),
@@ -98,7 +96,7 @@ REFUSED = refused([
     ("nnodes -n", ELSEWHERE, 1),
     ("node_rank -r", ELSEWHERE, 0),
     ("device_ids", "set the environment variable CUDA_VISIBLE_DEVICES"),
-    ("disable_sliding_window? rope_scaling rope_theta", OVERRIDES),
+    ("disable_sliding_window? rope_scaling rope_theta", "give hf_overrides"),
     ("download_dir", "set the environment variable HF_HUB_CACHE"),
     ("enable_prompt_embeds?", "give text or token ids"),
     ("enable_return_routed_experts? return_sampling_mask? enable_trace_replay?",
@@ -140,8 +138,9 @@ REFUSED = refused([
     ("profiler_config", "give trace=FILE, which writes Chrome trace events"),
     ("speculative_model num_speculative_tokens ngram_prompt_lookup_max ngram_prompt_lookup_min "
      "speculative_draft_tensor_parallel_size spec_decoding_acceptance_method speculative_max_model_len "
-     "speculative_disable_by_batch_size", DRAFTS),
+     "speculative_disable_by_batch_size",
+     'give speculative_config, such as {"method": "ngram", "num_speculative_tokens": 4}'),
     ("enable_prompt_adapter? max_prompt_adapters max_prompt_adapter_token prompt_adapters*",
      "there are no prompt adapters: give lora_modules"),
 ])  # fmt: skip
-"""Settings without which the engine would do something else than was asked, each with what to do instead."""
+"""Settings that the engine cannot follow, each with what to do instead."""

@@ -1,4 +1,4 @@
-"""vLLM's environment variables: those that are taken, and what is said about others that are set."""
+"""vLLM's environment variables: those that are used, and a note about others that are set."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ INSTEAD = {
     "VLLM_PORT": "give --port",
     "VLLM_USE_MODELSCOPE": "models come from Hugging Face, or from a folder",
 }
-"""Variables that users set for what a flag does here."""
-
-_OF_KUBERNETES = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
-"""What Kubernetes sets in every container where a Service is called vllm."""
+"""Variables for which a flag exists here."""
 
 
 def said() -> str:
@@ -41,4 +38,6 @@ def said() -> str:
 def _is_a_setting(name: str, value: str) -> bool:
     if not value or not name.startswith("VLLM_"):
         return False
-    return name not in TAKEN and not _OF_KUBERNETES.fullmatch(name) and "://" not in value
+    # Variables that Kubernetes sets in every container if a Service is called vllm
+    of_kubernetes = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
+    return name not in TAKEN and not of_kubernetes.fullmatch(name) and "://" not in value

@@ -1,8 +1,6 @@
-"""vLLM's settings and flags that mean here what they mean there."""
+"""vLLM's settings and flags that mean the same here."""
 
 from __future__ import annotations
-
-_SAME = ""
 
 TAKEN = dict.fromkeys(
     (
@@ -13,7 +11,7 @@ TAKEN = dict.fromkeys(
         "port", "reasoning_parser", "revision", "root_path", "seed", "shutdown_timeout", "skip_tokenizer_init",
         "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "tensor_parallel_size",
         "tokenizer", "tool_call_parser", "trust_remote_code", "uvicorn_log_level",
-    ), _SAME,
+    ), "",
 ) | {
     "api_key": "several keys too",
     "quantization": "int8, for products of integers on the CPU; what is packed is unpacked without it",
@@ -34,4 +32,4 @@ TAKEN = dict.fromkeys(
     "spec_tokens": "as speculative_config.num_speculative_tokens",
     "speculative_config": "methods ngram, draft_model, early_exit",
 }  # fmt: skip
-"""What a setting takes besides, by its name."""
+"""What a setting accepts in addition, by its name."""

@@ -1,4 +1,4 @@
-"""Refusals of settings that ask for a way which a model's layers cannot be put through."""
+"""Checks that refuse settings which a model's layers do not support."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from fastdecode.kinds import Way
 from fastdecode.kinds.layout import KVLayout
 
 Asks = Callable[[EngineConfig, bool], bool]
-"""Says whether settings, and a model on a GPU, ask for a way."""
+"""Returns whether settings, with the model on a GPU or not, use a feature."""
 
 
 def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
     return getattr(config, name) not in ("auto", None)
 
 
-STATE_SETTINGS = ("mamba_ssm_cache_dtype", "state_on", "state_memory")
-
 ASKED: tuple[tuple[Way, str, Asks], ...] = (
-    *(("states", name, partial(_is_given, name)) for name in STATE_SETTINGS),
+    *(("states", name, partial(_is_given, name)) for name in ("mamba_ssm_cache_dtype", "state_on", "state_memory")),
     ("ranges", "kv_shard_tokens", lambda config, _: config.kv_shard_tokens is not None),
     ("tsp", "prefill_parallel", lambda config, _: config.prefill_parallel == "tsp"),
     ("ranks", "tensor_parallel_size", lambda config, _: config.tensor_parallel_size > 1),
@@ -54,11 +52,11 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
         lambda config, _: config.state_on != "s" and config.state_memory is not None,
     ),
 )
-"""Each way, the setting that asks for it, and whether it does."""
+"""Each feature, its setting, and the test whether it is used."""
 
 
 def check_ways(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
-    """Raise ConfigError for a setting that asks for what the layers of ``layout`` cannot be put through."""
+    """Raise ConfigError for a setting whose feature the layers of ``layout`` do not support."""
     if reason := layout.cannot_lie_in(config.block_size):
         raise ConfigError(f"block_size: {reason}")
     for way, setting, asks in ASKED:

@@ -18,8 +18,6 @@ from fastdecode.perfmodel.lab.cli.vllm_bench import add_bench_flags, check_bench
 if TYPE_CHECKING:
     from fastdecode.llm import LLM
 
-PERCENTILES = (10, 25, 50, 75, 90, 99)
-
 COUNTS = {
     "input_len": (32, "TOKENS", "of each prompt, drawn at random"),
     "output_len": (128, "TOKENS", "of each output, whatever ends the text"),
@@ -95,11 +93,12 @@ def _time_batches(llm: LLM, args: argparse.Namespace, latencies: list[float]) ->
 
 def latency_report(latencies: Sequence[float]) -> dict[str, Any]:
     """vLLM's keys; all in seconds."""
+    percentiles = (10, 25, 50, 75, 90, 99)
     return {
         "avg_latency": float(np.mean(latencies)),
         "std_latency": float(np.std(latencies)),
         "latencies": list(latencies),
-        "percentiles": {str(each): float(np.percentile(latencies, each)) for each in PERCENTILES},
+        "percentiles": {str(each): float(np.percentile(latencies, each)) for each in percentiles},
     }
 
 

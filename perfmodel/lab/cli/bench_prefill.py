@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fastdecode.perfmodel.profile import HardwareProfile
 
 LEAST_LEN = 32
-MOST_WORKERS = 64
 METHODS = ("kvr-e", "kvr-s", "kvr-p", "tsp")
 
 
@@ -55,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("repeats", "search_repeats"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(args, name)}")
-    if counts[-1] > MOST_WORKERS:
-        raise ConfigError(f"workers: at most {MOST_WORKERS}, not {counts[-1]}")
+    most_workers = 64
+    if counts[-1] > most_workers:
+        raise ConfigError(f"workers: at most {most_workers}, not {counts[-1]}")
     check_output_files(args.output_json, plots=(args.plot,))
     args.prefill_workers = args.prefill_workers or f"spawn:{counts[-1]}"
     config = bench_config(engine_config(args), lengths[-1])

@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
     from fastdecode.perfmodel.lab.measure.serving import ServedRequest, Target
 
-RAMP_UP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-
-UNBOUNDED_TOKENS = 1 << 60
-"""Longest context of a server that does not say how long its contexts may be."""
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("serve", help="latency and throughput of a running OpenAI-compatible server")
@@ -151,7 +146,9 @@ def _items(
 ) -> list[WorkItem]:
     """The requests. At one rate, the last arrives after exactly their number over it, as in vLLM."""
     tokenizer = load_tokenizer(args.tokenizer or args.model or model.get("root") or model["id"])
-    longest = model.get("max_model_len") or UNBOUNDED_TOKENS
+    # Longest context of a server that does not say how long its contexts may be
+    unbounded_tokens = 1 << 60
+    longest = model.get("max_model_len") or unbounded_tokens
     items = make_workload(spec, tokenizer.get_vocab_size(), longest, lambda text: tokenizer.encode(text).ids)
     if target.chat:
         items = [replace(each, prompt=each.prompt or tokenizer.decode(each.prompt_token_ids)) for each in items]
@@ -196,6 +193,7 @@ def _run_load(
 
 def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the run as vLLM writes them down."""
+    ramp_up = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -207,7 +205,7 @@ def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -
         "request_rate": "inf" if math.isinf(spec.request_rate) else spec.request_rate,
         "burstiness": spec.burstiness,
         "max_concurrency": args.max_concurrency,
-        **({name: getattr(args, name) for name in RAMP_UP} if args.ramp_up_strategy else {}),
+        **({name: getattr(args, name) for name in ramp_up} if args.ramp_up_strategy else {}),
     }
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fastdecode.core.metrics import Tracer
     from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun
 
-VLLMS_BACKENDS = {"vllm": "fastdecode", "hf": "transformers"}
 
 Outcome: TypeAlias = tuple[dict[str, Any], BaseException | None, Iterator[str]]
 """The report, what is to be raised after it, and its pictures, each drawn when its line is asked for."""
@@ -28,9 +27,10 @@ Outcome: TypeAlias = tuple[dict[str, Any], BaseException | None, Iterator[str]]
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("throughput", help="offline throughput of a workload")
+    vllms_backends = {"vllm": "fastdecode", "hf": "transformers"}
     parser.add_argument(
         "--backend", default="fastdecode", choices=["fastdecode", "transformers"], help="(fastdecode)",
-        type=lambda name: VLLMS_BACKENDS.get(name, name),
+        type=lambda name: vllms_backends.get(name, name),
     )  # fmt: skip
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")

@@ -12,21 +12,18 @@ from fastdecode.perfmodel.lab.cli.named_machine import HERE_WORD
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.model_shape import ModelShape
 
-REFUSED_TYPES = frozenset(
-    (
-        "bart", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt", "cpmant", "deepseek_v4",
-        "diffllama", "doge", "gemma4_unified_assistant", "git", "hrm_text", "marian", "mbart", "mllama", "moshi", "mvp",
-        "pegasus", "plbart", "prophetnet", "reformer", "roformer", "rwkv", "trocr", "whisper", "xlm", "xlnet", "xlstm",
-        "zaya",
-    )
-)  # fmt: skip
-"""Types of models that the engine refuses to load (docs/models.md)."""
-
 
 def check_runs(name_or_path: str | None) -> None:
     """Raise UnsupportedModelError if the engine refuses every model of a type."""
     kind = _model_type(name_or_path)
-    if kind in REFUSED_TYPES:
+    # Types of models that the engine refuses to load (docs/models.md)
+    refused_types = {
+        "bart", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt", "cpmant", "deepseek_v4",
+        "diffllama", "doge", "gemma4_unified_assistant", "git", "hrm_text", "marian", "mbart", "mllama", "moshi",
+        "mvp", "pegasus", "plbart", "prophetnet", "reformer", "roformer", "rwkv", "trocr", "whisper", "xlm", "xlnet",
+        "xlstm", "zaya",
+    }  # fmt: skip
+    if kind in refused_types:
         raise UnsupportedModelError(
             f"{name_or_path}: the engine refuses models of the type {kind} (docs/models.md says why): nothing to plan"
         )

@@ -52,9 +52,6 @@ from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, network
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart
 from fastdecode.perfmodel.states_here import StatesHere
 
-HOST_MEMORY_FRACTION = 0.8
-"""The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""
-
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
     """ConfigError names the flag that is missing or cannot stand beside another."""
@@ -92,7 +89,9 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     group = rank_group(args, machine.gpu)
     gpu, of_rank = machine.gpu.times(group.size), rank_shape(shape, group.size)
     kv_dtype = kv_dtype_of(args, shape)
-    given = args.kv_cache_memory or int(HOST_MEMORY_FRACTION * machine.host.memory_bytes)
+    # The part of a preset host's memory that KV caches take where --kv-cache-memory is not given
+    host_memory_fraction = 0.8
+    given = args.kv_cache_memory or int(host_memory_fraction * machine.host.memory_bytes)
     memory = beside_weights(parse_bytes("kv_cache_memory", given), of_rank)
     planner = _named_planner(args, shape, machine, group, kv_dtype, memory)
     check_weights(shape, gpu, group)

@@ -17,12 +17,6 @@ from fastdecode.perfmodel.stages import NO_CONTENTION, SHARED, Contention
 HERE_WORD = "here"
 """The value of ``--gpu`` and ``--cpu`` that stands for this machine, which is measured."""
 
-HOST_TRIP_SECONDS, NETWORK_TRIP_SECONDS = 113e-6, 159e-6
-"""Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI (docs/performance.md)."""
-
-PCIE_LINK = "pcie"
-"""The value of ``--link`` that puts R-workers on the GPU's own host."""
-
 
 @dataclass(frozen=True)
 class NamedMachine:
@@ -46,7 +40,10 @@ class NamedMachine:
         """Seconds of a layer's way to R-workers and back that no byte takes, as this engine measured them."""
         if self.contention != NO_CONTENTION:
             return 0.0
-        return HOST_TRIP_SECONDS if self.link_bytes_per_second is None else NETWORK_TRIP_SECONDS
+        # Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI
+        # (docs/performance.md)
+        host_trip_seconds, network_trip_seconds = 113e-6, 159e-6
+        return host_trip_seconds if self.link_bytes_per_second is None else network_trip_seconds
 
     def waits(self, overlapped: bool) -> str:
         """Return what a layer waits for beside the work of both sides."""
@@ -116,7 +113,9 @@ def one_gpu(words: str) -> Gpu:
 def _link(words: str | None, host: CpuHost) -> float | None:
     if words is None:
         return None if host.holds_gpu else parse_link(DEFAULT_LINK)
-    return None if words.strip().lower() == PCIE_LINK else parse_link(words)
+    # The value of ``--link`` that puts R-workers on the GPU's own host
+    pcie_link = "pcie"
+    return None if words.strip().lower() == pcie_link else parse_link(words)
 
 
 @cache

@@ -21,7 +21,6 @@ from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.lab.step_mix import batch_tokens
 from fastdecode.perfmodel.sizing import Plan
 
-KEY_FILE = "pool.key"
 FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
 
 
@@ -37,6 +36,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
     _check_simple(args, num_prefill_workers)
     if args.emit == "kubernetes":
         return kubernetes_manifests(_pod_plan(case, found))
+    key_file = "pool.key"
     job = JobShape(
         "s-worker",
         tuple(_hosts(case.plan)),
@@ -46,7 +46,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
         p_hosts=tuple(HostSlots(f"prefill-host-{index + 1}", 1) for index in range(num_prefill_workers)),
         p_flags=f" {_model_words(args).rstrip()}" if args.model else "",
         p_gpu=bool(args.prefill_gpu or args.gpu),
-        guard=f" --key-file {KEY_FILE}" if num_prefill_workers else "",
+        guard=f" --key-file {key_file}" if num_prefill_workers else "",
     )
     if args.emit == "ray":
         cores = _r_cores(args)

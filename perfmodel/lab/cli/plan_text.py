@@ -133,9 +133,6 @@ ROWS = (
 )
 """The rows of the table of both ways, and the text of each figure."""
 
-REASONS = {"memory": " (more for their memory)", "pool": " (as given)", BY_LIMITS: " (more for the limits)"}
-"""Causes of a number of R-workers other than keeping up with the S-worker."""
-
 
 def _title(case: PlanCase) -> str:
     workload, inputs = case.planner.workload, case.inputs
@@ -163,7 +160,9 @@ def _figures(case: PlanCase) -> Iterator[Line]:
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
     each += _binding(plan)
-    why = " (those of this host)" if case.inputs.one_host else REASONS.get(plan.r_workers_set_by, "")
+    # Causes of a number of R-workers other than keeping up with the S-worker
+    reasons = {"memory": " (more for their memory)", "pool": " (as given)", BY_LIMITS: " (more for the limits)"}
+    why = " (those of this host)" if case.inputs.one_host else reasons.get(plan.r_workers_set_by, "")
     ranks = plan.tensor_parallel_size
     of_each = f" of each of {ranks} ranks, {plan.total_r_workers} in all" if ranks > 1 else ""
     needed = f"{plan.num_r_workers_exact:.2f} by the equations, before rounding and limits"

@@ -16,7 +16,6 @@ from fastdecode.perfmodel.lab.cli.variants.variant import with_enough_gpus
 from fastdecode.perfmodel.lab.gpu_only import GpuServer
 
 SESSIONS = (1, 4, 8, 32)
-CONTEXTS = (8192, 32768, 131072, 262144)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ def session_cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells of the table, by context and sessions."""
     args = with_enough_gpus(args)
     longest = named_shape(args.model).max_context if args.model else 0
-    for context in CONTEXTS:
+    contexts = (8192, 32768, 131072, 262144)
+    for context in contexts:
         inputs = _inputs(args, context) if not longest or context <= longest else None
         for sessions in SESSIONS:
             if inputs is None or inputs.server is None:

@@ -27,12 +27,6 @@ from fastdecode.perfmodel.lab.cli.workload_inputs import DATASETS
 from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
 from fastdecode.perfmodel.lab.simulate import Simulator, Slo, find_capacity
 
-RUNS_OF_A_SEARCH = 12
-"""Runs that a search for the capacity takes, about."""
-
-LOOK_EVERY_STEPS = 64
-"""Between looks at whether a load in a capacity search is lost already."""
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
@@ -80,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
-    runs = RUNS_OF_A_SEARCH if slo else 2 if inputs.events else 1
+    # Runs that a search for the capacity takes, about
+    runs_of_a_search = 12
+    runs = runs_of_a_search if slo else 2 if inputs.events else 1
     check_simulated_time(
         inputs.workload.prompt_lens.tolist(), inputs.workload.output_lens, inputs.limits.max_num_seqs,
         inputs.limits.max_num_batched_tokens, len(inputs.limits.num_blocks), runs,
@@ -123,8 +119,10 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
     def meets(rate: float) -> bool:
         requests = inputs.workload.at(rate)
         simulator = inputs.simulator()
+        # Between looks at whether a load in a capacity search is lost already
+        look_every_steps = 64
         simulator.run(
-            requests, lambda each: each.num_steps % LOOK_EVERY_STEPS == 0 and slo.is_lost(requests, each.now_seconds)
+            requests, lambda each: each.num_steps % look_every_steps == 0 and slo.is_lost(requests, each.now_seconds)
         )
         bar.update()
         return slo.is_met(requests)

@@ -55,12 +55,6 @@ from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
-CHOICES = (2, 1, 3)
-"""Numbers of mini-batches that ``auto`` compares, as a plan does; the first of equals is taken."""
-
-AGES = 16
-"""At which steps of sequences that start together are looked at."""
-
 CHECKED = (*SCHEDULE, *PLACING, "num_mini_batches", "max_model_len")
 """Flags that mean to the simulator what they mean to the engine."""
 
@@ -153,7 +147,9 @@ def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> 
         return int(args.num_mini_batches)
     if args.num_r_workers == 0 or args.s_part_seconds is not None:
         return 2
-    return min(CHOICES, key=lambda number: _mean_step_seconds(args, workload, number))
+    # Numbers of mini-batches that ``auto`` compares
+    choices = (2, 1, 3)  # as a plan compares them; the first of equals is taken
+    return min(choices, key=lambda number: _mean_step_seconds(args, workload, number))
 
 
 def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, num_mini_batches: int) -> float:
@@ -164,8 +160,10 @@ def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, nu
     model = planner.step_model(args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers)
     described, seats = planner.workload, min(args.max_num_seqs, len(workload))
     contexts = np.array([described.mean_context])
+    # At which steps of sequences that start together are looked at
+    ages = 16
     if SCHEDULES[args.schedule].waves:
-        contexts = described.prompt_len + described.output_len * (np.arange(AGES) + 0.5) / AGES
+        contexts = described.prompt_len + described.output_len * (np.arange(ages) + 0.5) / ages
     rows = seats * described.rows_per_output_token
     return float(np.mean([model.seconds(Load(rows, seats, seats * context)) for context in contexts.tolist()]))
 

@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from fastdecode.perfmodel.lab.measure.validation import Configuration, ValidatedRow, Validation
 
 
-MILLI = 1e3
-HEADER = """\
-| way | R-workers | KV | heads | in flight | context | predicted ms | measured ms | error | predicted tokens/s \
-| measured tokens/s | S, R: error | anchors S, R | moved | tries |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
-
-
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "validate",
@@ -81,7 +74,11 @@ def run(args: argparse.Namespace) -> int:
     todo = [grid[index * len(grid) // count] for index in range(count)]
     require_measured(profile, todo, model_shape(config) if has_offline else None)
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
-    print(HEADER, flush=True)
+    header = """\
+    | way | R-workers | KV | heads | in flight | context | predicted ms | measured ms | error | predicted tokens/s \
+    | measured tokens/s | S, R: error | anchors S, R | moved | tries |
+    |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+    print(header, flush=True)
     with closing(Validation(config, profile)) as measuring, progress_bar(len(todo), "run") as bar:
         rows = (_shown(row, profile.shape.num_heads) for row in measuring.run(todo, bar.update))
         offline = run_grid(rows, measuring if has_offline else None, args.output_json, args.plot)
@@ -155,9 +152,10 @@ def table_line(row: ValidatedRow, num_heads: int) -> str:
     predicted, measured = row.predicted_step_seconds, row.measured_step_seconds
     s_error = row.predicted_s_seconds / row.measured_s_seconds - 1.0
     r_error = row.predicted_r_seconds / row.measured_r_seconds - 1.0
+    milli = 1e3
     cells = (
         each.name, each.r_workers, each.kv_dtype, f"{num_heads} / {each.num_kv_heads}", each.batch_size,
-        each.context_len, f"{predicted * MILLI:.1f}", f"{measured * MILLI:.1f}", f"{row.error:+.1%}",
+        each.context_len, f"{predicted * milli:.1f}", f"{measured * milli:.1f}", f"{row.error:+.1%}",
         f"{each.batch_size / predicted:.0f}", f"{each.batch_size / measured:.0f}", f"{s_error:+.0%}, {r_error:+.0%}",
         f"{drift.s_part:.2f}, {drift.r_part:.2f}", f"{row.moved:.1%}", row.tries,
     )  # fmt: skip

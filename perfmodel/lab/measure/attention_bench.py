@@ -166,8 +166,6 @@ class Roofline:
         return min(self.scattered_read, self.arithmetic_gb_per_s)
 
 
-FORMATS = ("md", "csv", "json", "jsonl")
-
 COLUMNS = (
     ("isa", "isa", "{:>6}"),
     ("kv_cache_dtype", "KV dtype", "{:>8}"),

@@ -14,9 +14,6 @@ from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 from fastdecode.engine.compose.backends import make_backend
 from fastdecode.kinds.layout import KVLayout
 
-CHUNK_ROWS = 2048
-"""Tokens appended at once while the cache is filled."""
-
 NO_CONTROLS = np.zeros(0, CONTROL)
 NO_SPANS = np.zeros(0, SPAN)
 
@@ -84,8 +81,10 @@ class AttentionRig:
         self.backend.close()
 
     def _append(self, sequence_id: int, num_tokens: int) -> None:
-        for begin in range(0, num_tokens, CHUNK_ROWS):
-            rows = min(CHUNK_ROWS, num_tokens - begin)
+        # Tokens appended at once while the cache is filled
+        chunk_rows = 2048
+        for begin in range(0, num_tokens, chunk_rows):
+            rows = min(chunk_rows, num_tokens - begin)
             self.backend.begin_step(self._plan(self._spans([(sequence_id, begin, rows, 0)])))
             for layer in range(len(self.layout.layers)):
                 q, k, v = self._random(rows, layer)

@@ -19,9 +19,6 @@ from fastdecode.kinds.layout import KVLayout
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""
 
-MAX_QUANTIZED_HEAD_DIM = 512  # of int8 and int4
-"""The R-worker's limit."""
-
 MAX_BATCH_SIZE = 1 << 20
 """More is a slip of the finger; a batch size of auto stops here."""
 
@@ -79,7 +76,9 @@ class AttentionShape:
         if self.index_picks and (self.num_kv_heads > 1 or self.latent_dim):
             raise ConfigError(f"index_picks {self.index_picks}: an index has num_kv_heads 1 and latent_dim 0")
         is_bounded = is_quantized(self.kv_cache_dtype) and not (self.latent_dim or self.index_picks)
-        most = MAX_QUANTIZED_HEAD_DIM if is_bounded else MAX_HEAD_DIM
+        # The R-worker's limit
+        max_quantized_head_dim = 512  # of int8 and int4
+        most = max_quantized_head_dim if is_bounded else MAX_HEAD_DIM
         if self.head_dim > most:
             raise ConfigError(f"head_dim must be at most {most}, not {self.head_dim}")
         if self.latent_dim > self.head_dim:

@@ -11,12 +11,6 @@ from fastdecode.perfmodel.measurements import (
 )
 from fastdecode.perfmodel.model_shape import ModelShape
 
-CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256)
-"""With both sides of 128 rows, where the S-worker changes its matrix products; beyond 256 a CPU only multiplies."""
-
-
-GPU_BATCH_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
-
 
 @dataclass(frozen=True)
 class CalibrationPlan:
@@ -62,8 +56,11 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
     cores = len(usable_cores())
     threads = tuple(sorted({max(1, cores // 2), cores}))
     here = "inproc" in links
+    # With both sides of 128 rows, where the S-worker changes its matrix products; beyond 256 a CPU only multiplies
+    cpu_batch_sizes = (16, 32, 64, 128, 160, 256)
+    gpu_batch_sizes = (16, 64, 128, 256, 512, 1024, 2048, 4096)
     return CalibrationPlan(
-        batch_sizes=GPU_BATCH_SIZES if on_gpu else CPU_BATCH_SIZES,
+        batch_sizes=gpu_batch_sizes if on_gpu else cpu_batch_sizes,
         s_threads=(1,) if on_gpu else threads,
         r_threads=threads,
         kv_dtypes=KV_CACHE_DTYPES[1:],

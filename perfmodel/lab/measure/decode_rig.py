@@ -19,8 +19,6 @@ from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import set_threads
 from fastdecode.sworker.run.random_prompts import RandomPrompts
 
-WARM_UP_STEPS = 2
-
 
 class DecodeRig:
     """A real engine, from scheduler to sampler; only its caches are filled with random keys and values."""
@@ -58,13 +56,14 @@ class DecodeRig:
             set_threads(s_threads)
         engine.on_step = records.append
         context_len = min(context_len, engine.s_model.max_model_len - 1)
-        before = num_steps + WARM_UP_STEPS + 1  # the prompts' stand-in decodes once, too
+        warm_up_steps = 2
+        before = num_steps + warm_up_steps + 1  # the prompts' stand-in decodes once, too
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
             with engine.world.computed_by(RandomPrompts):
                 while not records or not records[-1].is_decode:
                     engine.step()
-            for _ in range(WARM_UP_STEPS + num_steps):
+            for _ in range(warm_up_steps + num_steps):
                 engine.step()
         finally:
             engine.on_step = None

@@ -15,23 +15,21 @@ from fastdecode.sworker.run.device_speed import DeviceSpeed, measure_device
 CACHE_BYTES = 384 << 20
 """Size of the cache that is read: above last-level caches, and filled within a second."""
 
-CALLS = 7
-
 MEASURED = "measured here"
-
-NUM_HEADS, HEAD_DIM, CONTEXT = 8, 128, ContextLen(1024, 1024)
-"""The attention that is timed: each head has keys and values of its own, so that reading binds."""
 
 
 def cpu_here() -> CpuHost:
     """Return this host as R-workers see it: the bytes of a cache that attention reads in a second, with all cores."""
     threads = len(usable_cores())
-    shape = AttentionShape("auto", "bfloat16", NUM_HEADS, NUM_HEADS, HEAD_DIM, CONTEXT, None, 1, threads)
+    # The attention that is timed: each head has keys and values of its own, so that reading binds
+    num_heads, head_dim, context = 8, 128, ContextLen(1024, 1024)
+    shape = AttentionShape("auto", "bfloat16", num_heads, num_heads, head_dim, context, None, 1, threads)
     cache_bytes = min(CACHE_BYTES, available_memory_bytes() // 8)
     lengths = shape.lengths(cache_bytes, seed=0)
+    calls = 7
     with closing(FilledCache(shape, lengths, seed=0)) as cache:
         cache.call()
-        seconds = float(np.median([cache.call()[1] for _ in range(CALLS)]))
+        seconds = float(np.median([cache.call()[1] for _ in range(calls)]))
     rate = int(lengths.sum()) * shape.layout.kv_bytes_per_token / seconds
     reading = Figure(rate, 1.0, True, f"{MEASURED}: attention of an R-worker with {threads} threads")
     return CpuHost(f"this machine ({cpu_name()})", 1, threads, reading, available_memory_bytes(), holds_gpu=True)

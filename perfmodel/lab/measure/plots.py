@@ -21,9 +21,6 @@ COLOURS = ("#2f6db3", "#e08a2e", "#4c9f70", "#a05195")
 STATE_COLOURS = {WAIT: "#eeeeee", HOST: "#9a9a9a"}
 SHOWN_LAYERS = 8
 
-LABEL_SHARE = 0.018
-"""Part of the picture's time that a bar needs for its label."""
-
 
 @contextmanager
 def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
@@ -86,7 +83,9 @@ def _draw(axes: Any, event: Event, row: int, start: float, shown_milliseconds: f
     interval = event.interval
     left, width = (interval.start_seconds - start) * 1e3, (interval.end_seconds - interval.start_seconds) * 1e3
     axes.barh(row, width, left=left, height=0.7, color=_colour(event), edgecolor="white", linewidth=0.4)
-    wide = width >= LABEL_SHARE * shown_milliseconds
+    # Part of the picture's time that a bar needs for its label
+    label_share = 0.018
+    wide = width >= label_share * shown_milliseconds
     if wide and interval.state in (MODEL, R_BUSY) and interval.mini_batch >= 0 and interval.layer >= 0:
         label = f"{mini_batch_name(interval.mini_batch)}{interval.layer}"
         axes.text(left + width / 2, row, label, ha="center", va="center", color="white", fontsize=7)
@@ -137,12 +136,6 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
         load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
 
 
-LINE_KEYS = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
-"""Keys that, with the group, make rows a line of their own."""
-
-NAMES = {"head_dim": "head dim {}", "threads": "{} thread(s)", "q_len": "q_len {}", "shared_prefix_len": "{} shared"}
-
-
 def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
     """Draw the rows. Raise OSError when the file cannot be written."""
     with picture(path, figsize=(10, 5)) as axes:
@@ -161,10 +154,18 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, float]]:
     """Label of each line → context length → the mean fraction; what all rows share is not in the labels."""
-    varying = [key for key in LINE_KEYS if len({row[key] for row in rows}) > 1]
+    # Keys that, with the group, make rows a line of their own
+    line_keys = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
+    varying = [key for key in line_keys if len({row[key] for row in rows}) > 1]
     found: dict[str, dict[float, list[float]]] = {}
+    names = {
+        "head_dim": "head dim {}",
+        "threads": "{} thread(s)",
+        "q_len": "q_len {}",
+        "shared_prefix_len": "{} shared",
+    }
     for row in sorted(rows, key=_group):
-        label = ", ".join([f"group {_group(row)}", *(NAMES.get(key, "{}").format(row[key]) for key in varying)])
+        label = ", ".join([f"group {_group(row)}", *(names.get(key, "{}").format(row[key]) for key in varying)])
         found.setdefault(label, {}).setdefault(_mean_context(row), []).append(row["fraction_of_roofline"])
     return {
         label: {context: statistics.fmean(values) for context, values in points.items()}

@@ -14,12 +14,6 @@ from fastdecode.perfmodel.partition import PartitionEntry, Parts, balanced, sear
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model
 from fastdecode.perfmodel.profile import HardwareProfile
 
-FIRST_STRIDE, LEAST_STRIDE = 32, 128
-"""Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start."""
-
-LEAST_ROWS = 16
-"""A search moves by no fewer tokens: what that changes is lost in the noise."""
-
 
 @dataclass(frozen=True)
 class PrefillCalibration:
@@ -82,7 +76,11 @@ def search_parts(
         return float(np.median([runner.run([in_order(parts)])[0].seconds for _ in range(rounds)]))
 
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
-    strides = [max(num_tokens // part, LEAST_ROWS) for part in (LEAST_STRIDE, FIRST_STRIDE)]
+    # A search moves by no fewer tokens: what that changes is lost in the noise
+    least_rows = 16
+    # Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start
+    first_stride, least_stride = 32, 128
+    strides = [max(num_tokens // part, least_rows) for part in (least_stride, first_stride)]
     return PartitionEntry(num_tokens, searched(seconds, start, *strides))
 
 

@@ -16,8 +16,6 @@ from fastdecode.core.errors import BackendError
 from fastdecode.core.remote_prefill import Prefilled, PrefillPart
 from fastdecode.engine.engine import LLMEngine
 
-WARM_UP_TOKENS = 64
-
 
 @dataclass(frozen=True)
 class PromptRun:
@@ -92,8 +90,9 @@ class LivePrefill:
         spec = config.prefill_worker_spec
         self.num_workers = spec.count if spec else 0
         self.engine.scheduler.remote_prompts.policy = self._policy
+        warm_up_tokens = 64
         for worker in range(self.num_workers):
-            self.run([in_order((WARM_UP_TOKENS,), worker)])
+            self.run([in_order((warm_up_tokens,), worker)])
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
         """Return prompts that arrive together, each cut into the parts given."""

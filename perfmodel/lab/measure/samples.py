@@ -34,19 +34,18 @@ MOST_DISTURBED = 20
 BETWEEN_LAYERS_SECONDS = 5e-4
 """An S-worker computes between two calls, so R-workers have gone to sleep when the next one comes."""
 
-MANY_SEQUENCES = 1 << 14
-"""Places in the engine, and prompt tokens of a step: more than anything here asks for."""
-
 ANCHOR_ROWS, ANCHOR_SEQUENCES, ANCHOR_CONTEXT, ANCHOR_STEPS = 64, 64, 512, 16
 
 
 def measuring(config: EngineConfig) -> EngineConfig:
     """``config`` for a :class:`DecodeRig`: random weights, and all prompts before any decode."""
     here = replace(config, r_workers="inproc", key_file=None, security=None, pool_listen=None, trace=None)
+    # Places in the engine, and prompt tokens of a step: more than anything here asks for
+    many_sequences = 1 << 14
     return replace(
         here, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, schedule="prefill-first",
-        kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=MANY_SEQUENCES,
-        max_num_batched_tokens=MANY_SEQUENCES, tensor_parallel_size=1,
+        kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=many_sequences,
+        max_num_batched_tokens=many_sequences, tensor_parallel_size=1,
     )  # fmt: skip
 
 

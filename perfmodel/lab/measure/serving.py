@@ -18,12 +18,6 @@ import msgspec
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.perfmodel.lab.measure.dataset import WorkItem
 
-LONGEST_SECONDS = 6 * 3600.0
-"""A request that takes longer counts as failed."""
-
-KEEP_ALIVE_SECONDS = 2.0
-"""An idle connection is used again for so long: many servers close it after 5, and a request sent just then is lost."""
-
 UNFINISHED = "not finished"
 
 LONGEST_ERROR = 300
@@ -31,9 +25,6 @@ LONGEST_ERROR = 300
 
 _FAILURES = (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, asyncio.TimeoutError, OSError)
 """Errors that a connection raises."""
-
-_LINE_BYTES = 1 << 20
-"""Bytes of the read buffer; a line of a stream may be twice as long."""
 
 
 class ServerError(FastDecodeError):
@@ -148,11 +139,17 @@ async def run_load(
 
 def session(target: Target) -> aiohttp.ClientSession:
     """Return connections without a bound on their number, kept open from one request to the next if that comes soon."""
+    # A request that takes longer counts as failed
+    longest_seconds = 6 * 3600.0
+    # An idle connection is used again for so long: many servers close it after 5, and a request sent just then is lost
+    keep_alive_seconds = 2.0
+    # Bytes of the read buffer; a line of a stream may be twice as long
+    line_bytes = 1 << 20
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=LONGEST_SECONDS, sock_connect=60),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep_alive_seconds),
+        timeout=aiohttp.ClientTimeout(total=longest_seconds, sock_connect=60),
         headers=dict(target.headers),
-        read_bufsize=_LINE_BYTES,
+        read_bufsize=line_bytes,
         trust_env=True,
     )
 

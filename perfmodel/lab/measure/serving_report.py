@@ -18,30 +18,27 @@ METRICS = {
 }
 """Times whose percentiles are given: name in keys → name in the table, and its heading."""
 
-OBJECTIVES = ("ttft", "tpot", "e2el")
-"""Metrics that a request has one value of, which a service level objective may bound."""
-
 DETAILS = (
     "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
     "errors",
 )  # fmt: skip
 """Keys with a value per request, which are saved only with ``--save-detailed``."""
 
-_WIDTH = 50
-
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """Return milliseconds by metric, from ["ttft:200", …]. A ConfigError names a pair that is wrong."""
     found: dict[str, float] = {}
+    # Metrics that a request has one value of, which a service level objective may bound
+    objectives = ("ttft", "tpot", "e2el")
     for pair in pairs:
         name, _, value = pair.partition(":")
         try:
             milliseconds = float(value)
         except ValueError:
             milliseconds = -1.0
-        if name not in OBJECTIVES or not milliseconds >= 0:
+        if name not in objectives or not milliseconds >= 0:
             raise ConfigError(
-                f"goodput: {pair!r} must be NAME:MILLISECONDS, where NAME is one of {', '.join(OBJECTIVES)}"
+                f"goodput: {pair!r} must be NAME:MILLISECONDS, where NAME is one of {', '.join(objectives)}"
             )
         found[name] = milliseconds
     return found
@@ -147,19 +144,20 @@ def _peaks(good: Sequence[ServedRequest]) -> tuple[float, int]:
 
 def table_lines(report: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[str]:
     """vLLM's "Serving Benchmark Result"."""
-    yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
+    width = 50
+    yield f"{' Serving Benchmark Result ':=^{width}}"
     for label, key in _rows(report):
         value = report[key]
         shown = f"{value:.2f}" if isinstance(value, float) or key == "max_concurrent_requests" else value
         yield f"{label + ':':<40} {shown:<10}"
     for name in metrics:
         short, heading = METRICS[name]
-        yield f"{heading:-^{_WIDTH}}"
+        yield f"{heading:-^{width}}"
         for key, value in report.items():
             statistic = key.removesuffix(f"_{name}_ms")
             if statistic not in (key, "std"):
                 yield f"{f'{statistic.capitalize()} {short} (ms):':<40} {value:<10.2f}"
-    yield "=" * _WIDTH
+    yield "=" * width
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from fastdecode.sworker.model.baseline import BatchTimes
 
 
-OVERLAP_BLOCK_STEPS = 4
-"""Steps between changes of mode when overlap is measured: A B A B within one run."""
-
-
 def run_throughput(
     engine: LLMEngine,
     items: Sequence[WorkItem],
@@ -40,6 +36,8 @@ def run_throughput(
     engine.world.clock.restart()
     start = time.perf_counter()
     waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds))
+    # Steps between changes of mode when overlap is measured: A B A B within one run
+    overlap_block_steps = 4
     try:
         while waiting or engine.has_unfinished_requests():
             _add_arrived(engine, waiting, start)
@@ -47,7 +45,7 @@ def run_throughput(
                 time.sleep(max(0.0, waiting[0][1].arrival_seconds - (time.perf_counter() - start)))
                 engine.world.clock.restart()
                 continue
-            engine.world.overlap = not measure_overlap or len(run.steps) // OVERLAP_BLOCK_STEPS % 2 == 0
+            engine.world.overlap = not measure_overlap or len(run.steps) // overlap_block_steps % 2 == 0
             for output in engine.step():
                 if output.finished:
                     run.outputs.append(output)

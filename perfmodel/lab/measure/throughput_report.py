@@ -13,13 +13,6 @@ from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import StepRecord
 from fastdecode.scheduler import SchedulerStatistics
 
-RIPPLE = 1.1
-"""A load further above a limit than this is no ripple of micro-batches: the scheduler found the limit and left it."""
-
-
-AGREE = 0.03
-"""Difference of the steady rate from the whole run's up to which both are the same figure."""
-
 
 @dataclass
 class ThroughputRun:
@@ -174,9 +167,11 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if report["prefill"]["tokens"]:
         prefill = report["prefill"]
         yield f"Prefill: {prefill['tokens']} prompt tokens in {prefill['seconds']:.2f} s of steps with prompts"
+    # A load further above a limit than this is no ripple of micro-batches: the scheduler found the limit and left it
+    ripple = 1.1
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
-        if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
+        if limit and load["peak_tokens"] > ripple * load["limit_tokens"]:
             limit += " (R time equals S time there), exceeded: starts are only spread where the run ends sooner by it"
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
     yield from _steady_lines(report)
@@ -213,7 +208,9 @@ def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
         f"(at most {steady['imbalance_max']:.3f})"
     )
     overall = report["output_tokens_per_second"]
-    if abs(overall / steady["tokens_per_second"] - 1.0) > AGREE:
+    # Difference of the steady rate from the whole run's up to which both are the same figure
+    agree = 0.03
+    if abs(overall / steady["tokens_per_second"] - 1.0) > agree:
         part = _rate(steady["seconds"], report["elapsed_time"])
         yield (
             f"Throughput is {overall / steady['tokens_per_second']:.0%} of Steady: it counts the whole run, in "

@@ -38,17 +38,10 @@ from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.storage_costs import StorageCosts
 
 NUM_STEPS = 12
-LOOKS = 4
-"""At an anchor, before and after an offline run."""
 
 SIZES = ((16, 128), (48, 256), (256, 128), (96, 512), (16, 2048), (64, 1024), (16, 4096))
 """(sequences in flight, tokens each attends to): contexts of 128 to 4096, and no more than 65,536 tokens cached."""
 
-RANGE_SIZES = (
-    (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
-    (64, 1024, 512),
-)  # fmt: skip
-"""Grid of sequences in several ranges, with the tokens of a range."""
 
 KV_DTYPES = ("float32", "bfloat16", "int8")
 GROUPS = (1, 4)
@@ -156,12 +149,17 @@ def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Config
         raise ConfigError("validate needs at least two cores: S and R have cores of their own")
     half, heads = len(cores) // 2, kv_head_counts(shape)
     apart, deployment = (tuple(cores[:half]), tuple(cores[-half:])), Deployment(half, half, 2, 2, "spawn", True, 2)
+    # Grid of sequences in several ranges, with the tokens of a range
+    range_sizes = (
+        (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
+        (64, 1024, 512),
+    )  # fmt: skip
     return [
         Configuration(
             "ranges", deployment, "spawn:2", apart, batch_size, context_len, KV_DTYPES[index % len(KV_DTYPES)],
             heads[index % len(heads)], range_tokens,
         )
-        for index, (batch_size, context_len, range_tokens) in enumerate(RANGE_SIZES)
+        for index, (batch_size, context_len, range_tokens) in enumerate(range_sizes)
     ]  # fmt: skip
 
 
@@ -200,7 +198,9 @@ class Validation:
     def offline(self) -> OfflineRun:
         """Return a whole run with S and R in turn on all cores, beside its simulation."""
         cores = len(usable_cores())
-        anchors = [anchor.averaged(LOOKS) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
+        # At an anchor, before and after an offline run
+        looks = 4
+        anchors = [anchor.averaged(looks) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
         return run_offline(self.config, self.profile, anchors)
 
     def close(self) -> None:

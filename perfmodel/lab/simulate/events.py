@@ -16,7 +16,6 @@ from fastdecode.perfmodel.lab.simulate.workload import json_lines
 LOSE, JOIN, DRAIN, SLOW = KINDS = ("lose", "join", "drain", "slow")
 NAMES = ("r_worker", "prefill_worker")
 KEYS = {"seconds", "event", "factor", *NAMES}
-SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,9 @@ def random_losses(num_r_workers: int, mtbf_hours: float, restart_seconds: float,
 
     def of_one(worker: int) -> Iterator[WorkerEvent]:
         rng, moment = np.random.default_rng((seed, worker)), 0.0
+        seconds_per_hour = 3600.0
         while True:
-            moment += rng.exponential(mtbf_hours * SECONDS_PER_HOUR)
+            moment += rng.exponential(mtbf_hours * seconds_per_hour)
             yield WorkerEvent(moment, LOSE, worker)
             moment += restart_seconds
             yield WorkerEvent(moment, JOIN, worker)

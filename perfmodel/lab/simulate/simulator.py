@@ -125,10 +125,6 @@ class Simulator:
             self.on_step(record)
 
 
-MOST_DOUBLINGS = 12
-"""Away from the first guess, before a search gives up."""
-
-
 @dataclass(frozen=True)
 class Slo:
     """A load is sustainable with 99 in 100 times between tokens within ``tbt_p99_seconds``, and half of the
@@ -171,7 +167,9 @@ def find_capacity(meets: Callable[[float], bool], first_guess: float, tolerance:
         raise ConfigError(f"a capacity is sought from a rate above 0, not {first_guess!r}")
     low, high = 0.0, math.inf
     rate = first_guess
-    for _ in range(MOST_DOUBLINGS + 1):
+    # Away from the first guess, before a search gives up
+    most_doublings = 12
+    for _ in range(most_doublings + 1):
         low, high = (rate, high) if meets(rate) else (low, rate)
         if low > 0 and high < math.inf:
             break

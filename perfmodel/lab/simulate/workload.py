@@ -13,9 +13,6 @@ import numpy as np
 
 from fastdecode.core.errors import ConfigError
 
-Z_P90 = 1.2815515655446004
-"""The standard normal distribution's 90th percentile."""
-
 TRACE_KEYS = ("timestamp", "input_length", "output_length")
 
 
@@ -65,7 +62,9 @@ class LogNormal:
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """``count`` whole lengths of at least 1; int64."""
-        sigma = math.log(self.p90 / self.median) / Z_P90
+        # The standard normal distribution's 90th percentile
+        z_p90 = 1.2815515655446004
+        sigma = math.log(self.p90 / self.median) / z_p90
         lengths = np.exp(rng.normal(math.log(self.median), sigma, count))
         return np.maximum(np.rint(lengths), 1).astype(np.int64)
 

@@ -12,9 +12,6 @@ from fastdecode.core.placing import UNLIMITED
 from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.perfmodel.lab.planner import Planner
 
-UNBOUNDED_BLOCKS = 1 << 40
-"""KV blocks of an R-worker where nothing says how many it has."""
-
 
 @dataclass(frozen=True)
 class RangePlan:
@@ -51,7 +48,9 @@ class RangeVariant(Variant[RangePlan]):
         asked: int | None = case.args.kv_shard_tokens
         config = EngineConfig(kv_shard_tokens=asked, speculative_config=case.args.speculative_config)
         longest, block_size = math.ceil(planner.workload.seq_len), config.block_size
-        blocks = UNBOUNDED_BLOCKS if math.isinf(capacity) else int(capacity) // block_size
+        # KV blocks of an R-worker where nothing says how many it has
+        unbounded_blocks = 1 << 40
+        blocks = unbounded_blocks if math.isinf(capacity) else int(capacity) // block_size
         balanced = planner.step_model(count).balanced_kv_tokens_each(case.plan.in_flight)
         chosen = config.placing.chosen(longest, (blocks,) * count, block_size, balanced).segment_tokens
         needed = blocks * block_size < longest

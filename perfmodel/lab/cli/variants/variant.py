@@ -24,17 +24,9 @@ from fastdecode.perfmodel.sizing import Plan
 USUAL_MINI_BATCHES = 2
 """Mini-batches that take turns unless another number gives clearly more: the paper's."""
 
-WORTH_DOUBLING = 1.25
-"""The factor by which twice the R-workers must give more within the limits."""
-
-STEP_DOUBLING = 1.1
-"""The factor by which twice the R-workers must shorten steps that are too long for the limits."""
-
 BY_LIMITS = "limits"
 """The cause of a plan's number of R-workers where users' times want more than keep up with the S-worker."""
 
-USUAL_BONUS = 1.05
-"""The factor by which another number of mini-batches must give more."""
 
 Line = tuple[str, str]
 """A line of the printed plan: its name and its text."""
@@ -109,7 +101,9 @@ class PlanCase:
         that cannot keep to the limits the fastest one counts."""
         if not self.keeps_limits:
             return False, 1.0 / self.plan.step_seconds
-        return True, self.worth * (USUAL_BONUS if self.plan.num_mini_batches == USUAL_MINI_BATCHES else 1.0)
+        # The factor by which another number of mini-batches must give more
+        usual_bonus = 1.05
+        return True, self.worth * (usual_bonus if self.plan.num_mini_batches == USUAL_MINI_BATCHES else 1.0)
 
     @property
     def worth(self) -> float:
@@ -135,9 +129,13 @@ class PlanCase:
 
 def _helps(more: PlanCase, best: PlanCase) -> bool:
     """Return whether twice the R-workers bring a plan within its limits, or clearly nearer, or give clearly more."""
+    # The factor by which twice the R-workers must shorten steps that are too long for the limits
+    step_doubling = 1.1
     if not best.keeps_limits:
-        return more.keeps_limits or more.plan.step_seconds * STEP_DOUBLING < best.plan.step_seconds
-    return more.keeps_limits and more.worth > WORTH_DOUBLING * best.worth
+        return more.keeps_limits or more.plan.step_seconds * step_doubling < best.plan.step_seconds
+    # The factor by which twice the R-workers must give more within the limits
+    worth_doubling = 1.25
+    return more.keeps_limits and more.worth > worth_doubling * best.worth
 
 
 class Variant(Generic[Figures]):
