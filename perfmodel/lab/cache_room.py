@@ -32,18 +32,24 @@ class CacheRoom:
         return max(1, round(equations.micro_batch_size(in_flight, self.workload.output_len, self.interval(in_flight))))
 
     def load_limit(self, in_flight: int) -> int:
+        """Return the limit of the KV load: the schedule's peak.
+
+        Where sequences have prompts, a 32nd more counts: a prompt is computed while it holds its seat, and a limit
+        without it keeps seats empty.
+        """
+        waiting = max(1, round(in_flight / 32)) if self.workload.prompt_len else 0
+        return self._peak(in_flight, waiting)
+
+    def _peak(self, in_flight: int, waiting: int = 0) -> int:
         """Return the schedule's peak, with whole sequences in each micro-batch and no fewer than are in flight.
 
-        Where sequences have prompts, one more micro-batch counts: its prompts are computed while it holds seats, and a
-        limit without it keeps seats empty. The limit is never below one whole sequence, which could never run.
+        The peak is never below one whole sequence, which could otherwise never run.
         """
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
         interval = self.interval(in_flight)
-        together = self.micro_batch(in_flight)
-        most = max(together * output_len / interval, in_flight) + (together if self.workload.prompt_len else 0)
-        peak = equations.peak_load_stabilized(most, output_len, interval, before)
-        return round_up(max(peak, self.workload.seq_len))
+        most = max(self.micro_batch(in_flight) * output_len / interval, in_flight) + waiting
+        return round_up(max(equations.peak_load_stabilized(most, output_len, interval, before), self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
         """Return the R-workers that hold the peak (equation 9), each with a shared prefix of its own.
@@ -51,7 +57,7 @@ class CacheRoom:
         Second copies hold rows of their own, those of a shared prefix too.
         """
         shared, copies = self.workload.shared_prefix_len, self.copies - 1
-        peak_context = self.load_limit(in_flight) / in_flight
+        peak_context = self._peak(in_flight) / in_flight
         held = peak_context - shared + copies * peak_context + self.copies * self.state_tokens
         needed = round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
         return max(needed, self.copies)

@@ -115,7 +115,8 @@ def test_plan_takes_ranges_and_copies_together(tmp_path: Path, capsys: pytest.Ca
     one, two, both = found(*ranges), found(*copies), found(*ranges, *copies)
     assert both["ranges"]["kv_shard_tokens"] == one["ranges"]["kv_shard_tokens"] == 4096
     assert both["num_r_workers"] == two["num_r_workers"] >= one["num_r_workers"]
-    assert both["step_seconds"] > two["step_seconds"]
+    # Ranges cost merges, and even out what the slowest R-worker reads in steps without prompts
+    assert both["step_seconds"] != two["step_seconds"] == pytest.approx(both["step_seconds"], rel=0.05)
     assert both["replicas"]["two"]["output_tokens_per_second"] == both["output_tokens_per_second"]
     lost = one["replicas"]["lost_sequences"]
     assert lost == pytest.approx(min(32, 32 * 4 / one["num_r_workers"]))  # 14,336 tokens on average are four ranges

@@ -53,7 +53,9 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
         args = case.args
         if not (args.gpu and args.model) or args.profile or case.inputs.one_host:
             return ()
-        return tuple(_rank_plan(args, count) for count in sorted({*COMPARED, args.tensor_parallel_size}))
+        own = args.tensor_parallel_size
+        others = {count: _rank_plan(args, count) for count in COMPARED if count != own}
+        return tuple(each for _, each in sorted((others | {own: _short(case)}).items()))
 
     def table(self, case: PlanCase, figures: tuple[RankPlan, ...]) -> Iterator[str]:
         """Yield a row for each plan; the plan's own is marked."""
@@ -79,13 +81,18 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
 
 def _rank_plan(args: argparse.Namespace, count: int) -> RankPlan:
     try:
-        case = PlanCase.of(argparse.Namespace(**vars(args) | {"tensor_parallel_size": count}))
+        return _short(PlanCase.of(argparse.Namespace(**vars(args) | {"tensor_parallel_size": count})))
     except PlanError as error:
         return RankPlan(count, lacks=str(error))
-    plan, limit = case.plan, math.inf if args.latency_limit is None else args.latency_limit
+
+
+def _short(case: PlanCase) -> RankPlan:
+    """Return a plan in short, beside as many GPUs alone."""
+    plan, limit = case.plan, math.inf if case.args.latency_limit is None else case.args.latency_limit
     alone = case.inputs.server.best(limit, case.limits) if case.inputs.server else NO_GPU
     return RankPlan(
-        count, plan.mini_batch_size, plan.num_r_workers, plan.total_r_workers, plan.num_hosts, plan.step_seconds,
-        plan.output_tokens_per_second, plan.price_per_million_tokens, alone.max_batch_size, alone.step_seconds,
+        plan.tensor_parallel_size, plan.mini_batch_size, plan.num_r_workers, plan.total_r_workers, plan.num_hosts,
+        plan.step_seconds, plan.output_tokens_per_second, plan.price_per_million_tokens, alone.max_batch_size,
+        alone.step_seconds,
         alone.output_tokens_per_second, plan.in_flight,
     )  # fmt: skip
