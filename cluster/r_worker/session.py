@@ -19,6 +19,7 @@ from fastdecode.cluster.r_worker.move_door import MoveDoor
 from fastdecode.cluster.r_worker.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
+from fastdecode.cluster.r_worker.weigh_door import WeighDoor
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.leases import LEASE_SECONDS, encode_held
@@ -186,6 +187,7 @@ class Session:
             self._handlers |= self._park_door.handlers
         if hello.lease and hello.lease.keep_seconds:
             self._handlers |= JournalDoor(self._link, self._lease.journal).handlers
+        self._handlers |= WeighDoor(self._link, worker, hello.layout).handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(

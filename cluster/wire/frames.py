@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 28
+VERSION = 29
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -74,6 +74,8 @@ class Kind(IntEnum):
     RECORDED = 42  # R: bytes that the journal has now (int64)
     RECALL = 43  # S: asks for the journal, which an S-worker of this session before it may have written
     RECALLED = 44  # R: the journal
+    WEIGH = 45  # S, in a step whose layers are done: a query (int64); what it asks in each layer; max and sum of scores
+    WEIGHED = 46  # R: the share of its attention that each block of tokens has, or max and sum of scores (float32)
 
 
 @dataclass(frozen=True)

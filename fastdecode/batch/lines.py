@@ -19,6 +19,7 @@ from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
 from fastdecode.server.responses_answer import ResponseForm, whole_response
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of, messages_of
+from fastdecode.server.sources import SourceForm
 
 Asked = CompletionRequest | ChatRequest | ResponsesRequest
 
@@ -79,21 +80,22 @@ def answer(
     reading: AnswerReading | None = None,
     logprobs: LogprobForm | None = None,
     params: SamplingParams | None = None,
+    sources: SourceForm | None = None,
 ) -> dict[str, Any]:
     """Return the output line of a finished request. ``outputs``: of its prompts, in order.
 
-    ``reading``: how its answers are read.
+    ``reading``: how its answers are read. ``sources``: tells attention sources.
     """
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
     chat, reading = chat_asked(request), reading or AnswerReading()
     if isinstance(request, ResponsesRequest):
-        known = (reading, logprobs or LogprobForm())
-        response = ResponseForm(request, params or SamplingParams(), model, new_id(), *known)
+        known = {"reading": reading, "logprobs": logprobs or LogprobForm(), "sources": sources or SourceForm()}
+        response = ResponseForm(request, params or SamplingParams(), model, new_id(), **known)
         body: dict[str, Any] = msgspec.to_builtins(whole_response(response, outputs[0]))
     else:
-        body = whole_answer(answer_form(chat, model, new_id(), echoes, None, reading, logprobs), outputs)
+        body = whole_answer(answer_form(chat, model, new_id(), echoes, None, reading, logprobs, sources), outputs)
     ends = [each for output in outputs for each in output.outputs]
     failed = [str(each.stop_reason) for each in ends if each.finish_reason == "error"]
     return _output_line(line, (400 if all(map(is_refusal, failed)) else 500) if failed else 200, body)

@@ -24,6 +24,7 @@ from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import COMPLETIONS
 from fastdecode.server.readings import Readings
 from fastdecode.server.server_settings import ServerSettings
+from fastdecode.server.sources import SourceForm, source_form
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import LLMEngine
@@ -65,6 +66,7 @@ class Running:
     reading: AnswerReading
     logprobs: LogprobForm
     params: SamplingParams
+    sources: SourceForm
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
@@ -150,7 +152,7 @@ def _answer_all(
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        known = owner.reading, owner.logprobs, owner.params
+                        known = owner.reading, owner.logprobs, owner.params, owner.sources
                         output.write(answer(owner.line, owner.request, model, outputs, *known))
                         bar.update()
 
@@ -166,7 +168,8 @@ def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
     reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, rules.template)
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, asked, rules.readings.of(request, found), logprob_form(model.tokenizer, params), params)
+    logprobs, sources = logprob_form(model.tokenizer, params), source_form(model.tokenizer, request, found, params)
+    added = Running(line, asked, rules.readings.of(request, found), logprobs, params, sources)
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

@@ -104,6 +104,7 @@ class LLMEngine:
             prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len
         )
         params.check_token_ids(self.s_model.vocab_size)
+        self.world.sources.check(params)
         past = self._requests.journal.past(request_id, token_ids, params)
         first_id, *_ = [past.asked.sequence_id] if past else itertools.islice(self._ids, params.n)
         request = make_request(self.s_model, request_id, text, token_ids, params, first_id, self.config.seed)

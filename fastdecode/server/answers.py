@@ -15,6 +15,7 @@ from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.chat_messages import ChatWriter
 from fastdecode.server.logprobs import Chosen, LogprobForm, TextOffsets, chosen, prompt_chosen
 from fastdecode.server.protocol import ChatRequest, CompletionRequest
+from fastdecode.server.sources import SourceForm
 
 INVALID = "invalid_request_error"
 
@@ -38,6 +39,7 @@ class AnswerForm:
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
     only_echoes: bool = False
+    sources: SourceForm = field(default_factory=SourceForm)
 
     @property
     def id(self) -> str:
@@ -63,6 +65,7 @@ def answer_form(
     created: int | None = None,
     reading: AnswerReading | None = None,
     logprobs: LogprobForm | None = None,
+    sources: SourceForm | None = None,
 ) -> AnswerForm:
     """Return the form of the answer to ``request``.
 
@@ -76,7 +79,9 @@ def answer_form(
     )
     reading = reading or AnswerReading()
     only = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created, only)
+    return AnswerForm(
+        chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created, only, sources or SourceForm()
+    )
 
 
 def new_id() -> str:
@@ -111,6 +116,7 @@ def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str
         prompt = prompt_chosen(output) if form.echoes else []
         for each in output.outputs:
             choice = _whole_choice(form, each, form.echoes[number] if form.echoes else "", prompt)
+            choice |= form.sources.beside(each, choice=len(choices))
             if form.return_token_ids:
                 choice |= {"token_ids": list(each.token_ids), "prompt_token_ids": output.prompt_token_ids}
             choices.append({"index": len(choices), **choice})
@@ -202,6 +208,7 @@ class GrowingChoice:
         }
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
+        choice |= self._form.sources.beside(completion, self.num_tokens, self._index)
         if self._form.return_token_ids:
             choice["token_ids"] = list(completion.tokens[self.num_tokens :])
         self._num_shown = len(completion.text)

@@ -21,6 +21,7 @@ from fastdecode.server.messages_request import MESSAGES, MessagesRequest, chat_o
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
+from fastdecode.server.sources import SourceForm
 
 Asked = CompletionRequest | ChatRequest | ResponsesRequest | MessagesRequest
 
@@ -81,13 +82,14 @@ def chat_meant(asked: Asked, messages: list[dict[str, Any]]) -> ChatRequest | Co
 def form_of(
     asked: Asked, chat: ChatRequest | CompletionRequest, params: SamplingParams, model: str, answer_id: str,
     echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
-    reading: AnswerReading | None = None,
+    reading: AnswerReading | None = None, sources: SourceForm | None = None,
 ) -> AnswerForm | ResponseForm | MessageForm:  # fmt: skip
     """Return the form of the answer to ``asked``, whose chat is ``chat``."""
     created = int(time.time()) if created is None else created
     if isinstance(asked, MessagesRequest):
-        return MessageForm(model, answer_id, reading or AnswerReading(), created)
+        return MessageForm(model, answer_id, reading or AnswerReading(), created, sources or SourceForm())
     logprobs = logprob_form(tokenizer, params)
     if isinstance(asked, ResponsesRequest):
-        return ResponseForm(asked, params, model, answer_id, reading or AnswerReading(), logprobs, created)
-    return answer_form(chat, model, answer_id, tuple(echoes), created, reading, logprobs)
+        read, told = reading or AnswerReading(), sources or SourceForm()
+        return ResponseForm(asked, params, model, answer_id, read, logprobs, created, told)
+    return answer_form(chat, model, answer_id, tuple(echoes), created, reading, logprobs, sources)

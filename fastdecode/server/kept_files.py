@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
+from fastdecode.core.weighing import AttentionSource
 
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """The name of an answer, and of a request as its client may name it."""
@@ -41,6 +42,7 @@ class KeptCompletion(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str | None
     stop_reason: int | str | None
     logprobs: KeptLogprobs | None
+    sources: list[tuple[AttentionSource, ...] | None] | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -170,7 +172,8 @@ def kept_outputs(outputs: Sequence[RequestOutput | None]) -> list[list[KeptCompl
 def _kept(completion: CompletionOutput) -> KeptCompletion:
     logprobs = _kept_logprobs(completion.logprobs)
     ends, reasons = list(completion.text_ends), (completion.finish_reason, completion.stop_reason)
-    return KeptCompletion(completion.text, list(completion.tokens), ends, *reasons, logprobs or None)
+    sources = None if completion.all_sources is None else list(completion.all_sources)
+    return KeptCompletion(completion.text, list(completion.tokens), ends, *reasons, logprobs or None, sources)
 
 
 def kept_prompt_logprobs(outputs: Sequence[RequestOutput | None]) -> list[KeptLogprobs | None]:
@@ -209,5 +212,6 @@ def _logprobs(rows: KeptLogprobs | None) -> list[dict[int, Logprob] | None] | No
 def _completion(index: int, kept: KeptCompletion) -> CompletionOutput:
     rows = [row or {} for row in _logprobs(kept.logprobs) or ()]
     return CompletionOutput(
-        index, kept.text, kept.token_ids, kept.finish_reason, kept.stop_reason, rows or None, kept.text_ends
-    )
+        index, kept.text, kept.token_ids, kept.finish_reason, kept.stop_reason, rows or None, kept.text_ends,
+        kept.sources,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import Event
 from fastdecode.server.engine_state import RWorkerState, TimedStep
 from fastdecode.server.errors import ApiError
@@ -32,6 +33,9 @@ WINDOW_SECONDS = 2.0
 
 SHOWN_LAYERS = 8
 """Layers of a step's timeline; more would be too narrow to see."""
+
+SHOWN_TOKENS, SHOWN_BLOCKS = 24, 64
+"""Tokens and blocks of a request's attention sources."""
 
 
 def add_live(app: FastAPI, service: Service) -> None:
@@ -137,6 +141,7 @@ def look(observer: EngineWatch, now: float) -> dict[str, Any]:
         "r_workers": [_worker(each, index, steps, span) for index, each in enumerate(state.r_workers)],
         "timeline": timeline(observer.timeline),
         "session": asdict(state.session) if state.session else None,
+        "sources": sources(observer.looking),
     }
 
 
@@ -165,6 +170,23 @@ def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: 
         "blocks_used": worker.blocks_used,
         "num_blocks": worker.num_blocks,
         "utilisation": busy / span,
+    }
+
+
+def sources(output: RequestOutput | None) -> dict[str, Any] | None:
+    """Return the blocks that the last tokens of a request looked at; None without any.
+
+    The page shows places and no text: it is for those who run the server.
+    """
+    if output is None or not output.outputs[0].all_sources:
+        return None
+    found = output.outputs[0].all_sources
+    rows = [[] if row is None else row[:SHOWN_BLOCKS] for row in found[max(0, len(found) - SHOWN_TOKENS) :]]
+    return {
+        "request": output.request_id,
+        "num_prompt": len(output.prompt_token_ids),
+        "num_tokens": len(found),
+        "rows": [[(each.first, each.last, round(each.weight, 4)) for each in row] for row in rows],
     }
 
 

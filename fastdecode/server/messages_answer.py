@@ -12,6 +12,7 @@ import msgspec
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.server.answer_reader import AnswerReading, Thought
 from fastdecode.server.call_parts import CallPart, call_id
+from fastdecode.server.sources import SourceForm
 
 Event = dict[str, Any]
 """An event of a stream; its "type" says which."""
@@ -27,6 +28,7 @@ class MessageForm:
     answer_id: str
     reading: AnswerReading = field(default_factory=AnswerReading)
     created: int = 0
+    sources: SourceForm = field(default_factory=SourceForm)
 
     @property
     def id(self) -> str:
@@ -61,7 +63,8 @@ def whole_message(form: MessageForm, output: RequestOutput) -> dict[str, Any]:
     for block in blocks:
         if block["type"] == "tool_use":
             block["input"] = _input(block["input"])
-    return form.message(content=blocks or [{"type": "text", "text": ""}], **end["delta"], usage=end["usage"])
+    told = {"usage": end["usage"], **form.sources.beside(completion)}
+    return form.message(content=blocks or [{"type": "text", "text": ""}], **end["delta"], **told)
 
 
 def _is_call(event: Event) -> bool:
@@ -89,6 +92,7 @@ class GrowingMessage:
         self._kind = ""
         self._num_blocks = 0
         self._has_called = False
+        self._num_tokens = 0
 
     def begin(self, num_prompt: int) -> Iterator[Event]:
         """Yield the events before any block."""
@@ -96,7 +100,19 @@ class GrowingMessage:
         yield {"type": "ping"}
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        """Yield the new events of the blocks."""
+        """Yield the new events of the blocks; attention sources come with the first of them."""
+        for event in self._grow(completion):
+            if event["type"] == "content_block_delta":
+                event |= self._sources(completion)
+            yield event
+
+    def _sources(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the sources of tokens that no event has told; nothing without any."""
+        found = self._form.sources.beside(completion, self._num_tokens)
+        self._num_tokens = len(completion.tokens)
+        return found if any(found.values()) else {}
+
+    def _grow(self, completion: CompletionOutput) -> Iterator[Event]:
         for piece in self._reader.read(completion.text, completion.finish_reason is not None):
             if isinstance(piece, CallPart):
                 yield from self._call(piece)
@@ -114,7 +130,8 @@ class GrowingMessage:
         (completion,) = output.outputs
         yield from self._stop()
         counts = usage(len(output.prompt_token_ids), len(completion.tokens))
-        yield {"type": "message_delta", "delta": self._reasons(completion), "usage": counts}
+        told = {"usage": counts, **self._sources(completion)}
+        yield {"type": "message_delta", "delta": self._reasons(completion), **told}
         yield {"type": "message_stop"}
 
     def _reasons(self, completion: CompletionOutput) -> dict[str, Any]:

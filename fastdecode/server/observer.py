@@ -20,7 +20,7 @@ class EngineWatch:
     """State of the engine. Its thread writes it after each step, and the event loop may read it at any time.
 
     ``steps``: the last steps, oldest first. ``timeline``: the lanes' ``metrics.Event``s in the last step, kept only
-    while the event loop sets ``watched``.
+    while the event loop sets ``watched``. ``looking``: the last output of a request that asks for attention sources.
     """
 
     def __init__(self, model_name: str, most_steps: int = MOST_STEPS) -> None:
@@ -29,6 +29,7 @@ class EngineWatch:
         self.state = EngineState(time.perf_counter())
         self.timeline: list[Event] = []
         self.watched = False
+        self.looking: RequestOutput | None = None
         self._new: list[StepRecord] = []
 
     def attach(self, engine: LLMEngine) -> None:
@@ -42,6 +43,7 @@ class EngineWatch:
         records, self._new[:] = list(self._new), []
         self.steps.extend(TimedStep(now, record) for record in records)
         self.state = read_state(engine, records[-1] if records else None, now)
+        self.looking = next((each for each in outputs if each.outputs[0].all_sources), self.looking)
         self.metrics.after_step(self.state, records, outputs, engine.config.enable_prefix_caching)
         self._follow_timeline(engine)
 

@@ -21,6 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 Strings = Annotated[list[str], Meta(max_length=1024)]
 TokenIds = Annotated[list[int], Meta(max_length=1 << 18)]
+LayerNumbers = Annotated[list[int], Meta(max_length=1 << 12)]
 TokenBias = Annotated[dict[str, float], Meta(max_length=1 << 16)]
 Messages = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
 
@@ -55,6 +56,9 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     logit_bias: TokenBias | None = None
     structured_outputs: dict[str, Any] | None = None
+    attention_sources: int | None = None
+    attention_source_block: int | None = None
+    attention_source_layers: LayerNumbers | None = None
 
 
 class GenerationRequest(SampledRequest, kw_only=True):

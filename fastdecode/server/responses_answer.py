@@ -14,6 +14,7 @@ from fastdecode.server.answers import usage_of
 from fastdecode.server.call_parts import CallPart, call_id, is_json
 from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.responses_request import ResponsesRequest
+from fastdecode.server.sources import SourceForm
 
 Event = dict[str, Any]
 """An event of a stream; its "type" says which."""
@@ -30,6 +31,7 @@ class ResponseForm:
     reading: AnswerReading = field(default_factory=AnswerReading)
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
+    sources: SourceForm = field(default_factory=SourceForm)
 
     @property
     def id(self) -> str:
@@ -178,16 +180,19 @@ class GrowingResponse:
         return part
 
     def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
-        """Grow the message. Log-probabilities are those of all tokens since the last event, whether shown or not."""
+        """Grow the message. Log-probabilities and sources are those of all tokens since the last event."""
         asked = completion.all_logprobs is not None
         logprobs = self._form.logprobs.of_chat(completion, self._num_tokens) if asked else []
+        sources = self._form.sources.beside(completion, self._num_tokens)
         self._num_tokens = len(completion.tokens)
-        if not text and not logprobs:
+        if not text and not logprobs and not any(sources.values()):
             return
         part = self._growing("message") or (yield from self._begin_message())
         part["text"] += text
         part["logprobs"] += logprobs
-        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+        for name, found in sources.items():
+            part.setdefault(name, []).extend(found)
+        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs, **sources)
 
     def _grow_thoughts(self, thought: Thought, completion: CompletionOutput) -> Iterator[Event]:
         """Grow the reasoning. Separate blocks are separate items."""

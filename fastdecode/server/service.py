@@ -32,6 +32,7 @@ from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.served_model import ServedModel
 from fastdecode.server.server_settings import ServerSettings
+from fastdecode.server.sources import source_form
 from fastdecode.server.tracing import RequestTracer
 from fastdecode.sworker.model.tokenizer import check_chat_template
 
@@ -232,8 +233,11 @@ class Service:
             self.model.reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
         )
         name, tokenizer = self.model.names[0], self.model.tokenizer
-        reading = self.model.readings.of(chat, exchange.prompts)
-        return form_of(asked, chat, exchange.params, name, exchange.exchange_id, echoes, created, tokenizer, reading)
+        params, reading = exchange.params, self.model.readings.of(chat, exchange.prompts)
+        sources = source_form(tokenizer, chat, exchange.prompts, params)
+        return form_of(
+            asked, chat, params, name, exchange.exchange_id, echoes, created, tokenizer, reading, sources
+        )  # fmt: skip
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
         """Return the stored request, with its outputs if it has ended; it is not in the engine."""

@@ -15,10 +15,11 @@ from fastdecode.core.held import HeldSequence
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KvAddress, RWorkerInfo, StepPlan, StepReport
+from fastdecode.core.weighing import Queries, WeighedRow
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.tensor_parallel.held import common, levelling, read_held
-from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
+from fastdecode.tensor_parallel.rank_messages import Message, combined, mean_weights, read_report, report_message
 
 
 class Group(AttentionBackend, Protocol):
@@ -98,6 +99,15 @@ class Member:
         if len(self._gone) == len(report.workers):
             raise WorkerLostError("no R-worker is left that all ranks have")
         return report
+
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        """The mean of what the groups answer for their heads."""
+
+        def weigh() -> Message:
+            found = self.pool.weigh(rows, queries)
+            return Message("weighed", {}, [np.zeros(0, np.float32) if each is None else each for each in found])
+
+        return mean_weights(self._exchange(weigh))
 
     def export(self, worker: int, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         """Return this rank's part of a sequence; ``import_`` gives it to another R-worker of the group."""

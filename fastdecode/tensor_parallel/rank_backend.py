@@ -12,10 +12,11 @@ import numpy as np
 from fastdecode.core.errors import FastDecodeError, RankLostError, interrupts_deferred
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, Verb
+from fastdecode.core.weighing import Queries, WeighedRow
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.tensor_parallel.lifeline import Lifelines
 from fastdecode.tensor_parallel.member import Group, Member
-from fastdecode.tensor_parallel.rank_messages import Message, step_message
+from fastdecode.tensor_parallel.rank_messages import Message, step_message, weigh_message
 
 Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
 """CONTROL records for each R-worker."""
@@ -84,6 +85,12 @@ class TensorParallelBackend:
 
     def collect(self, mini_batch: int) -> np.ndarray:
         return self.pool.collect(mini_batch)
+
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        with interrupts_deferred():
+            self._tell(weigh_message(rows))
+            with self._talking():
+                return self._member.weigh(rows, queries)
 
     def end_step(self) -> StepReport:
         with interrupts_deferred(), self._talking():

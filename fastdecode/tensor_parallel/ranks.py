@@ -30,7 +30,7 @@ from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
-from fastdecode.tensor_parallel.rank_messages import Message, read_step
+from fastdecode.tensor_parallel.rank_messages import Message, read_rows, read_step
 from fastdecode.tensor_parallel.rank_place import RankPlace, cores_of, find_place, settings_of
 
 MEETING_SECONDS = 300.0
@@ -163,7 +163,7 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
     raise SystemExit(0)
 
 
-COMPARED = ("admit", "end", "export", "import", "reserve")
+COMPARED = ("admit", "end", "export", "import", "reserve", "weigh")
 """Kinds of messages after which all ranks compare results (``Member``)."""
 
 
@@ -240,5 +240,6 @@ class Follower:
         "end": lambda self, message: self._member.end_step(),
         "export": lambda self, message: self._member.export(**message.told),
         "import": lambda self, message: self._member.import_(**message.told),
+        "weigh": lambda self, message: self._member.weigh(read_rows(message), self._s_worker.taps),
         "reserve": lambda self, message: self._member.reserve(read_step(message).to_step_plan()),
     }

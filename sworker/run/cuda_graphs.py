@@ -125,6 +125,8 @@ class CudaGraphForward:
     def _attend(self, layer: int, rows: AttentionRows) -> None:
         count = self._packed.num_rows
         self._staging.send(self.mini_batch, layer, rows.q[:count], rows.k[:count], rows.v[:count])
+        if self._packed.tap:
+            self._packed.tap.take(layer, rows.q)
         self.layer += 1
         o: torch.Tensor = self.own_greenlet.parent.switch()
         rows.o[:count].copy_(o.view(rows.o.dtype))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastdecode.core.weighing import AttentionSource
 from fastdecode.sworker.sampling.logits import edited_logits
 from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
 from fastdecode.sworker.sampling.rows import SamplingRow
@@ -28,13 +29,15 @@ class SampledToken(NamedTuple):
 
     ``logprob`` maps token ids to (log-probability, rank from 1) if requested: the chosen token, then the likeliest in
     order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
-    ``excluded``: it failed because the request's limits leave no token.
+    ``excluded``: it failed because the request's limits leave no token. ``sources``: the blocks of context with
+    the most attention, if requested; the engine finds them.
     """
 
     token_id: int
     logprob: Logprobs | None = None
     failed: bool = False
     excluded: bool = False
+    sources: tuple[AttentionSource, ...] | None = None
 
 
 class Sampler:

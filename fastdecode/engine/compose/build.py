@@ -205,7 +205,8 @@ def _put_together(
     resume_session(scheduler, pool.r_workers, journal, config.keep_session > 0)
     method = config.prefill_parallel
     prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
-    world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
+    in_ranges = scheduler.limits.placing.segment_tokens < model.max_model_len
+    world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks, in_ranges)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
     parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)

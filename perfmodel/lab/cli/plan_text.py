@@ -1,4 +1,4 @@
-"""The printed answer of ``fastdecode plan``: the verdict, both ways side by side, the plan, and what it rests on."""
+"""The printed answer of ``fastdecode plan``: the verdict, both ways side by side, the plan, and its assumptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.perfmodel.sizing import Plan
 
 
 def plan_text(answer: PlanAnswer) -> str:
-    """Return the plan as it is printed."""
+    """Return the plan as printed text."""
     case, found = answer.case, answer.found
     features = [(variant, found[variant.name]) for variant in VARIANTS if variant.name in found]
     lines = [*_figures(case), *(line for each, figures in features for line in each.lines(case, figures))]
@@ -32,7 +32,7 @@ def plan_text(answer: PlanAnswer) -> str:
 
 
 def _in_words(answer: PlanAnswer) -> Iterator[str]:
-    """Say what the plan needs, and what the limits cost."""
+    """Yield sentences about what the plan needs, and what the limits cost."""
     plan = answer.case.plan
     gpus = answer.case.inputs.gpu_name
     needs = f"{f'{gpus} and ' if gpus else ''}{_hosts(plan, answer.case.inputs.host_name)}"
@@ -60,7 +60,7 @@ def _as_many(answer: PlanAnswer) -> str:
 
 
 def _cost(answer: PlanAnswer) -> str:
-    """Return what a million tokens cost either way."""
+    """Return the price of a million tokens either way."""
     own, alone = answer.service.price_per_million_tokens, answer.alone_service
     other = alone.price_per_million_tokens if alone else None
     if own is None and other is None:
@@ -78,13 +78,13 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _hosts(plan: Plan, name: str) -> str:
-    """Return how many hosts and R-workers a plan takes."""
+    """Return how many hosts and R-workers a plan needs."""
     hosts = f"{plan.num_hosts} host{'s' * (plan.num_hosts != 1)}{f' ({name})' if name else ''}"
     return f"{hosts} with {plan.total_r_workers} R-worker{'s' * (plan.total_r_workers != 1)}"
 
 
 def _side_by_side(answer: PlanAnswer) -> Iterator[str]:
-    """Yield the table of both ways: figures of all users, and of each."""
+    """Yield a table of both ways: figures of all users, and of each."""
     ways: list[tuple[str, Service | None]] = [("FastDecode", answer.service)]
     if answer.alone:
         ranks = answer.case.plan.tensor_parallel_size
@@ -94,18 +94,15 @@ def _side_by_side(answer: PlanAnswer) -> Iterator[str]:
         cells = ["-" if service is None else text(service) for _, service in ways]
         if any(cell != "-" for cell in cells):
             yield f"  {name:26s}" + "".join(f"{cell:>18s}" for cell in cells)
-    own = "time per token" if answer.unlimited else BOUNDS[answer.case.plan.bottleneck]
+    longest = {
+        "s-worker": "S-worker's work",
+        "r-workers": "R-workers' reads",
+        "transport": "the link",
+        "round-trip": "the way and back",
+    }
+    own = "time per token" if answer.unlimited else longest[answer.case.plan.bottleneck]
     bounds = [own, *([answer.alone.limited_by] if answer.alone else [])]
     yield f"  {'bounded by':26s}" + "".join(f"{bound:>18s}" for bound in bounds)
-
-
-BOUNDS = {
-    "s-worker": "S-worker's work",
-    "r-workers": "R-workers' reads",
-    "transport": "the link",
-    "round-trip": "the way and back",
-}
-"""The longest part of a step, in words."""
 
 
 def asked_limits(case: PlanCase) -> str:
@@ -131,7 +128,7 @@ ROWS = (
     ("s to the first token (TTFT)", _first_token),
     ("price of a million tokens", _price),
 )
-"""The rows of the table of both ways, and the text of each figure."""
+"""Rows of the table of both ways, with the text of each figure."""
 
 
 def _title(case: PlanCase) -> str:
@@ -145,7 +142,7 @@ def _title(case: PlanCase) -> str:
 
 
 def _binding(plan: Plan) -> str:
-    """Return what binds R-workers, and by how much."""
+    """Return what limits R-workers, and by how much."""
     if plan.r_workers_arithmetic_over_reads is None:
         return ""
     more = plan.r_workers_arithmetic_over_reads
@@ -160,7 +157,7 @@ def _figures(case: PlanCase) -> Iterator[Line]:
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
     each += _binding(plan)
-    # Causes of a number of R-workers other than keeping up with the S-worker
+    # Reasons for a number of R-workers other than keeping up with the S-worker
     reasons = {"memory": " (more for their memory)", "pool": " (as given)", BY_LIMITS: " (more for the limits)"}
     why = " (those of this host)" if case.inputs.one_host else reasons.get(plan.r_workers_set_by, "")
     ranks = plan.tensor_parallel_size

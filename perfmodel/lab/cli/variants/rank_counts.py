@@ -1,4 +1,4 @@
-"""Ranks in a plan: one, two and four of them beside each other."""
+"""Ranks in a plan: one, two and four, compared."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase, Variant
 from fastdecode.perfmodel.lab.gpu_only import GpuOnly
-
-NO_GPU = GpuOnly(0, 0.0, None, "")
 
 COMPARED = (1, 2, 4)
 """Numbers of ranks that every plan of a named GPU and model compares."""
@@ -40,15 +38,15 @@ class RankPlan:
 
 
 class RankVariant(Variant[tuple[RankPlan, ...]]):
-    """Ranks that share the model (``--tensor-parallel-size``); the flags choose a mini-batch for each count."""
+    """Ranks that share the model (``--tensor-parallel-size``). The mini-batch is chosen for each count."""
 
     name = "tensor_parallel"
 
     def figures(self, case: PlanCase) -> tuple[RankPlan, ...]:
-        """Return the plans of COMPARED and of what was asked for.
+        """Return the plans of COMPARED and of the requested number.
 
-        There are none unless a GPU and a model are named: then nothing says what other ranks would take. Nor are there
-        on one host, which has the GPUs it has.
+        There are none without a named GPU and model, since nothing else tells the time of other ranks. Nor are there on
+        one host, whose GPUs are fixed.
         """
         args = case.args
         if not (args.gpu and args.model) or args.profile or case.inputs.one_host:
@@ -58,7 +56,7 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
         return tuple(each for _, each in sorted((others | {own: _short(case)}).items()))
 
     def table(self, case: PlanCase, figures: tuple[RankPlan, ...]) -> Iterator[str]:
-        """Yield a row for each plan; the plan's own is marked."""
+        """Yield a row per plan, with the plan's own marked."""
         if not figures:
             return
         priced = any(row.price_per_million_tokens is not None for row in figures)
@@ -89,7 +87,7 @@ def _rank_plan(args: argparse.Namespace, count: int) -> RankPlan:
 def _short(case: PlanCase) -> RankPlan:
     """Return a plan in short, beside as many GPUs alone."""
     plan, limit = case.plan, math.inf if case.args.latency_limit is None else case.args.latency_limit
-    alone = case.inputs.server.best(limit, case.limits) if case.inputs.server else NO_GPU
+    alone = case.inputs.server.best(limit, case.limits) if case.inputs.server else GpuOnly(0, 0.0, None, "")
     return RankPlan(
         plan.tensor_parallel_size, plan.mini_batch_size, plan.num_r_workers, plan.total_r_workers, plan.num_hosts,
         plan.step_seconds, plan.output_tokens_per_second, plan.price_per_million_tokens, alone.max_batch_size,
