@@ -37,8 +37,7 @@ MAX_CONTEXTS = {
     "llama-4-scout": 10485760, "llama-4-maverick": 1048576, "qwen3-next-80b-a3b": 262144, "qwen3.5-397b-a17b": 262144,
     "granite-4-h-small": 131072, "kimi-linear-48b": 1048576,
 }  # fmt: skip
-"""Longest contexts that models are published for, stretched ones included; llama-3 as 3.1. The papers' own models have
-none: they are sizes alone."""
+"""Longest published contexts of models, with extended ones; llama-3 as 3.1. The papers' own models have none."""
 
 BUILT_IN = {
     shape.name: replace(shape, max_context=MAX_CONTEXTS.get(shape.name, 0))
@@ -79,14 +78,14 @@ BUILT_IN = {
         ),
         # vllm-project/vime, scripts/models/kimi-k2.sh
         replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1),
-        # transformers' GlmMoeDsaConfig, which is the technical report's table; every layer has an index of its own
+        # transformers' GlmMoeDsaConfig, which is the technical report's table; every layer has its own index
         ModelShape(
             "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8,
             shared_intermediate_size=2048, latent=LatentShape(512, 2048, 192, 64, 256), dense_layers=3,
             dense_intermediate_size=12288, windows=(2048,) * 78, index=IndexShape(78, 32, 128, 2048, 2048),
         ),
-        # transformers' MiniMaxM3VLTextConfig; the published file's sparse_attention_freq and moe_layer_freq begin with
-        # three zeros: those layers are dense and see all
+        # transformers' MiniMaxM3VLTextConfig; the published sparse_attention_freq and moe_layer_freq begin with three
+        # zeros: those layers are dense and see all tokens
         ModelShape(
             "minimax-m3", 60, 6144, 3072, 64, 4, 128, 200064, num_experts=128, experts_per_token=4,
             shared_intermediate_size=3072, dense_layers=3, dense_intermediate_size=12288, windows=(0,) * 3 +
@@ -97,8 +96,8 @@ BUILT_IN = {
             "qwen3-next-80b-a3b", 48, 2048, 512, 16, 2, 256, 151936, num_experts=512, experts_per_token=10,
             shared_intermediate_size=512, state=StateShape(36, 32, 128, 16, 128), gated_attention=True,
         ),
-        # THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh, and of its states linear_num_value_heads and its kin in
-        # config.json of Qwen/Qwen3.5-397B-A17B, as others quote it; 31 KB of cache and 189 MB of states are those of
+        # THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh; its states (linear_num_value_heads and others) from
+        # config.json of Qwen/Qwen3.5-397B-A17B as quoted by others; 31 KB of cache and 189 MB of states are those of
         # its announcement
         ModelShape(
             "qwen3.5-397b-a17b", 60, 4096, 1024, 32, 2, 256, 248320, num_experts=512, experts_per_token=10,
@@ -109,7 +108,7 @@ BUILT_IN = {
             "nemotron-h-8b", 28, 4096, 21504, 32, 8, 128, 131072, 2, state=StateShape(24, 128, 64, 8, 128,
             rates=1), mlp_layers=24,
         ),
-        # config.json of ibm-granite/granite-4.0-h-small, as others quote it; heads of states: GraniteMoeHybridConfig
+        # config.json of ibm-granite/granite-4.0-h-small, as quoted by others; heads of states: GraniteMoeHybridConfig
         ModelShape(
             "granite-4-h-small", 40, 4096, 768, 32, 8, 128, 100352, tied_embeddings=True, num_experts=72,
             experts_per_token=10, shared_intermediate_size=1536, state=StateShape(36, 128, 64, 1, 128,
@@ -124,7 +123,7 @@ BUILT_IN = {
         ),
     )
 }  # fmt: skip
-"""The models of the papers, and the sizes one meets most."""
+"""The models of the papers, and common sizes."""
 
 HUB_NAMES = {
     "huggyllama/llama-7b": "llama-7b",
@@ -164,11 +163,11 @@ HUB_NAMES = {
     "nvidia/nemotron-h-8b": "nemotron-h-8b",
     "ibm-granite/granite-4.0-h-small": "granite-4-h-small",
 }
-"""Ids without what says how a model was tuned, and when."""
+"""Hub ids, without the parts that tell the tuning and its date."""
 
 
 def known_name(hub_id: str) -> str | None:
-    """Return the name by which a hub's id is known here; None if it is not."""
+    """Return the name here of a model with this hub id; None if it is unknown."""
     plain = hub_id.lower()
     tuned = re.compile(
         r"-(instruct|chat|base|hf|it|thinking|reasoning|v0\.\d|\d{4}|fp8|original|bf16|8k|128k)(?=-|$)", re.IGNORECASE
@@ -179,7 +178,7 @@ def known_name(hub_id: str) -> str | None:
 
 
 def cached_config(hub_id: str) -> Path | None:
-    """Return the configuration that the hub's cache on this machine has of an id; None if it has none."""
+    """Return the configuration for this id in the hub's local cache; None if there is none."""
     home = (
         os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
     )

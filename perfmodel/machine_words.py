@@ -1,4 +1,4 @@
-"""Machines in numbers: a GPU or a host of R-workers by its bandwidth, speed or cores, and memory."""
+"""Machines in numbers: a GPU or a host of R-workers by bandwidth, speed or cores, and memory."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _PART = re.compile(
 
 
 def gpu_of(words: str) -> Gpu:
-    """Return the GPU of a preset's name, or of numbers. A ConfigError names the part that is not understood."""
+    """Return the GPU of a preset's name, or of numbers. A ConfigError names the part that is wrong."""
     if not _is_numbers(words):
         return find_gpu(words)
     parts = _parts("gpu", words, ("rate", "flops", "memory"), optional=("pcie",))
     read = Figure(parts["rate"], GPU_READ_EFFICIENCY, False, f"{GIVEN}; 0.8 taken for any GPU")
     flops = Figure(parts["flops"], FLOPS_EFFICIENCY, False, f"{GIVEN}; as the FastDecode paper's A10")
-    # Bytes per second of PCIe 4.0 x16 in one direction, where numbers do not say otherwise
+    # Default bytes per second of PCIe 4.0 x16 in one direction
     usual_pcie = 32e9
     return Gpu("your GPU", flops, read, read, parts["memory"], parts.get("pcie", usual_pcie))
 
 
 def cpu_host_of(words: str) -> CpuHost:
-    """Return the host of a preset's name, or of numbers: one host, which holds the GPU."""
+    """Return the host of a preset's name, or of numbers; numbers mean one host that also has the GPU."""
     if not _is_numbers(words):
         return find_cpu_host(words)
     parts = _parts("cpu", words, ("rate", "cores", "memory"))
@@ -50,7 +50,7 @@ def _is_numbers(words: str) -> bool:
 
 
 def _parts(flag: str, words: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return the figures of ``words`` by their kinds, in base units."""
+    """Return the figures of ``words`` by kind, in base units."""
     found: dict[str, float] = {}
     units = {
         "gb/s": ("rate", 1e9),
@@ -63,7 +63,7 @@ def _parts(flag: str, words: str, needed: tuple[str, ...], optional: tuple[str, 
         "gb": ("memory", 1e9),
         "tb": ("memory", 1e12),
     }
-    # Figures beyond which a unit is wrong
+    # Figures beyond which the unit must be wrong
     most = {"rate": 1e15, "flops": 1e18, "cores": 4096.0, "memory": 1e15, "pcie": 1e15}
     for word in words.replace(" ", "").split(":"):
         match = _PART.fullmatch(word)

@@ -1,4 +1,4 @@
-"""GPUs and CPU hosts by name: figures of data sheets, each with its source, and list prices with their dates."""
+"""GPUs and CPU hosts by name: figures of data sheets with sources, and list prices with dates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _gpu(
     nvlink_gb_per_s: float = 0.0,
     source: str = "NVIDIA data sheet",
 ) -> Gpu:
-    """Nominal figures of a data sheet: dense 16-bit tensor FLOP/s with 32-bit sums where they differ."""
+    """Return a GPU with a data sheet's nominal figures: dense 16-bit tensor FLOP/s, with 32-bit sums if they differ."""
     measured = name == "a10"
     read = Figure(gb_per_s * 1e9, GPU_READ_EFFICIENCY, False, f"{source}; 0.8 taken for any GPU")
     weights = Figure(gb_per_s * 1e9, A10_WEIGHT_EFFICIENCY, True, "FastDecode paper, T(1) of a 7B layer")
@@ -65,7 +65,10 @@ def _host(
     source: str = "memory channels",
     holds_gpu: bool = False,
 ) -> CpuHost:
-    """Nominal: memory channels times transfer rate, per socket; one R-worker per socket; ``gb`` is assumed."""
+    """Return a host's nominal figures: memory channels times transfer rate per socket; one R-worker per socket.
+
+    ``gb`` is assumed.
+    """
     measured = name == "epyc-7452"
     origin = "FastDecode paper" if measured else f"{source}; as the FastDecode paper's Epyc 7452"
     reading = Figure(gb_per_s * 1e9, CPU_READ_EFFICIENCY, measured, origin)
@@ -98,8 +101,7 @@ GPUS = {
         _gpu("rtx-pro-6000", 503.8, 1792, 96, 64, 0, "NVIDIA RTX PRO Blackwell whitepaper"),
     )
 }
-"""A100, H100, H200 and B200 are the SXM versions, the A100 with 80 GB; the RTX PRO 6000 is of the Blackwell generation.
-"""
+"""GPUs by name. A100 (80 GB), H100, H200 and B200 are the SXM versions; RTX PRO 6000 is the Blackwell generation."""
 
 CPU_HOSTS = {
     host.name: host
@@ -118,7 +120,10 @@ CPU_HOSTS = {
         _host("laptop", 1, 8, 2 * 38.4, 32, "2 channels of DDR5-4800", True),
     )
 }
-"""Servers have two sockets where 2 stands: 8 channels of DDR4-3200, 12 and 12 of DDR5-4800, 8 of DDR5-4800."""
+"""CPU hosts by name.
+
+Servers with 2 have two sockets: 8 channels of DDR4-3200, 12 and 12 of DDR5-4800, 8 of DDR5-4800.
+"""
 
 _Preset = TypeVar("_Preset", Gpu, CpuHost)
 
@@ -126,23 +131,23 @@ NUMBERS = {
     "gpu": "1792GB/s:210TFLOPS:32GiB",
     "cpu": "90GB/s:16cores:64GiB",
 }
-"""Machines in numbers, as errors show them."""
+"""Examples of machines in numbers, for errors."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of that name; ConfigError lists those there are."""
+    """Return the GPU of that name. A ConfigError lists the known ones."""
     return _find("gpu", GPUS, name)
 
 
 def find_cpu_host(name: str) -> CpuHost:
-    """Return the CPU host of that name; ConfigError lists those there are."""
+    """Return the CPU host of that name. A ConfigError lists the known ones."""
     return _find("cpu", CPU_HOSTS, name)
 
 
 def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
     key = _key(name)
     matches = [preset for preset in presets if _key(preset) == key]
-    # Letters and digits from which on the end of a name stands for it, such as 5090 and 9950x
+    # Least letters and digits of a name's end that stand for it, such as 5090 and 9950x
     least_key = 4
     if not matches and len(key) >= least_key:
         matches = [preset for preset in presets if _key(preset).endswith(key)]
@@ -154,5 +159,5 @@ def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
 
 
 def _key(name: str) -> str:
-    """Return letters and digits alone: `RTX 5090`, `rtx_5090` and `rtx-5090` are one name."""
+    """Return letters and digits only, so that `RTX 5090`, `rtx_5090` and `rtx-5090` are one name."""
     return "".join(each for each in name.lower() if each.isalnum())

@@ -1,4 +1,4 @@
-"""Profiles to JSON and back: every key known, none missing, every number finite."""
+"""Profiles as JSON: every key known, none missing, every number finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fastdecode.perfmodel.state_shape import StateShape
 
 
 def write_profile(profile: HardwareProfile) -> str:
-    """Return the profile as :func:`read_profile` reads it."""
+    """Return the profile as JSON for :func:`read_profile`."""
     return json.dumps(asdict(profile), indent=2) + "\n"
 
 
@@ -71,7 +71,7 @@ def read_profile(text: str) -> HardwareProfile:
 
 
 def load_profile(path: str) -> HardwareProfile:
-    """Return the profile in a file; ProfileError or OSError."""
+    """Return the profile in a file. Raise ProfileError or OSError."""
     try:
         return read_profile(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ _Part = TypeVar("_Part")
 
 
 def _build(kind: type[_Part], value: Any, where: str) -> _Part:
-    """Return a frozen dataclass from a JSON object: every key known, none missing, numbers finite and not negative."""
+    """Return a frozen dataclass from a JSON object with the right keys and finite numbers that are not negative."""
     data = _object(value, where)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
@@ -99,8 +99,8 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
 
 
 def _plain(item: Any, kind: str, where: str) -> Any:
-    """Return what a field is made of: a part of a shape where it has one, tuples for lists."""
-    # Parts of a model's shape, by their annotation
+    """Return a field's value: a part of a shape if it is one, tuples for lists."""
+    # Parts of a model's shape, by annotation
     of_shapes = {"LatentShape | None": LatentShape, "IndexShape | None": IndexShape, "StateShape | None": StateShape}
     if kind in of_shapes and item is not None:
         return _build(of_shapes[kind], item, where)

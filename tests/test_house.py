@@ -20,14 +20,14 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 346,
-    "lines that serving imports": 51_300,
-    "lines of the product": 65_100,
+    "modules that serving imports": 348,
+    "lines that serving imports": 51_650,
+    "lines of the product": 65_600,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 600,
-    "docstrings that are fragments": 61,
+    "docstrings that are fragments": 27,
 }
 
 FRAGMENT = re.compile(

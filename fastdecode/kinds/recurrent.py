@@ -12,18 +12,18 @@ from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, 
 
 KEEPS = "this model keeps a state per sequence"
 BESIDE = f"{KEEPS} beside its cache"
-HERE = "states that lie with the S-worker (state_on s)"
+HERE = "states that the S-worker keeps (state_on s)"
 
 CANNOT: dict[Way, str] = {
-    "ranges": f"{BESIDE}: a state is that of all tokens of a sequence, so no range of them has one; leave it out",
-    "tsp": f"{BESIDE}: prefill workers hand it on from part to part, as kvr does; leave it out",
-    "parking": f"{BESIDE}: a prefix is of use only with its state, which is not written to disks; leave it out",
-    "states here, sessions": f"{HERE} end with it, and keys and values are of no use to the next one without them; "
+    "ranges": f"{BESIDE}: a state covers all tokens of a sequence, so no range of them has its own; leave it out",
+    "tsp": f"{BESIDE}: prefill workers pass it from part to part, as kvr does; leave it out",
+    "parking": f"{BESIDE}: a prefix is useful only with its state, which is not written to disks; leave it out",
+    "states here, sessions": f"{HERE} end with it, and the next one cannot use keys and values without them; "
     "give state_on r, or leave it out",
-    "states here, prefill workers": "they hand states on to R-workers, and with state_on s these lie with the "
-    "S-worker, which has no port for them; give state_on r, or leave it out",
-    "states here, ranks": f"{HERE} are those of one process, and ranks are several; give state_on r, or leave it out",
-    "states there, memory here": "it is for states that lie with the S-worker (state_on s); leave it out",
+    "states here, prefill workers": "they send states to R-workers; with state_on s the S-worker keeps them, "
+    "and it has no port for them; give state_on r, or leave it out",
+    "states here, ranks": f"{HERE} belong to one process, and ranks are several; give state_on r, or leave it out",
+    "states there, memory here": "it is for states that the S-worker keeps (state_on s); leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
 }
 """Features that states do not support, and why."""

@@ -1,4 +1,4 @@
-"""``fastdecode bench attention``: the R-worker's kernel beside what this machine can read and compute."""
+"""``fastdecode bench attention``: the R-worker's kernel relative to this machine's reading and arithmetic peaks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row per shape; Ctrl-C writes what was measured."""
+    """Print a row per shape; after Ctrl-C, write what was measured."""
     from fastdecode.perfmodel.lab.measure.attention_bench import AttentionBench
 
     shapes = parse_shapes(args)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"repeats must be at least {LEAST_REPEATS}, not {args.repeats}")
     check_output_files(args.output_json, plots=(args.plot,))
     cache_bytes = parse_bytes("cache_bytes", args.cache_bytes)
-    # The least bytes that each thread reads: fewer would measure the processor's caches instead of memory
+    # Fewest bytes that each thread reads; fewer would measure caches instead of memory
     least_cache_bytes = 1 << 20
     if cache_bytes < least_cache_bytes * max(shape.threads for shape in shapes):
         raise ConfigError(f"cache_bytes must be at least 1 MiB for each thread, not {cache_bytes} bytes")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
-    """Return every combination of the lists. A ConfigError names the flag that cannot work."""
+    """Return every combination of the lists. A ConfigError names the bad flag."""
     from fastdecode.perfmodel.lab.measure.attention_shape import ContextLen, sweep
 
     whole = (

@@ -1,4 +1,4 @@
-"""Bounds of what a plan or a simulation is asked: a model's context, and the memory and time that a run would take."""
+"""Bounds on plans and simulations: a model's context, and the memory and time of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastdecode.perfmodel.model_shape import ModelShape
 
 
 def check_context(shape: ModelShape | None, tokens: float, name: str) -> None:
-    """Raise ConfigError if a context is longer than the model's."""
+    """Raise ConfigError if a context exceeds the model's."""
     if shape and shape.max_context and tokens > shape.max_context:
         raise ConfigError(
             f"{name}: {tokens:,.0f} tokens of prompt and output are beyond the {shape.max_context:,} of {shape.name}"
@@ -17,16 +17,16 @@ def check_context(shape: ModelShape | None, tokens: float, name: str) -> None:
 
 
 def check_r_workers(number: int | None) -> None:
-    """Raise ConfigError for more R-workers than a plan counts."""
-    # R-workers of a plan
+    """Raise ConfigError for more R-workers than a plan supports."""
+    # Most R-workers of a plan
     most_r_workers = 100_000
     if number is not None and number > most_r_workers:
         raise ConfigError(f"num_r_workers must be at most {most_r_workers:,}, not {number:,}")
 
 
 def check_simulated_memory(num_prompts: int, prompt_tokens: float) -> None:
-    """ConfigError, with the number that fits, where ``num_prompts`` of ``prompt_tokens`` each take too much memory."""
-    # Memory of a prompt's token in a simulation: an object and a place in a list
+    """Raise ConfigError, with the number that fits, if ``num_prompts`` prompts need too much memory."""
+    # Memory of a simulated prompt token: an object, and a place in a list
     bytes_per_token = 45.0
     bytes_per_request = 2000.0
     each = bytes_per_request + bytes_per_token * prompt_tokens
@@ -52,21 +52,21 @@ def check_simulated_time(
     num_r_workers: int,
     runs: int = 1,
 ) -> None:
-    """ConfigError, with the number that fits, where ``runs`` of these requests would take more than a minute."""
+    """Raise ConfigError, with the number that fits, if ``runs`` of these requests would take over a minute."""
     count = len(output_lens)
     if not count:
         return
     seats = max(1, min(seats, count))
     steps = max(sum(output_lens) / seats, max(output_lens)) + sum(prompt_lens) / max(batch_tokens, 1)
-    # Time of a simulated step: once, for each sequence in it, for each R-worker
+    # Time of a simulated step: once, per sequence, per R-worker
     step_seconds, sequence_seconds, r_worker_seconds = 5e-4, 2.5e-6, 8e-6
     of_step = step_seconds + sequence_seconds * seats + r_worker_seconds * num_r_workers
     seconds = runs * steps * of_step
-    # Memory and time of one simulation
+    # Most memory and time of one simulation
     most_seconds = 60.0
     if seconds <= most_seconds:
         return
-    # Steps that a run with few R-workers has the time for
+    # Steps for which a run with few R-workers has time
     many_steps = 20_000
     if r_worker_seconds * num_r_workers > of_step / 2 and steps < many_steps:
         most = int(num_r_workers * most_seconds / seconds)

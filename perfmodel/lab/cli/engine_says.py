@@ -1,4 +1,4 @@
-"""The engine's own refusals, asked before a plan is recommended: what no engine runs is not planned."""
+"""The engine's own refusals, checked before a plan is recommended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.perfmodel.model_shape import ModelShape
 
 
 def check_runs(name_or_path: str | None) -> None:
-    """Raise UnsupportedModelError if the engine refuses every model of a type."""
+    """Raise UnsupportedModelError if the engine refuses all models of this type."""
     kind = _model_type(name_or_path)
     # Types of models that the engine refuses to load (docs/models.md)
     refused_types = {
@@ -41,7 +41,7 @@ def engine_cannot(case: PlanCase) -> str | None:
 
 
 def _ways(case: PlanCase) -> Iterator[Way]:
-    """Yield what the plan puts the layers through."""
+    """Yield the features that the plan needs of the layers."""
     if case.args.gpu and case.args.gpu != HERE_WORD:
         yield "gpu"
     if case.plan.tensor_parallel_size > 1:

@@ -70,11 +70,11 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate at the given rate, or at the largest within the SLO; Ctrl-C prints the figures of the part that ran."""
+    """Simulate at the given rate, or at the highest within the SLO; after Ctrl-C, print the finished part."""
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
-    # Runs that a search for the capacity takes, about
+    # Approximate runs of a search for the capacity
     runs_of_a_search = 12
     runs = runs_of_a_search if slo else 2 if inputs.events else 1
     check_simulated_time(
@@ -114,12 +114,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
-    """The largest rate that keeps to ``slo``; 0 where none does, infinite where the requests are too few to tell."""
+    """Return the highest rate that meets ``slo``; 0 if none does, infinite if there are too few requests to tell."""
 
     def meets(rate: float) -> bool:
         requests = inputs.workload.at(rate)
         simulator = inputs.simulator()
-        # Between looks at whether a load in a capacity search is lost already
+        # Seconds between checks whether a load in a capacity search is already lost
         look_every_steps = 64
         simulator.run(
             requests, lambda each: each.num_steps % look_every_steps == 0 and slo.is_lost(requests, each.now_seconds)
@@ -134,7 +134,7 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
 
 
 def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
-    """Return the workload at ``rate``, every step kept."""
+    """Return the simulation of the workload at ``rate``, with every step."""
     requests = inputs.workload.at(rate)
     steps: list[StepRecord] = []
     simulator = inputs.simulator(steps.append)
@@ -153,7 +153,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:
-    """Move the bar, and never stop."""
+    """Update the progress bar; return False, so that the run continues."""
     bar.update(simulator.num_finished - bar.n)
     return False
 

@@ -1,4 +1,4 @@
-"""``fastdecode validate``: predicted against measured, on this machine."""
+"""``fastdecode validate``: predicted against measured times on this machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row per configuration and the errors; refuse a profile of another machine, version or model."""
+    """Print a row per configuration, and the errors. Refuse a profile of another machine, version or model."""
     check_output_files(args.output_json, plots=(args.plot,))
     if args.num_configurations is not None and args.num_configurations < 1:
         raise ConfigError(f"num_configurations must be at least 1, not {args.num_configurations}")
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Configuration], bool]:
-    """Return the configurations that the flags ask for, and whether an offline run comes after them."""
+    """Return the requested configurations, and whether an offline run follows."""
     from fastdecode.perfmodel.lab.measure.rank_calibrator import rank_configurations
     from fastdecode.perfmodel.lab.measure.validation import configurations, range_configurations
 
@@ -102,9 +102,9 @@ def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Conf
 def run_grid(
     measured: Iterable[ValidatedRow], measuring: Validation | None, output_json: str | None, plot: str | None
 ) -> OfflineRun | None:
-    """Measure every row and then the offline run of ``measuring``, if any, and return the latter.
+    """Measure every row and then the offline run of ``measuring``, if any; return the latter.
 
-    Whatever ends this early, Ctrl-C too, the rows measured so far are in ``output_json``: they took longest.
+    If this ends early, also by Ctrl-C, the measured rows are in ``output_json``, since they took longest.
     """
     rows: list[ValidatedRow] = []
     offline: OfflineRun | None = None
@@ -130,7 +130,7 @@ def _shown(row: ValidatedRow, num_heads: int) -> ValidatedRow:
 
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
-    """Return the profile's model, its S-worker on the CPU."""
+    """Return the profile's model with its S-worker on the CPU."""
     from fastdecode.sworker.model.loader import model_shape
 
     config = EngineConfig(
@@ -163,7 +163,7 @@ def table_line(row: ValidatedRow, num_heads: int) -> str:
 
 
 def error_line(rows: Sequence[ValidatedRow]) -> str:
-    """Return the median and worst."""
+    """Return the median and the worst error."""
     errors = np.abs([row.error for row in rows])
     worst = rows[int(np.argmax(errors))].configuration
     unsteady = sum(row.moved > MOST_DRIFT for row in rows)

@@ -1,4 +1,4 @@
-"""This machine for a plan, measured in a few seconds: an R-worker's own reads, the S-worker's products, the link."""
+"""This machine for a plan, measured in a few seconds: an R-worker's reads, the S-worker's products, the link."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape, Con
 from fastdecode.sworker.run.device_speed import DeviceSpeed, measure_device
 
 CACHE_BYTES = 384 << 20
-"""Size of the cache that is read: above last-level caches, and filled within a second."""
+"""Size of the cache that is read: larger than last-level caches, and filled within a second."""
 
 MEASURED = "measured here"
 
 
 def cpu_here() -> CpuHost:
-    """Return this host as R-workers see it: the bytes of a cache that attention reads in a second, with all cores."""
+    """Return this host for R-workers: the cache bytes per second that attention reads with all cores."""
     threads = len(usable_cores())
-    # The attention that is timed: each head has keys and values of its own, so that reading binds
+    # The timed attention: each head has its own keys and values, so that reading is the limit
     num_heads, head_dim, context = 8, 128, ContextLen(1024, 1024)
     shape = AttentionShape("auto", "bfloat16", num_heads, num_heads, head_dim, context, None, 1, threads)
     cache_bytes = min(CACHE_BYTES, available_memory_bytes() // 8)
@@ -36,7 +36,7 @@ def cpu_here() -> CpuHost:
 
 
 def gpu_here() -> tuple[Gpu, bool]:
-    """Return this machine's S-worker, and whether it is a GPU: where there is none, the CPU is."""
+    """Return this machine's S-worker device, and whether it is a GPU. Without a GPU it is the CPU."""
     found = measure_device()
     return _as_gpu(found), found.is_gpu
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: time per token and price by users at once, for FastDecode and for the GPU alone."""
+"""The picture of a plan: time per token and price by concurrent users, for FastDecode and the GPU alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_POINTS = 24
 
 @dataclass(frozen=True)
 class Point:
-    """``users`` at once, each of whom gets a token in ``milliseconds``; ``fits``: memory has room for them."""
+    """``users`` at once, each with a token every ``milliseconds``. ``fits``: memory holds them."""
 
     users: int
     milliseconds: float
@@ -54,7 +54,7 @@ def alone_points(server: GpuServer, most_users: int, prices: Prices) -> list[Poi
 def plot_plan(
     planner: Planner, plan: Plan, server: GpuServer | None, prices: Prices, limits: ServiceLimits, title: str, path: str
 ) -> None:
-    """Draw both ways; hollow points are beyond memory. OSError when the file cannot be written."""
+    """Draw both ways; hollow points exceed memory. Raise OSError if the file cannot be written."""
     own = plan_points(planner, plan, prices)
     other = alone_points(server, own[-1].users, prices) if server else []
     fastdecode, alone, limit = "#2f6db3", "#b5542f", "#9a9a9a"
