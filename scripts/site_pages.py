@@ -31,6 +31,9 @@ PAGES = {
 }
 """Files of the repository beside docs/ that are pages, and where they are on the site."""
 
+GENERATED = {"docs/ledger/measured.json": "ledger.md", "docs/ledger/tried.json": "ledger.md"}
+"""Data of pages that the site alone has."""
+
 SCRIPTS = {
     f"examples/{name}.py": f"examples/{name}.md" for name in ("three_r_workers", "spot_hosts", "shared_documents")
 }
@@ -70,15 +73,15 @@ CARDS = """<div class="grid cards" markdown>
 
     ---
 
-    Conversations that your card cannot hold, in your host's memory. For example {home}.
+    Conversations that your card cannot hold, in your host's memory. Planned for an RTX 4090: {home}.
 
     [Does it pay on my machine?](docs/calculator.md) · [First steps](docs/first-steps.md)
 
--   **Operator: a vLLM deployment, spare CPU hosts**
+-   **Operator: vLLM and spare CPU hosts**
 
     ---
 
-    More users on the same GPUs. For example {operator}.
+    More users on the same GPUs. Planned for an A100 and six EPYC hosts: {operator}.
 
     [Serving](docs/serving.md) · [vLLM's flags](docs/api.md#coming-from-vllm) · [Reliability](docs/reliability.md)
 
@@ -135,7 +138,7 @@ def relinked(markdown: str, site_uri: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
-        there = PAGES.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
+        there = (PAGES | GENERATED).get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
         if there is None:
             return match[0]
         return f"{match[1]}{posixpath.relpath(there, posixpath.dirname(site_uri) or '.')}{match[3] or ''}"

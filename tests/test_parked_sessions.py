@@ -245,8 +245,6 @@ def test_a_request_that_leaves_while_its_prefix_is_read(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"park_dir": "x", "kv_replicas": 2}, "kv_replicas=2"),
-        ({"park_dir": "x", "kv_shard_tokens": 512}, "kv_shard_tokens=512"),
         ({"park_dir": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"park_dir": "x", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
         ({"park_dir": "x", "r_workers": "127.0.0.1:1"}, "park_dir: this process does not start these R-workers"),

@@ -107,8 +107,27 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in (match[2] for match in site_pages.LINK.finditer(text)):
             there = (Path("/site", uri).parent / target).as_posix()
             page = Path(there).resolve().relative_to("/site").as_posix()
-            known = page in sources.values() or page.startswith("cli/") or (ROOT / "docs" / page).is_file()
+            known = page in {*sources.values(), *site_pages.GENERATED.values()} or page.startswith("cli/")
+            known = known or (ROOT / "docs" / page).is_file()
             assert known, f"{place}: {target}"
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them of plain words."""
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    titles = (title.lower() for title in re.findall(r"^#+ (.*)$", prose, re.MULTILINE))
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in titles}
+
+
+def test_anchors_of_links_are_headings() -> None:
+    pages = [*(ROOT / place for place in site_pages.PAGES), *(ROOT / "docs").rglob("*.md")]
+    wrong = [
+        f"{page.name}: {target}#{anchor}"
+        for page in pages
+        for target, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", page.read_text("utf-8"))
+        if anchor not in anchors((page.parent / target if target else page).read_text("utf-8"))
+    ]
+    assert wrong == []
 
 
 def test_messages_of_the_errors_page_are_the_program_s() -> None:
@@ -117,6 +136,17 @@ def test_messages_of_the_errors_page_are_the_program_s() -> None:
     folders = (ROOT / name for name in ("fastdecode", "sworker", "cluster", "perfmodel"))
     sources = (each.read_text("utf-8") for folder in folders for each in folder.rglob("*.py"))
     program = "\n".join(re.sub(r'"\s*\n\s*f?"', "", text) for text in sources)
-    for message in re.findall(r"^\| `([^`]*)` \| [^|]*\.\s?.*\|$", page, re.MULTILINE):
+    assert not re.search(r"^\| message", page, re.MULTILINE)
+    messages = re.findall(r"^- `([^`]*)`: .*$", page, re.MULTILINE)
+    assert len(messages) > 60
+    for message in messages:
         lost = [piece for piece in message.split("…") if piece.strip() not in program]
         assert not lost, f"{message}: {lost}"
+
+
+def test_the_front_page_has_three_paths() -> None:
+    """What is planned for the first two comes of the README's table."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    page = site_pages.front_page(readme)
+    assert page.count("\n-   **") == 3 and "| you have |" not in page
+    assert "128K tokens" in page and "## Several hosts" in page
