@@ -49,10 +49,17 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
 
 
 def _as_many(answer: PlanAnswer) -> str:
-    """Say how many servers of GPUs alone give as many tokens per second, where that is more than one."""
+    """Return the GPUs alone that give as many tokens per second, or else those that can run such a sequence."""
     alone, gpu = answer.alone_service, answer.case.inputs.gpu_name
-    if not alone or not gpu or answer.case.inputs.one_host:
+    if not gpu or answer.case.inputs.one_host:
         return ""
+    if not alone:
+        able = [row for row in answer.found.get("tensor_parallel", ()) if row.alone_step_seconds]
+        return "".join(
+            f"; {row.tensor_parallel_size} GPUs alone serve {users(row.alone_users)} at "
+            f"{milliseconds(row.alone_step_seconds)} per token, {row.alone_tokens_per_second:,.0f} tokens/s in all"
+            for row in able[:1]
+        )
     servers = math.ceil(answer.service.tokens_per_second / alone.tokens_per_second)
     if servers < 2:
         return ""
