@@ -65,14 +65,12 @@ def _check_parking(config: EngineSettings) -> None:
         return
     for name, refused in (
         ("enable_prefix_caching", not config.enable_prefix_caching),
-        ("kv_shard_tokens", config.kv_shard_tokens is not None),
-        ("kv_replicas", config.kv_replicas > 1),
         ("tensor_parallel_size", config.tensor_parallel_size > 1),
     ):
         if refused:
             raise ConfigError(
-                f"park_dir: parking needs prefixes that lie whole on one R-worker of one S-worker process: leave "
-                f"out park_dir, or {name}={getattr(config, name)}"
+                f"park_dir: parking needs prefixes of one S-worker process: leave out park_dir, or "
+                f"{name}={getattr(config, name)}"
             )
 
 
