@@ -296,11 +296,11 @@ def weighing_of(layers: tuple[int, ...] = (0, 1)) -> Weighing:
 def test_a_question_about_attention_is_read_as_it_was_written() -> None:
     for norms in (None, np.ones((1, 8, 2), np.float32)):
         asked = replace(weighing_of(), norms=norms)
-        numbers, queries, told = weighing.encode_weighing(asked)
+        numbers, queries, *told = weighing.encode_weighing(asked)
         found = weighing.decode_numbers(numbers, LAYOUT)
         assert (found.part, found.block, found.layers) == (asked.part, 16, (0, 1))
         assert queries.tobytes() == b"".join(each.tobytes() for each in asked.queries)
-        assert told.nbytes == (0 if norms is None else norms.nbytes)
+        assert [each.nbytes for each in told] == ([] if norms is None else [norms.nbytes])
     assert weighing.answer_shape(LAYOUT, asked) == (asked.num_blocks,) == (2,)
     assert weighing.answer_shape(LAYOUT, replace(asked, finds_norms=True)) == (1, 8, 2)
 
