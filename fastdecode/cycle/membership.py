@@ -98,7 +98,7 @@ class Membership(Companion):
                 return
 
     def let_go(self, cycle: Cycle) -> None:
-        """Remove R-workers that drain and have nothing left to do."""
+        """Remove draining R-workers that have no work left."""
         scheduler = cycle.scheduler
         if not scheduler.store.workers.draining:
             return
