@@ -27,8 +27,8 @@ FORMATS = {
 """Bits of a weight with its scales: of blocks of 128 x 128 (fp8), of 32 (mxfp4), of groups of 128 (awq, gptq) and of
 rows (int8); of GGUF as llama.cpp gives them. Embeddings and the head stay in the model's dtype."""
 
-KEPT_PACKED: frozenset[str] = frozenset()
-"""Formats that the S-worker keeps as they are; it unpacks all others as it reads them."""
+KEPT_PACKED = frozenset(("fp8", "mxfp4", "awq", "gptq", "int8"))
+"""Formats that an S-worker on one GPU keeps as they are (`sworker/model/packing.py`); it unpacks GGUF as it reads it."""
 
 
 def format_of(quantization: Mapping[str, Any]) -> str | None:

@@ -20,13 +20,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 329,
-    "lines that serving imports": 49_400,
-    "lines of the product": 63_000,
+    "modules that serving imports": 334,
+    "lines that serving imports": 50_200,
+    "lines of the product": 63_800,
     "files over 300 lines": 15,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 1040,
+    "module constants": 1048,
     "docstrings that are fragments": 402,
 }
 

@@ -19,9 +19,11 @@ from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.files.generation import generation_defaults
+from fastdecode.sworker.model import packing
 from fastdecode.sworker.model.checkpoints import published_codes, quantization
 from fastdecode.sworker.model.first_layers import first_layers
 from fastdecode.sworker.model.fused import FusedRows
+from fastdecode.sworker.model.held import bits_of, files_digest, weights_digest
 from fastdecode.sworker.model.loader import (
     load_hf_config,
     load_model,
@@ -30,7 +32,6 @@ from fastdecode.sworker.model.loader import (
     most_positions,
     place_model,
     resolve_device,
-    weights_digest,
 )
 from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.refusals import check_rope
@@ -62,16 +63,18 @@ class SModel:
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
-        packing = quantization(hf_config)
+        packed_in = quantization(hf_config)
+        form = packing.choose(config, hf_config, resolve_device(config.device))
         whole = load_model(config, hf_config)
         self._weights = weights_digest(whole)
+        if form.how == "theirs":
+            self._weights += files_digest(config.model, config.revision)
         if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
             raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
         layers = probe_layers(whole, hf_config) if rank and (config.prefill_workers or config.journal) else None
-        if config.quantization:
-            if resolve_device(config.device).type != "cpu":
-                raise ConfigError("quantization: int8 products run on the CPU: give --device cpu as well")
-            published = published_codes(config.model, config.revision, packing)
+        multiplies_int8 = config.quantization == "int8" and resolve_device(config.device).type == "cpu"
+        if multiplies_int8:
+            published = published_codes(config.model, config.revision, packed_in)
             quantize_linears(whole, hf_config, published)
             quantize_experts(whole, num_attention_heads(hf_config))
         self.model = place_model(config, hf_config, whole, rank)
@@ -86,7 +89,7 @@ class SModel:
                 self.layout.model_dtype,
                 named,
             )
-        elif config.quantization and repeats_rows(self.model, hf_config, (1, 2, 5, 11)):
+        elif multiplies_int8 and repeats_rows(self.model, hf_config, (1, 2, 5, 11)):
             allow_few_rows(self.model)
         self._config, self._hf_config, self._rank = config, hf_config, rank
 
@@ -101,7 +104,7 @@ class SModel:
         """Return the whole model's name, equal in processes with the same layers, dtype, vocabulary and weights."""
         layers = self.whole_layout.with_state_dtype("float32").layers
         text = f"{layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
-        text += f" {self._config.quantization}" if self._config.quantization else ""
+        text += f" {self._config.quantization}" if self._config.quantization in ("int4", "int8") else ""
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -136,6 +139,8 @@ class SModel:
     def shape(self) -> ModelShape:
         """Its sizes; UnsupportedModelError for a model that the performance model's equations do not know."""
         shape = model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
+        if not shape.multiplies_int8:
+            shape = replace(shape, weight_bits=bits_of(self.model))
         return shape.keeping_states(self._config.state_on == "s")
 
     def first_layers(self, num_layers: int) -> torch.nn.Module:

@@ -16,7 +16,8 @@ TAKEN = dict.fromkeys(
     ), _SAME,
 ) | {
     "api_key": "several keys too",
-    "quantization": "int8, for products of integers on the CPU; what is packed is unpacked without it",
+    "quantization": "a packed checkpoint's own format keeps it packed, `unpack` does not; `int8` multiplies integers "
+    "on the CPU; `int4` and `int8` pack plain weights on a GPU",
     "config": "a YAML file with flags of any command that loads a model",
     "dtype": "`half` and `float` too",
     "enable_auto_tool_choice": "a model may always choose tools",

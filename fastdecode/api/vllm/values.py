@@ -51,7 +51,9 @@ def translate(name: str, value: Any) -> Any:
     if name == "kv_cache_memory_bytes" and isinstance(value, str):
         return _count(name, value)
     if name == "quantization" and value in ("gguf", "none"):
-        return None  # what is packed is unpacked as it is loaded
+        return None  # files say themselves how they are packed
+    if name == "quantization" and isinstance(value, str):
+        return value.removesuffix("_marlin")  # a kernel of vLLM's for the same format
     if name == "load_format":
         return LOAD_FORMATS.get(value, value)
     if name == "lora_modules" and isinstance(value, list | tuple):
