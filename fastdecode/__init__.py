@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what users touch only when they touch it, so that an R-worker starts without torch."""
+    """Import public names on first use, so that an R-worker starts without torch."""
     if name not in _HOMES:
         if not name.startswith("_"):
             from fastdecode.api.from_vllm import NAMES
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def not_installed() -> str:
-    """Return what to do where Python reads the source folder and its C++ part is not there; "" where it is."""
+    """Return advice for a Python that imports the source folder, where the C++ part is missing; "" otherwise."""
     from importlib.util import find_spec
     from pathlib import Path
 

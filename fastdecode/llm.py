@@ -19,7 +19,7 @@ from fastdecode.sworker.model.tokenizer import HFTokenizer
 
 
 class LLM:
-    """A model ready to generate; takes every engine flag with underscores, and is a context manager."""
+    """A loaded model that generates; a context manager that accepts every engine flag with underscores."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         if model is not None:
@@ -44,13 +44,13 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **vllms: Any,
     ) -> list[RequestOutput]:
-        """Finished outputs in the order of ``prompts``.
+        """Return finished outputs in the order of ``prompts``.
 
-        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params`` is one for all, or one each; None is
-        the model's generation_config.json. Bad input raises before anything runs; on any failure or Ctrl-C nothing
-        of this call is left in the engine. ``lora_request`` must be None. ``prompt_token_ids``: prompts as token ids,
-        with their texts in ``prompts`` or alone. ``use_tqdm`` may be what makes the progress bar. ``vllms``: other
-        arguments of vLLM's, which must ask for nothing.
+        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params``: one for all, or one each; None uses the
+        model's generation_config.json. Bad input raises before anything runs. After a failure or Ctrl-C the engine has
+        no request of this call. ``lora_request`` must be None. ``prompt_token_ids``: prompts as token ids, alone or
+        with their texts in ``prompts``. ``use_tqdm``: also a function that makes the progress bar. ``vllms``: other
+        arguments of vLLM, which must have no effect.
         """
         check_lora(lora_request)
         check_call(vllms)
@@ -81,9 +81,10 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         **vllms: Any,
     ) -> list[RequestOutput]:
-        """Answers to conversations: one, [{"role": …, "content": …}], or a list of them; otherwise as ``generate``.
+        """Return the answers to one conversation, [{"role": …, "content": …}], or to a list of them.
 
-        The model's chat template, or ``chat_template``, writes the prompt from them and from ``tools``.
+        The model's chat template, or ``chat_template``, renders each conversation and ``tools`` as a prompt. Other
+        arguments are as in ``generate``.
 
         Raises:
             RequestError: no chat template, or it does not take the messages.
@@ -110,7 +111,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer as transformers has it; ConfigError where it was not loaded."""
+        """Return the model's tokenizer as transformers has it. Raise ConfigError if it was not loaded."""
         return self._tokenizer.hf
 
     @property
@@ -120,16 +121,19 @@ class LLM:
         return self.engine.s_model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json asks for."""
+        """Return the sampling defaults of generation_config.json."""
         return SamplingParams(**self.engine.s_model.generation_defaults)
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine, under the name that vLLM has for it."""
+        """The engine; the name is vLLM's."""
         return self.engine
 
     def reset_prefix_cache(self, **vllms: Any) -> bool:
-        """Forget every retained prefix; running requests go on. True, as vLLM's. ``vllms``: as of ``generate``."""
+        """Evict every retained prefix; running requests continue.
+
+        Return True, as vLLM does. ``vllms``: as in ``generate``.
+        """
         check_call(vllms)
         self.engine.reset_prefix_cache()
         return True
@@ -170,7 +174,10 @@ class LLM:
 
 
 def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
-    """Return one prompt for each text, or list of token ids, or both; ConfigError where they are not as many."""
+    """Return one prompt per text, per list of token ids, or per pair of both.
+
+    Raise ConfigError if the counts differ.
+    """
     if prompts is None and prompt_token_ids is None:
         raise ConfigError("generate: give prompts")
     texts: list[Any] = [] if prompts is None else [prompts] if _is_single(prompts) else list(prompts)
@@ -187,7 +194,7 @@ def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
 
 
 def _is_single(prompts: Any) -> bool:
-    """True for one prompt: text, a mapping, or a flat list of token ids."""
+    """Return whether ``prompts`` is a single prompt: text, a mapping, or a flat list of token ids."""
     if isinstance(prompts, (str, dict)):
         return True
     return bool(prompts) and all(isinstance(item, int) for item in prompts)

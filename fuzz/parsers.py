@@ -175,7 +175,7 @@ def gate(data: bytes) -> None:
     _require(len(door._pending) <= handshake.MOST_PENDING)
 
 
-def stream_reader(data: bytes) -> None:
+def stream(data: bytes) -> None:
     """Any bytes are frames or end the connection, and no part is longer than was announced."""
     mine, theirs = socket.socketpair()
     with mine, theirs, suppress(ConnectionError, FrameError):
@@ -201,7 +201,7 @@ def lying_stream(data: bytes) -> None:
             provider.ConsumeIntInRange(0, 9),
         ]
         written += frames.HEADER.pack(frames.MAGIC, frames.VERSION, *fields, 0, 0, length, 0, 0) + body
-    stream_reader(written)
+    stream(written)
 
 
 class Message:
@@ -263,22 +263,9 @@ def _require(holds: bool) -> None:
         raise RuntimeError("a property does not hold")
 
 
+_ALL = (header, hello, welcome, held, refusal, join, prompt, prefill_answers, plan, report, parking, chain_file, gate)
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "header": header,
-    "hello": hello,
-    "welcome": welcome,
-    "held": held,
-    "refusal": refusal,
-    "join": join,
-    "prompt": prompt,
-    "prefill-answers": prefill_answers,
-    "plan": plan,
-    "report": report,
-    "parking": parking,
-    "chain-file": chain_file,
-    "gate": gate,
-    "stream": stream_reader,
-    "lying-stream": lying_stream,
+    each.__name__.replace("_", "-"): each for each in (*_ALL, stream, lying_stream)
 }
 HEADER = frames.HEADER.pack(frames.MAGIC, frames.VERSION, 7, 5, 9, 1, 2, 10, 20, 30)
 SEEDS: dict[str, list[bytes]] = {

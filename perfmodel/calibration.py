@@ -34,7 +34,7 @@ class Steadied:
     tries: int
 
     def measured(self, column: int) -> Measured:
-        """One column as it would have been at the reference's speed."""
+        """Return one column as it would have been at the reference's speed."""
         return summary(self.samples[:, column] / self.drift)
 
 
@@ -55,7 +55,7 @@ class Anchor:
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:
-        """Times as slow as the reference, now."""
+        """Return times as slow as the reference, now."""
         return self.call() / self.reference_seconds
 
 
@@ -87,7 +87,7 @@ def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_t
 
 
 def summary(seconds: np.ndarray) -> Measured:
-    """Median and spread of samples."""
+    """Return the median and spread of samples."""
     low, median, high = np.quantile(seconds, (0.1, 0.5, 0.9))
     return Measured(float(median), float((high - low) / abs(median)) if median else 0.0)
 
@@ -98,11 +98,11 @@ def most_moved(found: Sequence[Steadied]) -> float:
 
 
 def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Weights of ``columns``, float64 [num_columns] and none below zero, whose sum comes closest to ``seconds``.
+    """Return weights of ``columns``, float64 [num_columns] and none below zero, whose sum comes closest to ``seconds``.
 
-    ``columns``: float64 [num_points, num_columns], the first of which always counts; ``seconds``: float64
-    [num_points], above zero. Closest means the least squares of relative errors. With few columns every set of them
-    can be tried; of sets that fit alike the smaller one is taken, so that one point is enough for one part.
+    ``columns``: float64 [num_points, num_columns], the first of which always counts; ``seconds``: float64 [num_points],
+    above zero. Closest means the least squares of relative errors. With few columns every set of them can be tried; of
+    sets that fit alike the smaller one is taken, so that one point is enough for one part.
     """
     num_points, num_columns = columns.shape
     relative = columns / seconds[:, None]

@@ -39,7 +39,7 @@ class Deployment:
 
     @property
     def on_this_machine(self) -> bool:
-        """True where S-worker and R-workers share a machine."""
+        """True if S-worker and R-workers share a machine."""
         return self.r_worker in ("inproc", "spawn")
 
     @property
@@ -60,7 +60,10 @@ class Drift:
 def deployed_step_model(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift = Drift()
 ) -> StepModel:
-    """Return the seconds of any step of ``shape`` run that way; ProfileError where the profile lacks figures for it."""
+    """Return the seconds of any step of ``shape`` run that way.
+
+    Raise ProfileError if the profile lacks figures for it.
+    """
     here = deployment.on_this_machine
     num_ranks = deployment.num_ranks
     fixed, per_row = profile.step_overhead_seconds(deployment.r_worker, deployment.num_r_workers, num_ranks)
@@ -112,8 +115,11 @@ def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployme
 
 
 def _rows_r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
-    """The same where every row reads all. R-workers of several ranks of this machine read at the same time: all
-    together they are as fast as one that has the threads of all, which holds all heads. Latents each of them holds."""
+    """Return the same where every row reads all.
+
+    R-workers of several ranks of this machine read at the same time: all together they are as fast as one that has the
+    threads of all, which holds all heads. Latents each of them holds.
+    """
     num_ranks, own = deployment.num_ranks, rank_shape(shape, deployment.num_ranks)
     if not deployment.on_this_machine:
         return profile.measured_r_part(kv_dtype, deployment.r_threads, shape, deployment.r_worker, num_ranks)
@@ -136,7 +142,7 @@ def this_machine(device_name: str, r_worker: str, isa: str) -> MachineIdentity:
 
 
 def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
-    """ProfileError unless ``profile`` was made on this machine, by this version."""
+    """Raise ProfileError unless ``profile`` was made on this machine, by this version."""
     names = {"host": "machine", "s_worker": "S-worker", "isa": "instruction set", "fastdecode_version": "version"}
     for field, words in names.items():
         theirs, ours = getattr(profile.machine, field), getattr(here, field)
@@ -148,7 +154,7 @@ def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
 
 
 def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
-    """ProfileError where ``shape``'s layers are not those of ``profile``, KV heads and windows apart."""
+    """Raise ProfileError if ``shape``'s layers are not those of ``profile``, KV heads and windows apart."""
     others = ("name", "num_layers", "num_kv_heads", "windows", "chunked", "max_context", "weight_bits")
     sizes = [field.name for field in fields(ModelShape) if field.name not in others]
     unlike = next((size for size in sizes if getattr(shape, size) != getattr(profile.shape, size)), None)

@@ -26,12 +26,12 @@ TILE_TOKENS = 128
 
 
 def in_flight(mini_batch_size: int, num_mini_batches: int = 2) -> int:
-    """Sequences decoding at once."""
+    """Return sequences decoding at once."""
     return mini_batch_size * num_mini_batches
 
 
 def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: float) -> float:
-    """R-workers that hold the cache, each ``capacity_tokens`` (C) over all layers, unrounded (eq. 9).
+    """Return R-workers that hold the cache, each ``capacity_tokens`` (C) over all layers, unrounded (eq. 9).
 
     The paper's B·S ≤ C·P is two mini-batches of mean length S/2: ``in_flight`` = 2·B, ``mean_context`` = S/2.
     """
@@ -52,13 +52,13 @@ def balanced_r_workers(
     call_seconds: float = 0.0,
     row_seconds: float = 0.0,
 ) -> float:
-    """R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
+    """Return R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
 
     It solves eq. 10, seconds of one layer and mini-batch on the R-workers: B·S·R/(2P) with ``mean_context`` = S/2.
     Beyond the paper every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
     ``call_seconds``, and each row of it ``row_seconds``.
 
-    ``stage_seconds`` is T(B), or the transport's seconds where that is overlapped and slower. PlanError where what no
+    ``stage_seconds`` is T(B), or the transport's seconds where that is overlapped and slower. PlanError if what no
     number of R-workers can divide (a shared prefix, the fixed cost of a call) takes longer already.
     """
     indivisible = indivisible_seconds(r_part_seconds_per_token, shared_prefix_len, call_seconds)
@@ -73,12 +73,15 @@ def balanced_r_workers(
 
 
 def micro_batch_size(in_flight: float, output_len: float, interval_steps: float) -> float:
-    """Sequences that start together: M = B·F/S."""
+    """Return sequences that start together: M = B·F/S."""
     return in_flight * interval_steps / output_len
 
 
 def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: float, prompt_len: float = 0.0) -> float:
-    """Tokens attended in the worst step of the schedule: W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus prompts."""
+    """Return tokens attended in the worst step of the schedule:
+
+    W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus prompts.
+    """
     return in_flight * (prompt_len + (output_len + interval_steps) / 2.0)
 
 
@@ -91,8 +94,8 @@ def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:
     """E(k, α) = (1 - α^(k+1)) / (1 - α): the accepted ones of k draft tokens, and the one that follows them.
 
     Each is accepted with probability α, given that all before it were: Leviathan et al., "Fast Inference from
-    Transformers via Speculative Decoding" (2023), equation 1; "All About Transformer Inference", appendix D. k + 1
-    where all are accepted.
+    Transformers via Speculative Decoding" (2023), equation 1; "All About Transformer Inference", appendix D. k + 1 if
+    all are accepted.
     """
     if acceptance_rate >= 1.0:
         return num_drafts + 1.0
@@ -107,7 +110,7 @@ def roofline_step_seconds(
     flops_per_second: float,
     bytes_per_second: float,
 ) -> float:
-    """The least seconds one decode step of ``batch_size`` sequences can take; rates are of all chips together.
+    """Return the least seconds one decode step of ``batch_size`` sequences can take; rates are of all chips together.
 
     batch·KV/bandwidth + max(2·batch·parameters/FLOPs, parameter bytes/bandwidth): "All About Transformer Inference"
     (part 7 of the scaling book), "Theoretical Step Time (General)".
@@ -118,12 +121,12 @@ def roofline_step_seconds(
 
 
 def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_bytes_per_sequence: float) -> int:
-    """Sequences whose KV fits beside the weights; 0 where not even the weights fit ("What about memory?")."""
+    """Return sequences whose KV fits beside the weights; 0 if not even the weights fit ("What about memory?")."""
     return max(math.floor((memory_bytes - parameter_bytes) / kv_bytes_per_sequence), 0)
 
 
 def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
-    """The largest of 0 … ``most`` that ``meets``; 0 is taken to. Doubles, then halves the gap."""
+    """Return the largest of 0 … ``most`` that ``meets``; 0 is taken to. Doubles, then halves the gap."""
     high = 1
     while high <= most and meets(high):
         high *= 2

@@ -82,7 +82,7 @@ class Gpu:
 
     ``weight_bytes_per_second``: reading weights in small batches. ``kv_bytes_per_second``: reading a KV cache, as a
     server without R-workers does. ``host_bytes_per_second``: PCIe, one direction; ``nvlink_bytes_per_second``: NVLink,
-    one direction, 0 where there is none. ``memory_bytes``: nominal.
+    one direction, 0 if there is none. ``memory_bytes``: nominal.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Gpu:
         return self.name if " x " in self.name else f"1 x {self.name}"
 
     def times(self, count: int) -> Gpu:
-        """``count`` of them as one."""
+        """Return ``count`` of them as one."""
         if count < 1:
             raise ConfigError(f"tensor_parallel_size must be at least 1, not {count}")
         rates = ("flops_per_second", "weight_bytes_per_second", "kv_bytes_per_second")
@@ -133,7 +133,10 @@ class CpuHost:
 
 
 def parse_link(text: str) -> float:
-    """Bytes per second, one direction, from "100Gb" (bits) or "12.5GB" (bytes); ConfigError when it is neither."""
+    """Return bytes per second, one direction, from "100Gb" (bits) or "12.5GB" (bytes).
+
+    Raise ConfigError when it is neither.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(b|B|bit|bps)(?:/s)?\s*", text)
     if not match:
         raise ConfigError(f"link must be a bandwidth such as 100Gb (bits) or 12.5GB (bytes) per second, not {text!r}")
@@ -145,7 +148,7 @@ def parse_link(text: str) -> float:
 
 
 def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
-    """KV bytes per second ``cores`` cores get through; between the groups measured, interpolated on logarithms.
+    """Return KV bytes per second ``cores`` cores get through; between the groups measured, interpolated on logarithms.
 
     Beyond the largest group the arithmetic per byte, and so the time, grows in proportion.
     """

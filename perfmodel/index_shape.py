@@ -14,7 +14,7 @@ class IndexShape:
     """``num_heads`` query heads score one key of ``head_dim`` elements for each token in ``num_layers`` of the layers.
 
     Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: of the latent that the index's queries are made
-    of, 0 where they are made of the hidden state. ``weighs_heads``: a further projection weighs the heads' scores, and
+    of, 0 if they are made of the hidden state. ``weighs_heads``: a further projection weighs the heads' scores, and
     tokens are picked; else each head picks blocks of ``block`` tokens.
     """
 
@@ -27,7 +27,7 @@ class IndexShape:
     block: int = 128
 
     def parameters(self, hidden_size: int) -> int:
-        """One layer's projections have so many."""
+        """Return one layer's projections have so many."""
         weighing = hidden_size * self.num_heads if self.weighs_heads else 0
         return (self.q_rank or hidden_size) * self.num_heads * self.head_dim + hidden_size * self.head_dim + weighing
 
@@ -38,7 +38,7 @@ class IndexShape:
         return Index(self.num_heads, self.head_dim, 1.0, self.top_tokens // max(block, 1), block)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of the keys of one token over all layers; the index's keys are kept in the model's ``dtype``."""
+        """Return bytes of the keys of one token over all layers; the index's keys are kept in the model's ``dtype``."""
         return self.num_layers * self.layer_layout.token_bytes(dtype)
 
 
@@ -50,7 +50,7 @@ _SPARSE_NAMES = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "s
 
 
 def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration with transformers' names for what MiniMax-M3's published file says under its own."""
+    """Return the configuration with transformers' names for what MiniMax-M3's published file says under its own."""
     sparse = config.get("sparse_attention_config")
     if not isinstance(sparse, Mapping):
         return config
@@ -63,7 +63,10 @@ def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape | None:
-    """The index that a transformers configuration describes, None where it has none; KeyError for a missing size."""
+    """Return the index that a transformers configuration describes, None if it has none.
+
+    Raise KeyError for a missing size.
+    """
     if config.get("index_topk"):
         top_tokens, q_rank = config["index_topk"], config.get("q_lora_rank") or 0
         num_owners = _num_owners(config, num_layers)

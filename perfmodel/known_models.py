@@ -191,7 +191,7 @@ _TUNED = re.compile(
 
 
 def known_name(hub_id: str) -> str | None:
-    """Return the name by which a hub's id is known here; None where it is not."""
+    """Return the name by which a hub's id is known here; None if it is not."""
     plain = hub_id.lower()
     while (shorter := _TUNED.sub("", plain)) != plain:
         plain = shorter
@@ -199,7 +199,7 @@ def known_name(hub_id: str) -> str | None:
 
 
 def cached_config(hub_id: str) -> Path | None:
-    """Return the configuration that the hub's cache on this machine has of an id; None where it has none."""
+    """Return the configuration that the hub's cache on this machine has of an id; None if it has none."""
     home = (
         os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
     )

@@ -34,7 +34,7 @@ class LatentShape:
         return self.kv_rank + self.rope
 
     def parameters(self, hidden_size: int, num_heads: int) -> int:
-        """One layer's projections have so many, those that are absorbed included."""
+        """Return one layer's projections have so many, those that are absorbed included."""
         query, expanded = num_heads * (self.nope + self.rope), num_heads * (self.nope + self.value)
         queries = self.q_rank * (hidden_size + query) if self.q_rank else hidden_size * query
         outputs = (2 if self.gated else 1) * num_heads * self.value * hidden_size
@@ -45,7 +45,7 @@ class LatentShape:
         return hidden_size * (self.q_rank + self.row_dim)
 
     def layer_layout(self, num_heads: int) -> Latent:
-        """One layer as an R-worker sees it: one KV head."""
+        """Return one layer as an R-worker sees it: one KV head."""
         scale = (self.nope + self.rope) ** -0.5
         absorption = Absorption(self.nope, self.value) if self.at_r_workers else None
         return Latent(num_heads, 1, self.row_dim, self.kv_rank, scale, absorption=absorption)
@@ -56,7 +56,7 @@ class LatentShape:
 
 
 def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | None:
-    """The latent attention that a transformers configuration describes, None where it has other attention.
+    """Return the latent attention that a transformers configuration describes, None if it has other attention.
 
     UnsupportedModelError for one that the equations do not know.
     """

@@ -41,7 +41,7 @@ MOST = {"rate": 1e15, "flops": 1e18, "cores": 4096.0, "memory": 1e15, "pcie": 1e
 
 
 def gpu_of(words: str) -> Gpu:
-    """Return the GPU of a preset's name, or of numbers; ConfigError names the part that is not understood."""
+    """Return the GPU of a preset's name, or of numbers. A ConfigError names the part that is not understood."""
     if not _is_numbers(words):
         return find_gpu(words)
     parts = _parts("gpu", words, ("rate", "flops", "memory"), optional=("pcie",))

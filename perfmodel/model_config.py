@@ -21,13 +21,12 @@ from fastdecode.perfmodel.latent_shape import read_latent_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.model_sizes import FORMATS, format_of
 from fastdecode.perfmodel.state_shape import (
-    NONE_ATTENDS,
     RECURRENT,
     HybridLayers,
-    has_kinds,
     read_hybrid_layers,
     read_state_shape,
 )
+from fastdecode.perfmodel.unknown_kinds import check_layer_types, check_names, unknown_kind
 
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -66,23 +65,10 @@ _PLAIN_MLP = {
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Model types whose layers attend in a window but for each second, fourth, sixth, where the file does not say."""
 
-_RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
-"""Beginnings of keys that recurrent models have, and hybrids of them."""
-
-_RECURRENT_KINDS = ("rwkv", "xlstm", "zamba2")
-"""Recurrent models whose layers the equations know only from a list of their types, if at all."""
-
-_STATES_ALONE = ("mamba", "mamba2", "falcon_mamba")
-"""Models without a layer that attends."""
 
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 """Beginnings of types of models whose queries are projected twice, for a gate of the output."""
 
-_ENCODERS = ("bert", "electra", "mpnet", "clip")
-"""Parts of the types of models that attend in both directions, unless they say that they are decoders."""
-
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of classes that generate text."""
 
 _TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
 """Model types that tie input and output embeddings where the file does not say."""
@@ -122,13 +108,13 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     whole, config = config, config.get("text_config") or config
     if not isinstance(config, Mapping):
         raise ModelLoadError(f"{name}: text_config must be a JSON object, not {config!r}")
-    _check_names(config, name)
-    if unknown := _unknown_kind(whole) or _unknown_kind(config):
+    check_names(config, name)
+    if unknown := unknown_kind(whole) or unknown_kind(config):
         raise UnsupportedModelError(f"{name}: {unknown}")
     config = with_transformers_names(config)
     hybrid = read_hybrid_layers(config, name)
     config = _without_recurrent(config, hybrid) if hybrid else config
-    _check_layer_types(config, name)
+    check_layer_types(config, name)
     sizes: dict[str, Any] = {field: _first(config, keys, name) for field, keys in _KEYS.items()}
     num_experts = next((config[key] for key in _EXPERTS if config.get(key)), 1)
     kind = config.get("model_type", "")
@@ -194,40 +180,6 @@ def _beside_attention(config: Mapping[str, Any]) -> int:
     heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
     adapters = rank * (hidden + 2 * config["intermediate_size"])
     return hidden * config["attention_head_dim"] * heads + hidden * hidden + adapters
-
-
-def _unknown_kind(config: Mapping[str, Any]) -> str | None:
-    """Return why the equations do not know a model, None where nothing says so."""
-    kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
-    if kind in _STATES_ALONE:
-        return NONE_ATTENDS
-    has_state = any(key.startswith(_RECURRENT) for key in config) and not has_kinds(config)
-    if has_state or (kind in _RECURRENT_KINDS and not has_kinds(config)):
-        return f"a recurrent state ({kind}) is not in the equations"
-    if config.get("is_encoder_decoder"):
-        return "encoder–decoder is not in the equations"
-    if classes and not any(str(each).endswith(_GENERATES) for each in classes):
-        return f"{classes[0]} generates no text, so it has no KV cache to plan for"
-    if not classes and any(part in kind for part in _ENCODERS) and not config.get("is_decoder"):
-        return f"{kind} generates no text, so it has no KV cache to plan for"
-    if config.get("num_kv_shared_layers"):
-        return "layers that share a cache (num_kv_shared_layers) are not in the equations"
-    quantization = config.get("quantization_config")
-    if quantization and format_of(quantization) is None:
-        return f"weights quantized by {quantization.get('quant_method')} are not in the equations; plan the plain model"
-    return None
-
-
-def _check_names(config: Mapping[str, Any], name: str) -> None:
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list | tuple) or not all(isinstance(each, str) for each in layer_types):
-        raise ModelLoadError(f"{name}: layer_types must be a list of names, one per layer, not {layer_types!r}")
-
-
-def _check_layer_types(config: Mapping[str, Any], name: str) -> None:
-    known = {"full_attention", "attention", "sliding_attention", "chunked_attention", INDEXED, BLOCK_SPARSE}
-    if kinds := set(config.get("layer_types") or ()) - known:
-        raise UnsupportedModelError(f"{name}: {', '.join(sorted(kinds))} is not in the equations")
 
 
 def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | None) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class ModelShape(ModelSizes):
         return Dense(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def kv_layout(self, kv_dtype: str) -> KVLayout:
-        """All attending layers as an R-worker sees them."""
+        """Return all attending layers as an R-worker sees them."""
         return KVLayout((self.layer_layout,) * self.attention_layers, self.dtype, kv_dtype)
 
     def some_layers(self, number: int) -> KVLayout:
@@ -68,7 +68,7 @@ class ModelShape(ModelSizes):
         return KVLayout((self.layer_layout,) * number, self.dtype, self.dtype)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Bytes that one token takes in the cache over all layers, the keys of an index included."""
+        """Return bytes that one token takes in the cache over all layers, the keys of an index included."""
         return self.kv_layout(kv_dtype).kv_bytes_per_token + self._index_bytes
 
     def absorbing(self, at_r_workers: bool) -> ModelShape:

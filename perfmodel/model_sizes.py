@@ -32,7 +32,7 @@ KEPT_PACKED = frozenset(("fp8", "mxfp4", "awq", "gptq", "int8"))
 
 
 def format_of(quantization: Mapping[str, Any]) -> str | None:
-    """Return the format that a ``quantization_config`` describes; None where the equations do not know it."""
+    """Return the format that a ``quantization_config`` describes; None if the equations do not know it."""
     method = str(quantization.get("quant_method", "")).lower()
     if method == "compressed-tensors":
         groups = quantization.get("config_groups") or {}
@@ -175,12 +175,12 @@ class ModelSizes:
         return self.num_layers - (self.state.num_layers if self.state else 0)
 
     def _all_layers(self, layer_parameters: int) -> int:
-        """Parameters of all layers, of which all but the dense ones have so many."""
+        """Return parameters of all layers, of which all but the dense ones have so many."""
         dense = self.attention_parameters + self.mlp_matrices * self.hidden_size * self.dense_intermediate_size
         return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
 
     def _of_mlps(self, parameters: int) -> int:
-        """Parameters of the mean layer, whose MLPs have so many beside the one that every token visits."""
+        """Return parameters of the mean layer, whose MLPs have so many beside the one that every token visits."""
         shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
         return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
 

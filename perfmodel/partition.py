@@ -36,7 +36,7 @@ def even(num_tokens: int, num_workers: int) -> Parts:
 
 
 def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
-    """The parts nearest to ``fractions`` of the prompt, which add up to 1."""
+    """Return the parts nearest to ``fractions`` of the prompt, which add up to 1."""
     ends = [round(num_tokens * part) for part in itertools.accumulate(fractions)]
     return _of_cuts(num_tokens, _in_order(ends[:-1], num_tokens))
 
@@ -44,7 +44,7 @@ def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
 def closed_form(
     model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
 ) -> Parts:
-    """Parts that end together by the model, without a search.
+    """Return parts that end together by the model, without a search.
 
     A layer of the first e tokens after a prefix of c takes W(e) = a'·e + b·e²/2 with a' = a + b·c, a of the products
     and b of a pair, and a part the difference of two of these. Worker i can begin its first attention d_i later than
@@ -90,7 +90,7 @@ def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
 
 
 def _most_rows(model: PrefillTimes, context: int, layer_seconds: float, most: int) -> int:
-    """Tokens after ``context`` that take at most ``layer_seconds`` a layer; none where one takes more."""
+    """Return tokens after ``context`` that take at most ``layer_seconds`` a layer; none if one takes more."""
     return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context).all)
 
 
@@ -159,13 +159,13 @@ def _moved(cuts: tuple[int, ...], group: range, steps: Sequence[int], stride: in
 
 
 def _is_inside(cuts: Sequence[int], num_tokens: int) -> bool:
-    """Say whether every part has a token at least."""
+    """Return whether every part has a token at least."""
     ends = (0, *cuts, num_tokens)
     return all(first < last for first, last in itertools.pairwise(ends))
 
 
 def _in_order(cuts: Sequence[int], num_tokens: int) -> list[int]:
-    """The cuts moved as little as it takes for every part to have a token, where there are enough of them."""
+    """Return the cuts moved as little as it takes for every part to have a token, where there are enough of them."""
     after = len(cuts)
     kept: list[int] = []
     for place, cut in enumerate(cuts):
@@ -214,13 +214,13 @@ class PartitionTable:
             known.append(entry)
 
     def knows(self, num_workers: int) -> bool:
-        """Say whether there is an entry for so many workers."""
+        """Return whether there is an entry for so many workers."""
         return num_workers in self._by_workers
 
     def parts(self, num_tokens: int, num_workers: int) -> Parts:
-        """Fractions interpolated linearly between the nearest lengths; those of the nearest one beyond the ends.
+        """Return fractions interpolated linearly between the nearest lengths; those of the nearest one beyond the ends.
 
-        KeyError where there is no entry for ``num_workers``.
+        KeyError if there is no entry for ``num_workers``.
         """
         entries = self._by_workers[num_workers]
         above = bisect_right([entry.num_tokens for entry in entries], num_tokens)
@@ -253,7 +253,7 @@ class Forecast:
     method: str = "kvr"
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> Parts:
-        """Tokens of each worker, in order."""
+        """Return tokens of each worker, in order."""
         if context_len:
             return closed_form(self.model, num_tokens, len(speeds), speeds, context_len)
         if self.method == "tsp":

@@ -120,12 +120,12 @@ def measured_forecast(
 
 
 def _alone(profile: HardwareProfile, worker: int) -> dict[int, float]:
-    """Seconds by prompt tokens of one worker while the others rest."""
+    """Return seconds by prompt tokens of one worker while the others rest."""
     points = (point for point in profile.prefill if point.worker == worker and point.num_busy == 1)
     return {point.num_tokens: point.seconds for point in points}
 
 
 def _link(profile: HardwareProfile) -> PrefillLink:
-    """One way of the slowest link measured, that of R-workers."""
+    """Return one way of the slowest link measured, that of R-workers."""
     way = profile.transport()
     return PrefillLink(min(way.hop_bytes_per_second, default=math.inf), way.latency_seconds / 2)

@@ -125,7 +125,7 @@ class PrefillTimes:
             raise ConfigError("a model has a layer at least, and its shares, bytes and seconds are not below zero")
 
     def part_seconds(self, rows: int, context: int, speed: float = 1.0) -> PartSeconds:
-        """One layer of a part of the chain."""
+        """Return one layer of a part of the chain."""
         products = self.s_part.layer_seconds(rows) / speed
         before = self.before_share * products
         return PartSeconds(before, self.attention.seconds(rows, context) / speed, products - before)
@@ -189,7 +189,7 @@ class PrefillTimes:
         return replace(self, s_part=SlowerSPart(self.s_part, factor), attention=attention)
 
     def alone_seconds(self, num_tokens: int, speed: float = 1.0, context_len: int = 0) -> float:
-        """One worker with the whole prompt, or with what comes after a prefix."""
+        """Return one worker with the whole prompt, or with what comes after a prefix."""
         return self.chain_seconds((num_tokens,), (speed,), context_len)[-1]
 
     def link_seconds(self, rows: int, context_len: int) -> float:
@@ -207,7 +207,7 @@ class PrefillTimes:
 
 
 def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
-    """Tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
+    """Return tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
 
     Worker i sends all up to its end, so Σ_{i<p} end_i; with even parts n·(p − 1)/2, half of TSP's. All but the last
     pass a prefix of c tokens on, c·(p − 1) more; the c tokens that the R-worker sends to the first are not counted.

@@ -135,12 +135,12 @@ NUMBERS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name; ConfigError lists those there are."""
+    """Return the GPU of that name; ConfigError lists those there are."""
     return _find("gpu", GPUS, name)
 
 
 def find_cpu_host(name: str) -> CpuHost:
-    """The CPU host of that name; ConfigError lists those there are."""
+    """Return the CPU host of that name; ConfigError lists those there are."""
     return _find("cpu", CPU_HOSTS, name)
 
 
@@ -157,5 +157,5 @@ def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
 
 
 def _key(name: str) -> str:
-    """Letters and digits alone: `RTX 5090`, `rtx_5090` and `rtx-5090` are one name."""
+    """Return letters and digits alone: `RTX 5090`, `rtx_5090` and `rtx-5090` are one name."""
     return "".join(each for each in name.lower() if each.isalnum())

@@ -43,7 +43,7 @@ FORMAT_VERSION = 3
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """A machine's S-worker, R-workers and links as calibrated for one model's layers. ProfileError where it lacks."""
+    """A machine's S-worker, R-workers and links as calibrated for one model's layers. ProfileError if it lacks."""
 
     machine: MachineIdentity
     shape: ModelShape
@@ -142,7 +142,7 @@ class HardwareProfile:
         return seconds[1] < seconds[0]
 
     def measured_scan(self, kv_dtype: str, threads: int | None = None, r_worker: str | None = None) -> RPart:
-        """The scan of all keys of the profile's model's index, as ``measured_r_part``; every rank scans all."""
+        """Return the scan of all keys of the profile's model's index, as ``measured_r_part``; every rank scans all."""
         points = self._r_points("scan", kv_dtype, r_worker)
         if not points:
             raise self.lacks(f"no scan of an index over a {kv_dtype} cache", [])
@@ -180,7 +180,7 @@ class HardwareProfile:
     def step_overhead_seconds(
         self, r_worker: str | None = None, num_r_workers: int = 1, num_ranks: int = 1
     ) -> tuple[float, float]:
-        """Host seconds of a step: once, and per row; with ``num_r_workers`` such R-workers of each rank to tell.
+        """Return host seconds of a step: once, and per row; with ``num_r_workers`` such R-workers of each rank to tell.
 
         Of one rank where ``num_ranks`` were not measured.
         """
@@ -223,14 +223,14 @@ class HardwareProfile:
         return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency)
 
     def lacks(self, what: str, found: list, cure: str = MEASURED_BY_ALL) -> ProfileError:
-        """The error that names what is missing, what there is, and the command that measures it."""
+        """Return the error that names what is missing, what there is, and the command that measures it."""
         return ProfileError(
             f"the profile of {self.machine.host} has {what}; it has {', '.join(map(str, found)) or 'none'}: {cure}"
         )
 
 
 def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) -> RPart:
-    """Seconds per token, row and call of one R-worker."""
+    """Return seconds per token, row and call of one R-worker."""
     own = [point for point in points if point.r_worker == r_worker]
     threads = threads or max(point.threads for point in own)
     own = [point for point in own if point.threads == threads]
@@ -240,7 +240,7 @@ def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) ->
 
 
 def _fixed_and_per_row(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds once and per row, from points of (rows, seconds)."""
+    """Return seconds once and per row, from points of (rows, seconds)."""
     if not points:
         return 0.0, 0.0
     columns = np.array([(1.0, rows) for rows, _ in points])

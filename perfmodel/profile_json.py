@@ -53,7 +53,7 @@ def write_profile(profile: HardwareProfile) -> str:
 
 
 def read_profile(text: str) -> HardwareProfile:
-    """The profile in ``text``; ProfileError names what is missing, unknown or of the wrong type."""
+    """Return the profile in ``text``. A ProfileError names what is missing, unknown or of the wrong type."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -76,7 +76,7 @@ def read_profile(text: str) -> HardwareProfile:
 
 
 def load_profile(path: str) -> HardwareProfile:
-    """The profile in a file; ProfileError or OSError."""
+    """Return the profile in a file; ProfileError or OSError."""
     try:
         return read_profile(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ _Part = TypeVar("_Part")
 
 
 def _build(kind: type[_Part], value: Any, where: str) -> _Part:
-    """A frozen dataclass from a JSON object: every key known, none missing, numbers finite and not negative."""
+    """Return a frozen dataclass from a JSON object: every key known, none missing, numbers finite and not negative."""
     data = _object(value, where)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
@@ -104,7 +104,7 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
 
 
 def _plain(item: Any, kind: str, where: str) -> Any:
-    """What a field is made of: a part of a shape where it has one, tuples for lists."""
+    """Return what a field is made of: a part of a shape where it has one, tuples for lists."""
     if kind in OF_SHAPES and item is not None:
         return _build(OF_SHAPES[kind], item, where)
     return tuple(item) if isinstance(item, list) else item

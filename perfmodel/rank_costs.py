@@ -36,7 +36,7 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """``size`` ranks, each connected with each other by ``link``; None where there is one rank."""
+    """``size`` ranks, each connected with each other by ``link``; None if there is one rank."""
 
     size: int = 1
     link: PeerLink | None = None
@@ -48,7 +48,7 @@ class RankGroup:
             raise ConfigError(f"{self.size} ranks need a link between them")
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
-        """The sum of a tensor of ``num_bytes`` on every rank: the faster of two ways.
+        """Return the sum of a tensor of ``num_bytes`` on every rank: the faster of two ways.
 
         A ring: 2·(N - 1) messages of a share of the tensor each (least bytes). Recursive doubling: log2(N) messages of
         all of it (fewest messages).
@@ -60,7 +60,7 @@ class RankGroup:
         return min(ring, math.ceil(math.log2(self.size)) * (once + num_bytes / rate))
 
     def gather_seconds(self, num_bytes: float) -> float:
-        """All of a tensor of ``num_bytes``, of which every rank has a share, on every rank."""
+        """Return all of a tensor of ``num_bytes``, of which every rank has a share, on every rank."""
         if self.link is None or self.size == 1:
             return 0.0
         each = num_bytes / self.size / self.link.bytes_per_second.achieved
@@ -87,11 +87,11 @@ class RankSPart:
     group: RankGroup
 
     def layer_seconds(self, rows: float) -> float:
-        """A rank's products, and the all-reduces."""
+        """Return a rank's products, and the all-reduces."""
         return self.rank.layer_seconds(rows) + self.group.layer_seconds(self.shape, rows)
 
     def head_seconds(self, rows: float) -> float:
-        """A rank's part of the logits, and gathering them."""
+        """Return a rank's part of the logits, and gathering them."""
         return self.rank.head_seconds(rows) + self.group.head_seconds(self.shape, rows)
 
 
@@ -99,7 +99,7 @@ def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
     """Return one of ``num_ranks``'s part of ``shape``: heads, widths of MLPs and the head's vocabulary divided.
 
     KV heads that are fewer than ranks are on several of them, and so are latent rows, which all heads share, and what
-    makes them. Recurrent layers are whole on each rank. PlanError where heads cannot be dealt evenly.
+    makes them. Recurrent layers are whole on each rank. PlanError if heads cannot be dealt evenly.
     """
     if num_ranks == 1:
         return shape

@@ -47,7 +47,7 @@ NO_LIMITS = ServiceLimits()
 class Service:
     """One way to serve as its users see it; ``ttft_seconds``: of a request that finds a free seat and no other prompt.
 
-    ``price_per_million_tokens`` is None where a price is not known.
+    ``price_per_million_tokens`` is None if a price is not known.
     """
 
     users: int

@@ -87,8 +87,8 @@ class Workload:
     def read_share(self, windows: Sequence[int], chunked: bool = False) -> float:
         """Return the part of a context that the mean layer reads: a layer with a window w reads the mean of min(c, w).
 
-        ``windows``: of each layer, 0 where it has none. Where they are lengths of chunks (``chunked``), it reads the
-        mean of c mod w. Contexts c are taken as spread evenly around their mean, from the prompt on.
+        ``windows``: of each layer, 0 if it has none. Where they are lengths of chunks (``chunked``), it reads the mean
+        of c mod w. Contexts c are taken as spread evenly around their mean, from the prompt on.
         """
         read = [self._seen_tokens(window, chunked) for window in windows]
         return sum(read) / len(read) / self.mean_context if read else 1.0
@@ -110,7 +110,7 @@ class Workload:
 
 
 def _read_in_chunks(num_tokens: float, chunk: int) -> float:
-    """The tokens that queries at all contexts up to ``num_tokens`` read, each from its chunk's beginning on."""
+    """Return the tokens that queries at all contexts up to ``num_tokens`` read, each from its chunk's beginning on."""
     whole, rest = divmod(num_tokens, chunk)
     return (whole * chunk**2 + rest**2) / 2.0
 
@@ -130,7 +130,7 @@ class Prices:
                 raise ConfigError(f"a price must be a number of at least 0, not {value!r}")
 
     def per_million_tokens(self, num_hosts: int, tokens_per_second: float) -> float | None:
-        """Return the price of output tokens with ``num_hosts`` hosts beside the GPUs; None where a price is missing."""
+        """Return the price of output tokens with ``num_hosts`` hosts beside the GPUs; None if a price is missing."""
         if self.gpu_per_hour is None or not tokens_per_second or (num_hosts and self.cpu_host_per_hour is None):
             return None
         per_hour = self.num_gpus * self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)

@@ -21,8 +21,8 @@ class StateShape:
     ``groups`` of heads share queries and keys; ``taps`` tokens of the convolution before the recurrence; a head has
     ``decays``: 1, or one per key dim. A convolution alone has ``groups`` and ``key_dim`` 0. ``gates``: further
     projections as wide as the values; ``rates``: numbers of a head that are projected; ``gate_rank``: of those that are
-    products of two narrow ones, of the decays and of the output, 0 where there are none. ``by_channel``: each channel
-    of the values decays by itself (Mamba-1, the RG-LRU), and what is convolved, the values alone, comes back before the
+    products of two narrow ones, of the decays and of the output, 0 if there are none. ``by_channel``: each channel of
+    the values decays by itself (Mamba-1, the RG-LRU), and what is convolved, the values alone, comes back before the
     recurrence. ``item_bytes``: of an element of the matrices. ``at_s_worker``: the S-worker keeps the states
     (``--state-on s``), and no row of these layers travels. Names and formulas are those of rworker/state_spec.hpp.
     """
@@ -82,17 +82,17 @@ class StateShape:
         )  # fmt: skip
 
     def row_bytes(self, item_bytes: int) -> int:
-        """Bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""
+        """Return bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""
         if self.by_channel:
             return (self.wide + self.channels) * item_bytes + 4 * self.wide
         return self.channels * item_bytes + (self.heads * (self.decays + 1) * 4 if self.key_dim else 0)
 
     def output_bytes(self, item_bytes: int) -> int:
-        """Bytes of a token's o in one layer, and of what is convolved by itself."""
+        """Return bytes of a token's o in one layer, and of what is convolved by itself."""
         return (2 if self.by_channel else 1) * self.wide * item_bytes
 
     def parameters(self, hidden_size: int) -> int:
-        """One layer's projections have so many, filters and norms left out."""
+        """Return one layer's projections have so many, filters and norms left out."""
         wide = self.wide
         if (
             self.by_channel
@@ -131,7 +131,7 @@ class HybridLayers:
 
 
 def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | None:
-    """Count the layers that a transformers configuration describes, None where none of them is recurrent.
+    """Count the layers that a transformers configuration describes, None if none of them is recurrent.
 
     UnsupportedModelError for a hybrid that the equations do not know.
     """
@@ -154,7 +154,7 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
 
 
 def has_kinds(config: Mapping[str, Any]) -> bool:
-    """Say whether a configuration tells which of its layers are recurrent."""
+    """Return whether a configuration tells which of its layers are recurrent."""
     return bool(_kinds(config))
 
 
@@ -181,7 +181,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> StateShape:
-    """The recurrent layers, ``num_layers`` of them, that a transformers configuration describes.
+    """Return the recurrent layers, ``num_layers`` of them, that a transformers configuration describes.
 
     KeyError for a missing size, UnsupportedModelError for a recurrence that the equations do not know.
     """

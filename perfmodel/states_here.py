@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 
@@ -25,9 +26,18 @@ class StatesHere:
         prompts, of which PROMPT_ROWS_PER_STATE count as one."""
         return self.call_seconds + self.row_seconds * (rows + prompt_rows / PROMPT_ROWS_PER_STATE)
 
+    def check_places(self, in_flight: int, copies: int, state_bytes: int) -> None:
+        """PlanError where the memory has no room for ``copies`` states of each of ``in_flight`` sequences."""
+        if in_flight * copies > self.num_places:
+            raise PlanError(
+                f"the S-worker's memory has room for {self.num_places:.0f} states of {state_bytes / 1e6:.4g} MB, "
+                f"and {in_flight} sequences in flight ({copies} of each) have {in_flight * copies}: take a smaller "
+                "mini-batch, or --state-on r"
+            )
+
     @staticmethod
     def of_bandwidth(shape: ModelShape, bytes_per_second: float, memory_bytes: float) -> StatesHere:
-        """Where memory is read and written at that rate, and ``memory_bytes`` of it are for states."""
+        """Return where memory is read and written at that rate, and ``memory_bytes`` of it are for states."""
         size = shape.state_bytes_per_sequence
         return StatesHere(2.0 * size / shape.num_layers / bytes_per_second, 0.0, max(memory_bytes, 0.0) // size)
 

@@ -23,17 +23,17 @@ class StepModel:
     ::
 
         k = 2     S-worker  |A0|B0|A1|B1| … |An|Bn|      one layer of all k mini-batches takes the longest of
-                  link         \\A0\\B0\\A1\\ … \\Bn\\         k·S, k·R, k·hop  (a stage is always busy)
+                  link         \A0\B0\A1\ … \Bn\         k·S, k·R, k·hop  (a stage is always busy)
                   R-worker      |A0|B0|A1| … |Bn|        S + trip + R     (a mini-batch waits for its own o)
                                          fill ┘  └ drain
 
     ``num_r_workers`` may be a fraction while a plan is being weighed. ``contention``: of S-worker and R-workers on one
     machine. ``r_workers_per_core``: R-workers that take turns on the same cores. ``drains``: R-workers wait while the
     first mini-batch comes to its first attention and the last one leaves its last, a layer and the head in all; the
-    paper's equations, and so presets, know nothing of it. ``storage``: what ranges and second copies cost.
-    ``states``: where the S-worker keeps those of recurrent layers. ``context_spread``: of a sequence's context over its
-    mean, where each layer waits for the slowest R-worker; None where loads are those of the busiest one already.
-    ``ranges_each``: ranges of a sequence, which lie apart.
+    paper's equations, and so presets, know nothing of it. ``storage``: what ranges and second copies cost. ``states``:
+    where the S-worker keeps those of recurrent layers. ``context_spread``: of a sequence's context over its mean, where
+    each layer waits for the slowest R-worker; None if loads are those of the busiest one already. ``ranges_each``:
+    ranges of a sequence, which lie apart.
     """
 
     num_layers: int
@@ -66,7 +66,7 @@ class StepModel:
         return self._pipeline_seconds(self.stages(load), load.sampled) + self.host_seconds(load.sampled)
 
     def host_seconds(self, output_tokens: float) -> float:
-        """The engine's own work in a step: once, and for each sequence that gets a token."""
+        """Return the engine's own work in a step: once, and for each sequence that gets a token."""
         return self.step_overhead_seconds + self.row_overhead_seconds * output_tokens
 
     def stages(self, load: Load) -> Stages:
@@ -87,14 +87,14 @@ class StepModel:
         )
 
     def _slowest(self, load: Load) -> float:
-        """Cached tokens of ``load`` as if every R-worker had as many as the one with most of them."""
+        """Return the cached tokens of ``load`` as if every R-worker had as many as the one with most of them."""
         if self.context_spread is None:
             return load.kv_tokens
         each = load.sampled * self.ranges_each / self.num_mini_batches / self.num_r_workers
         return load.kv_tokens * barrier(self.num_r_workers, each, self.context_spread)
 
     def _s_seconds(self, rows: float, of_prompts: float = 0.0) -> float:
-        """One layer and mini-batch of ``rows`` on the S-worker, of which so many are ``of_prompts``."""
+        """Return one layer and mini-batch of ``rows`` on the S-worker, of which so many are ``of_prompts``."""
         states = self.states.seconds(rows - of_prompts, of_prompts) if self.states else 0.0
         return self.s_part.layer_seconds(rows) + states
 
@@ -108,7 +108,10 @@ class StepModel:
         return max(bounds, key=lambda name: bounds[name])
 
     def balanced_kv_tokens(self, tokens: float) -> float:
-        """The load at which the R-part takes as long as the S-part: ``--kv-load-limit auto``; 0 where it never can."""
+        """Return the load at which the R-part takes as long as the S-part:
+
+        ``--kv-load-limit auto``; 0 if it never can.
+        """
         rows = tokens / self.num_mini_batches
         fixed = self.r_part.call_seconds + self.r_part.row_seconds * rows / self.num_r_workers
         per_worker = self._s_seconds(rows) / self.r_workers_per_core - fixed
@@ -125,7 +128,7 @@ class StepModel:
         return min(1.0, seconds[0] / seconds[1])
 
     def _pipeline_seconds(self, stages: Stages, output_tokens: float) -> float:
-        """All layers and heads."""
+        """Return all layers and heads."""
         n, k = self.num_layers, self.num_mini_batches
         head = self.s_part.head_seconds(output_tokens / k)
         least = n * max(self._bounds(stages).values()) + head
@@ -162,7 +165,7 @@ class MeasuredStepTime:
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
 
     def __call__(self, tokens: int, kv_tokens: int) -> float:
-        """Seconds of a step that computes ``tokens`` rows; cached tokens are not counted."""
+        """Return seconds of a step that computes ``tokens`` rows; cached tokens are not counted."""
         slope = (self._seconds[-1] - self._seconds[-2]) / (self._tokens[-1] - self._tokens[-2])
         beyond = max(0.0, tokens - self._tokens[-1]) * slope
         return float(np.interp(tokens, self._tokens, self._seconds) + beyond)

@@ -16,8 +16,8 @@ from helpers.scheduler_harness import AMPLE, Job, Run
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine.compose.build import _go_on
-from fastdecode.journal.journal import KeptJournal
+from fastdecode.engine.compose.outliving import resume_session
+from fastdecode.journal.kept_journal import KeptJournal
 from fastdecode.journal.past import Past, pasts_of
 from fastdecode.journal.places import Folder
 from fastdecode.journal.records import Asked, Began, Chain, Placed, Record, Stepped, read
@@ -125,7 +125,7 @@ def test_rows_of_a_first_step_are_not_known_before_it_is_written(name: str, tmp_
         journal = KeptJournal(Folder(str(folder)), "model", "second")
         held = first.held
         infos = [RWorkerInfo(str(at), 1000, 4, 1, "scalar", True, held=tuple(held.get(at, ()))) for at in range(3)]
-        _go_on(Run("stall-free", limits, jobs).scheduler, infos, journal, keeps=True)
+        resume_session(Run("stall-free", limits, jobs).scheduler, infos, journal, keeps=True)
         journal.close()
         for past in pasts_of(read((folder / "journal").read_bytes())[0]).values():
             num_cut += cut_of(past, [each for one in held.values() for each in one])
@@ -154,7 +154,7 @@ def cut_of(past: Past, held: list[HeldSequence]) -> int:
     ids=[*PLACINGS, "states", "copies of states"],
 )
 @pytest.mark.parametrize("num_blocks", [1000, 60], ids=["room", "tight"])
-def test_sequences_go_on_where_they_lie(name: str, state_blocks: int, num_blocks: int) -> None:
+def test_sequencesresume_session_where_they_lie(name: str, state_blocks: int, num_blocks: int) -> None:
     """With room for all none of what was cached of those that decode is computed again, but where one R-worker in three
     has come back empty."""
     placing, num_again, num_begun = PLACINGS[name], 0, 0

@@ -23,7 +23,8 @@ from fastdecode.perfmodel.calibration import Steadied
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model, this_machine
 from fastdecode.perfmodel.lab.cli.calibrate import summary_lines
 from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
-from fastdecode.perfmodel.lab.measure.calibrator import CalibrationPlan, Calibrator
+from fastdecode.perfmodel.lab.measure.calibration_plan import CalibrationPlan
+from fastdecode.perfmodel.lab.measure.calibrator import Calibrator
 from fastdecode.perfmodel.lab.measure.dataset import WorkloadSpec, make_workload
 from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig
 from fastdecode.perfmodel.lab.measure.offline_run import run_offline

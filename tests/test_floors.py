@@ -14,7 +14,7 @@ from helpers.modules import ROOT, Module, modules, read_module, sources, trees
 FLOORS = [
     {"", "core", "kinds", "api", "drafting.speculative_config"},
     {"scheduler", "perfmodel", "perfmodel.lab.planner", "_rworker", "_sworker"}
-    | {"perfmodel.lab.gpu_only", "perfmodel.lab.draft_times"},
+    | {"perfmodel.lab.gpu_only", "perfmodel.lab.draft_times", "perfmodel.lab.cache_room"},
     {"cycle"},
     {"sworker", "cluster", "perfmodel.lab.simulate"},
     {"engine", "tensor_parallel", "prefills", "drafting"} | {"journal"} | {"api.request", "api.text"},
@@ -33,6 +33,7 @@ LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
 LIVES_IN |= {"mpi4py": "cluster", "zmq": "cluster", "ray": "cluster"}
 KNOW_CLUSTER = {
     "engine.compose.backends",
+    "engine.compose.own_caches",
     "cli.r_worker",
     "cli.prefill_worker",
     "prefills.worker",
@@ -110,12 +111,10 @@ def test_floors_are_kept() -> None:
 @pytest.mark.slow
 def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
     """The composition root knows the S side as such, the R side as the backend it asks for."""
-    rooms = {
-        m.name: {"engine.compose.backends" if name == "engine.compose.backends" else room_of(name) for name in m.own}
-        for m in modules()
-    }
+    doors = {"engine.compose.backends", "engine.compose.own_caches"}
+    rooms = {m.name: {room_of(name) for name in m.own} for m in modules()}
     assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefills.worker"]
-    assert [name for name, own in rooms.items() if {"sworker", "engine.compose.backends"} <= own] == [
+    assert [m.name for m in modules() if "sworker" in rooms[m.name] and doors & set(m.own)] == [
         "engine.compose.build",
         "tensor_parallel.ranks",
     ]

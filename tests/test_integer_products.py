@@ -18,6 +18,7 @@ from fastdecode import LLM, SamplingParams, _sworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError
 from fastdecode.sworker import SModel
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.packed_weight import PackedWeight
 from fastdecode.sworker.model.support import repeats_rows
 from fastdecode.sworker.products import kernels
@@ -25,7 +26,6 @@ from fastdecode.sworker.products.codes import block_of, quantized, unrotated
 from fastdecode.sworker.products.experts import ExpertProducts
 from fastdecode.sworker.products.kernels import array, integer_isa
 from fastdecode.sworker.products.linears import IntegerProduct
-from fastdecode.sworker.run.staging import least_rows_of
 
 MOST_USED = ("llama-gqa", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "opt")
 MOST_USED += ("gpt_neox", "falcon")
@@ -172,10 +172,10 @@ def test_logits_are_those_of_the_oracle_and_rows_repeat(name: str, zoo: Path, mo
     model, hf_config = loaded(name, zoo)
     packed = [each for each in model.model.modules() if isinstance(getattr(each, "weight", None), PackedWeight)]
     assert len(packed) >= 6
-    assert repeats_rows(model.model, hf_config, (1, 3, 16)) and least_rows_of(model.model) == 1
-    found = logits_of(model.model, hf_config)
+    assert repeats_rows(model.code, hf_config, (1, 3, 16)) and model.code.least_rows == 1
+    found = logits_of(model.code, hf_config)
     use_oracle(monkeypatch)
-    assert torch.equal(found, logits_of(model.model, hf_config))
+    assert torch.equal(found, logits_of(model.code, hf_config))
 
 
 def use_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +183,10 @@ def use_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExpertProducts, "_multiplied", integer_oracle.experts_multiplied)
 
 
-def logits_of(model: torch.nn.Module, hf_config: Any) -> torch.Tensor:
+def logits_of(code: ModelCode, hf_config: Any) -> torch.Tensor:
     from fastdecode.sworker.model import support
 
-    return support._probe(model, hf_config)[1]
+    return support._probe(code, hf_config)[1]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from fastdecode.cluster.r_worker.session_journal import SessionJournal
 from fastdecode.cluster.wire.leases import MOST_JOURNAL_BYTES, AskedLease
 from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import CapacityError, ConfigError, FrameError, SupersededError, WorkerLostError
-from fastdecode.journal.journal import KeptJournal
+from fastdecode.journal.kept_journal import KeptJournal
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Asked, Began, Chain, Record, Stepped, read
 

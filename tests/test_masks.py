@@ -15,6 +15,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import UnsupportedModelError
 from fastdecode.sworker.adapters.masks import Asked, Sight
 from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.model.transformers_code import TransformersCode
 from fastdecode.sworker.run.pipeline import register_attention
 
 causal = masking_utils.causal_mask_function
@@ -58,7 +59,7 @@ def built(config: str, settings: dict[str, Any]) -> Any:
 
 def test_a_window_that_only_the_mask_knows_is_found_and_no_mask_is_made_after_it() -> None:
     model = built(*MASK_ALONE)
-    assert [layer.window for layer in probe_layout(model, model.config, "auto").layers] == [24] * 3
+    assert [layer.window for layer in probe_layout(TransformersCode(model), model.config, "auto").layers] == [24] * 3
     assert model.config._attn_implementation == "fastdecode"
 
 
@@ -72,7 +73,7 @@ def test_a_mask_of_another_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(module, "create_causal_mask", striped)
     with pytest.raises(UnsupportedModelError, match="llama: this model asks for a mask that is neither causal nor"):
-        probe_layout(model, model.config, "auto")
+        probe_layout(TransformersCode(model), model.config, "auto")
 
 
 @pytest.mark.slow

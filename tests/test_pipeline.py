@@ -37,7 +37,7 @@ def forwards_of(tiny: Tiny, backend: Recorder, num_mini_batches: int) -> list[Mi
     """One decoding sequence in each mini-batch."""
     cpu, scratch = torch.device("cpu"), PromptScratch(tiny.layout)
     return [
-        MiniBatchForward(i, pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), cpu), tiny.model, backend, scratch)
+        MiniBatchForward(i, pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), cpu), tiny.code, backend, scratch)
         for i in range(num_mini_batches)
     ]
 

@@ -30,10 +30,10 @@ from fastdecode.cluster.prefill.jobs import (
     PromptJob,
     ReadWay,
     Send,
-    StoreWay,
 )
 from fastdecode.cluster.prefill.messages import Place, PlacedRows, Prompt, decode_prompt, encode
 from fastdecode.cluster.prefill.rows import Arrays, EarlyRows
+from fastdecode.cluster.prefill.stores import StoreWay
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
 from fastdecode.core.errors import BackendError, FrameError
 from fastdecode.core.remote_prefill import PromptKV
@@ -165,7 +165,7 @@ def run(model: SModel, chain: Chain, by_torch: bool = False) -> np.ndarray:
         try:
             with turn:
                 tokens, prompt = job.token_ids.tolist(), job.prompt
-                return compute_part(model.model, attention, tokens, prompt.start, prompt.is_last, exchange)
+                return compute_part(model.code, attention, tokens, prompt.start, prompt.is_last, exchange)
         except BaseException:
             for each in chain.jobs:
                 each.cancel()
@@ -290,7 +290,7 @@ def test_traffic_is_that_of_the_formulas(llama: SModel) -> None:
         chain = Chain(llama.layout, prompt, EVEN, method)
         run(llama, chain)
         assert sum(job.sent_bytes for job in chain.jobs) == rows * row_bytes
-        assert sum(job.stored_bytes for job in chain.jobs) == 200 * row_bytes
+        assert sum(job.stores.num_bytes for job in chain.jobs) == 200 * row_bytes
 
 
 @pytest.mark.parametrize("bounds", [(16, 200), (199, 200), (96, 97, 98, 200), (128, 150, 170, 190, 200)], ids=str)
@@ -310,7 +310,7 @@ def test_parts_after_a_prefix(llama: SModel, bounds: tuple[int, ...]) -> None:
     rows = np.diff(bounds).tolist()
     assert sum(job.sent_bytes for job in chain.jobs) == chain_traffic_tokens(rows, bounds[0]) * row_bytes
     assert [job.read_bytes for job in chain.jobs] == [bounds[0] * row_bytes, *[0] * (len(rows) - 1)]
-    assert sum(job.stored_bytes for job in chain.jobs) == (200 - bounds[0]) * row_bytes
+    assert sum(job.stores.num_bytes for job in chain.jobs) == (200 - bounds[0]) * row_bytes
 
 
 def test_a_prefix_comes_from_the_r_worker_alone(llama: SModel) -> None:
@@ -341,7 +341,7 @@ def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
     job = Chain(llama.layout, prompt, (0, 100, 200)).jobs[1]
     threading.Timer(0.2, job.cancel).start()
     with pytest.raises(JobCancelledError):
-        compute_part(llama.model, attention_of(llama.layout, False), prompt[100:], 100, True, job.exchange)
+        compute_part(llama.code, attention_of(llama.layout, False), prompt[100:], 100, True, job.exchange)
 
 
 def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> None:
@@ -360,21 +360,21 @@ def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> Non
 
     copies = [store(1, 0, 120, False), store(2, 0, 120, True), store(3, 120, 200, False), store(4, 120, 200, False)]
     job = PromptJob(prompt, tokens, llama.layout, None, copies)
-    assert job.miss(4)
-    compute_part(llama.model, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
+    assert job.stores.miss(4)
+    compute_part(llama.code, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
     num_layers = len(llama.layout.layers)
-    assert (sent, job.missed) == ({1: 120 * num_layers, 3: 80 * num_layers}, {2, 4})
-    job.when_stored([1, 1, 2, 3, 4], lambda: told.append(1))  # R-worker 1 has two ports
+    assert (sent, job.stores.missed) == ({1: 120 * num_layers, 3: 80 * num_layers}, {2, 4})
+    job.stores.when_stored([1, 1, 2, 3, 4], lambda: told.append(1))  # R-worker 1 has two ports
     for ticket in (1, 3):
-        job.stored(ticket)
+        job.stores.stored(ticket)
     assert not told
-    job.stored(1)
-    job.stored(1)
+    job.stores.stored(1)
+    job.stores.stored(1)
     assert told == [1]
-    assert not job.miss(3)
+    assert not job.stores.miss(3)
     job = PromptJob(prompt, tokens, llama.layout, None, [store(1, 0, 200, True)])
     with pytest.raises(ConnectionError, match="gone"):
-        compute_part(llama.model, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
+        compute_part(llama.code, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
 
 
 def test_early_rows_are_counted_and_limited() -> None:

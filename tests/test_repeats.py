@@ -34,14 +34,14 @@ def load(name: str, dtype: str, folder: Path) -> tuple[SModel, EngineConfig]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_repeat(name: str, dtype: str, tmp_path: Path) -> None:
     model, config = load(name, dtype, tmp_path)
-    assert repeats_rows(model.model, load_hf_config(config))
+    assert repeats_rows(model.code, load_hf_config(config))
 
 
 def test_a_model_whose_rows_do_not_repeat_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x @ self.weight.T * (1 + 1e-6 * (x.shape[1] > 16)))
-    monkeypatch.setattr("fastdecode.sworker.model.smodel.PackedLinears", lambda model: None)
+    monkeypatch.setattr("fastdecode.sworker.model.transformers_code.PackedLinears", lambda model: None)
     load("dense", "float32", tmp_path)
     assert "float32 products give a row other bits" in caplog.text
 

@@ -100,7 +100,8 @@ def test_a_script_s_page_has_all_its_code() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     """``make site`` looks at anchors, too."""
-    sources = site_pages.PAGES | {f"docs/{each.name}": each.name for each in (ROOT / "docs").glob("*.md")}
+    pages = [each.relative_to(ROOT / "docs").as_posix() for each in (ROOT / "docs").rglob("*.md")]
+    sources = site_pages.PAGES | {f"docs/{page}": page for page in pages}
     for place, uri in sources.items():
         text = site_pages.relinked((ROOT / place).read_text("utf-8"), uri)
         for target in (match[2] for match in site_pages.LINK.finditer(text)):

@@ -1,4 +1,4 @@
-"""``docs/structure.md`` names files, classes and functions that are there."""
+"""Pages about how it is built name files, classes and functions that are there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "structure.md").read_text("utf-8")
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text("utf-8")
+PAGE = STRUCTURE + "".join((ROOT / name).read_text("utf-8") for name in ("docs/extending.md", "CONTRIBUTING.md"))
 DOORS = re.findall(r"`([\w.]+)` (?:in |\()`([\w/]+\.py)`", PAGE)
 FOLDERS = ("", "fastdecode", "fastdecode/scheduler", "fastdecode/scheduler/policy")
 FOLDERS += ("fastdecode/cli", "cluster", "rworker_cpp")
@@ -36,5 +37,19 @@ def test_doors_are_there(name: str, path: str) -> None:
 
 def test_the_glossary_is_short() -> None:
     """A newcomer reads it whole."""
-    glossary = PAGE.split("## Glossary\n")[1].split("\n## ")[0]
-    assert len(re.findall(r"^\| ", glossary, re.MULTILINE)) - 1 <= 40
+    glossary = STRUCTURE.split("## Glossary\n")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\| ", glossary, re.MULTILINE)) - 1 <= 25
+
+
+def test_the_page_is_short() -> None:
+    assert STRUCTURE.count("\n") <= 250
+
+
+def test_the_index_has_every_decision() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "index.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| \[.*\]\(([\w-]+\.md)\) \| (\d{4}-\d\d-\d\d) \|$", index, re.MULTILINE))
+    pages = {each.name: each.read_text("utf-8") for each in folder.glob("*.md") if each.name != "index.md"}
+    assert set(rows) == set(pages)
+    for name, text in pages.items():
+        assert f"\n*{rows[name]}*\n" in text and "**Alternatives.**" in text and text.count("\n") <= 40, name

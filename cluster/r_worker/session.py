@@ -1,22 +1,21 @@
-"""The R-worker's main loop, the same for every transport: one S-worker served from its HELLO to its BYE."""
+"""The R-worker's main loop, the same for every link: serves one S-worker from its HELLO to its BYE."""
 
 from __future__ import annotations
 
 import logging
 import math
 import secrets
-import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
-from fastdecode.cluster.r_worker.host import Host, begin_step, block_bytes, end_step, make_rworker
+from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker, open_kv_port
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
+from fastdecode.cluster.r_worker.move_door import MoveDoor
 from fastdecode.cluster.r_worker.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
@@ -24,14 +23,9 @@ from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.leases import LEASE_SECONDS, encode_held
 from fastdecode.cluster.wire.messages import (
-    ALL_TOKENS,
-    CHUNK_BYTES,
     CLOCK,
-    EXPORT,
     FIRST_HEAD,
-    IMPORT,
     MAX_HELLO_BYTES,
-    NUM_BYTES,
     Hello,
     Welcome,
     decode_hello,
@@ -43,13 +37,12 @@ from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_re
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import CapacityError, FrameError
 from fastdecode.kinds.latent import FRAME_BYTES
-from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 IDLE_SECONDS = 1.0
-"""A working S-worker leaves less time than this between two steps."""
+"""A working S-worker pauses less than this between two steps."""
 
 PAYLOAD_LIMIT = 8 * FRAME_LIMIT
 """Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
@@ -57,32 +50,11 @@ PAYLOAD_LIMIT = 8 * FRAME_LIMIT
 log = logging.getLogger("fastdecode.r_worker")
 
 
-def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> KvPort:
-    """See ``KvPort``; ValueError where it cannot be opened. Imported here, since most R-workers need no ZeroMQ."""
-    from fastdecode.cluster.r_worker.kv_port import KvPort
-
-    try:
-        return KvPort(worker, layout, security, host)
-    except OSError as error:
-        raise ValueError(f"kv_port: {error.strerror}") from None
-
-
-@dataclass
-class _Incoming:
-    """Tokens of a sequence that arrive: uint8 [num_bytes], filled up to ``filled``."""
-
-    sequence_id: int
-    start: int
-    num_tokens: int
-    data: np.ndarray
-    filled: int = 0
-
-
 class Session:
     """Serves one S-worker. An impossible frame is refused, logged once per reason, and changes nothing.
 
-    Once ``leaving`` is set every report asks the S-worker to let this R-worker go. An S-worker that takes no steps has
-    no sequences here either, and then the session just ends.
+    Once ``leaving`` is set, every report asks the S-worker to dismiss this R-worker. An S-worker without steps has no
+    sequences here, so the session then just ends.
     """
 
     def __init__(
@@ -95,9 +67,10 @@ class Session:
         vitals: Vitals | None = None,
         lease: Lease | None = None,
     ) -> None:
-        """``security`` and ``listens_at`` (a host, "": none) are for the KV port, where the S-worker asks for one.
-        ``vitals`` is kept up for the health port, if there is one. ``lease`` outlives this session; by default none
-        does."""
+        """``security``, ``listens_at`` (a host; "" for none): for the KV port, if the S-worker asks for one.
+
+        ``vitals``: kept up to date for the health port. ``lease``: outlives this session; None by default.
+        """
         self.leaving = False
         self._vitals, self._lease = vitals or Vitals(), lease or Lease()
         self._security, self._listens_at = security or Security(), listens_at
@@ -110,7 +83,7 @@ class Session:
         self._spin = Spin()
         self._worker: _rworker.RWorker | None = None
         self._slots: PayloadSlots | None = None
-        self._incoming: _Incoming | None = None
+        self._move_door: MoveDoor | None = None
         self._over, self._is_untouched = False, True
         self._refused: set[str] = set()
         self._handlers: dict[Kind, Callable[[Frame], None]] = {
@@ -122,16 +95,15 @@ class Session:
             Kind.PICKS: self._picks,
             Kind.END: self._end,
             Kind.ABANDON: self._abandon,
-            Kind.EXPORT: self._export,
-            Kind.IMPORT: self._import,
-            Kind.DATA: self._data,
             Kind.INVENTORY: self._inventory,
             Kind.BYE: self._bye,
         }
 
     def run(self) -> None:
-        """Return when the S-worker has sent BYE, is gone, or was refused at its HELLO; all memory is freed then, unless
-        the lease keeps it."""
+        """Serve until the S-worker has sent BYE, is gone, or was refused.
+
+        All memory is freed then, unless the lease keeps it.
+        """
         is_broken = False
         try:
             while not self._over:
@@ -146,16 +118,17 @@ class Session:
             if self._worker:
                 if self._slots:
                     self._worker.abandon_step()
-                self._lease.leave(self._worker, is_broken, self._is_untouched)
+                is_changed = not self._is_untouched or (self._move_door is not None and self._move_door.has_imported)
+                self._lease.leave(self._worker, is_broken, not is_changed)
             self._vitals.closed()
 
     @property
     def epoch(self) -> int:
-        """Of its frames; 0 before the WELCOME."""
+        """The epoch of its frames; 0 before the WELCOME."""
         return self._link.epoch
 
     def give_way(self, name: str) -> None:
-        """Have S-worker ``name`` come after the one that is served, if that has been silent for a while."""
+        """Let S-worker ``name`` follow the served one, if that has been silent for a while."""
         if time.monotonic() - self._heard > LEASE_SECONDS:
             self._gives_way_to = name
 
@@ -185,7 +158,7 @@ class Session:
             self._refuse("refused", str(error.args[0] if error.args else error))
 
     def _next(self) -> Frame | None:
-        """The next frame, None when none came within TICK_SECONDS. Within a step this busy-waits for it."""
+        """Return the next frame; None if none came within TICK_SECONDS. Within a step this busy-waits."""
         frame = self._spin.until(lambda: self._link.receive(0.0)) if self._slots else None
         return frame or self._link.receive(TICK_SECONDS)
 
@@ -209,6 +182,8 @@ class Session:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
         self._worker, self._layout = worker, hello.layout
+        self._move_door = MoveDoor(self._link, worker, hello.layout)
+        self._handlers |= self._move_door.handlers
         park = None if hello.layout.cannot("parking") else self._host.park
         if park:
             self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
@@ -236,7 +211,7 @@ class Session:
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 
     def _weights(self, frame: Frame) -> None:
-        """K and V of some heads of a latent layer; what is announced is checked before memory is taken."""
+        """Receive K and V of some heads of a latent layer. Their announced size is checked before memory is taken."""
         layer = self._layout.layers[frame.layer] if frame.layer < len(self._layout.layers) else None
         shape = layer.weight_rows if layer else None
         if layer is None or shape is None:
@@ -303,53 +278,15 @@ class Session:
         if self._slots:
             self._slots = None
             self._open_worker.abandon_step()
-        self._incoming = None
+        if self._move_door:
+            self._move_door.abandon()
         self._link.send(Kind.ABANDONED)
-
-    def _export(self, frame: Frame) -> None:
-        sequence_id, start, num_tokens = self._numbers(frame, EXPORT)
-        data = self._open_worker.export(sequence_id, start, None if num_tokens == ALL_TOKENS else num_tokens)
-        self._link.send(Kind.EXPORTED, NUM_BYTES.pack(data.nbytes))
-        for start in range(0, data.nbytes, CHUNK_BYTES):
-            self._link.send(Kind.DATA, data[start : start + CHUNK_BYTES])
-
-    def _import(self, frame: Frame) -> None:
-        sequence_id, start, num_tokens, num_bytes = self._numbers(frame, IMPORT)
-        self._is_untouched = False
-        worker = self._open_worker
-        room = worker.blocks_free * block_bytes(self._layout, worker.block_size)
-        if not 0 <= num_bytes <= room:
-            raise ValueError(f"import: {num_tokens} tokens of {num_bytes:,} bytes, and {room:,} bytes are free")
-        self._incoming = _Incoming(sequence_id, start, num_tokens, np.empty(num_bytes, np.uint8))
-        self._link.send(Kind.READY)
-        self._import_if_whole()
-
-    def _data(self, frame: Frame) -> None:
-        incoming, num_bytes = self._incoming, frame.lengths[0]
-        if incoming is None or num_bytes > incoming.data.nbytes - incoming.filled or any(frame.lengths[1:]):
-            raise FrameError(f"a DATA frame of {num_bytes:,} bytes that was not announced")
-        self._link.read_into(incoming.data[incoming.filled : incoming.filled + num_bytes])
-        incoming.filled += num_bytes
-        self._import_if_whole()
-
-    def _import_if_whole(self) -> None:
-        incoming = self._incoming
-        if incoming and incoming.filled == incoming.data.nbytes:
-            self._incoming = None
-            self._open_worker.import_(incoming.sequence_id, incoming.num_tokens, incoming.data, incoming.start)
-            self._link.send(Kind.IMPORTED)
 
     def _inventory(self, frame: Frame) -> None:
         self._link.send(Kind.HELD, encode_held(held_by(self._open_worker)))
 
     def _bye(self, frame: Frame) -> None:
         self._over = True
-
-    def _numbers(self, frame: Frame, form: struct.Struct) -> tuple[int, ...]:
-        data = self._link.body(frame, form.size)
-        if len(data) != form.size:
-            raise FrameError(f"a {frame.kind.name} frame of {len(data)} bytes, not {form.size}")
-        return form.unpack(data)
 
     @property
     def _open_worker(self) -> _rworker.RWorker:

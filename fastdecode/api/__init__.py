@@ -1,1 +1,1 @@
-"""What users hand in and get back: settings, sampling parameters, prompts, outputs."""
+"""The types that users hand in and get back: settings, sampling parameters, prompts, outputs."""

@@ -1,4 +1,4 @@
-"""Every engine setting, frozen, and validated once when it is made."""
+"""The engine's configuration: frozen, and validated when it is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdecode.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class EngineConfig(EngineSettings):
-    """One field per engine flag, with underscores; None means "choose for me". ConfigError names a bad field."""
+    """One field per engine flag, with underscores; None means "choose for me". A ConfigError names a bad field."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -53,17 +53,17 @@ def _check_quantization(config: EngineConfig) -> None:
 
 
 def flag_names(group: str) -> list[str]:
-    """The fields of ``EngineConfig`` that a group of flags sets."""
+    """Return the fields of ``EngineConfig`` that a group of flags sets."""
     return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
 
 
 def prefill_settings() -> list[str]:
-    """The fields that prefill workers have as well."""
+    """Return the names of the settings that prefill workers share with the engine."""
     return [*flag_names(MODEL), "seed"]
 
 
 def _has_gpu_driver() -> bool:
-    """Whether torch, which this floor does not import, could find a GPU at all: NVIDIA's driver, or AMD's."""
+    """Return whether this machine has a GPU driver of NVIDIA or AMD. This floor does not import torch to ask it."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Messages of OpenAI's clients as chat templates read them: roles that templates know, and no words left out."""
+"""Chat messages from OpenAI clients, made fit for chat templates: known roles, and no text dropped."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from fastdecode.core.errors import RequestError
 Message = dict[str, Any]
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names by which messages have thoughts."""
+"""Keys under which a message may carry the assistant's reasoning."""
 
 
 def without_empty_fields(message: Mapping[str, Any]) -> Message:
-    """Return ``message`` without fields that say nothing, which clients send back as they got them: some templates only
-    look whether a field is there. A refusal becomes the content; a ``function_call`` becomes one of ``tool_calls``."""
+    """Return ``message`` without empty fields.
+
+    Clients send empty fields back as they received them, and some templates only test whether a field is present. A
+    refusal becomes the content; a ``function_call`` becomes one of ``tool_calls``.
+    """
     found = {name: value for name, value in message.items() if name in ("role", "content") or value not in (None, [])}
     refusal, call = found.pop("refusal", None), found.pop("function_call", None)
     if isinstance(refusal, str) and not found.get("content"):
@@ -29,9 +32,9 @@ def without_empty_fields(message: Mapping[str, Any]) -> Message:
 
 
 def with_known_roles(messages: Sequence[Message], template: str) -> list[Message]:
-    """Return ``messages`` with "system" for "developer" where ``template`` does not know that role.
+    """Return ``messages`` with the role "developer" renamed to "system" if ``template`` does not know "developer".
 
-    Such messages at the beginning become one with the system messages there, since some templates take only one.
+    All such messages at the beginning are joined with the system messages there, since some templates accept only one.
     """
     if "developer" in template or all(each["role"] != "developer" for each in messages):
         return list(messages)
@@ -44,8 +47,10 @@ def with_known_roles(messages: Sequence[Message], template: str) -> list[Message
 
 
 def with_known_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
-    """Return ``messages`` with the assistant's thoughts by the name that ``template`` reads: clients send them back by
-    any of several names."""
+    """Return ``messages`` with the assistant's reasoning under the key that ``template`` reads.
+
+    Clients use any of several keys.
+    """
     names = (name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template))
     known = next(names, None)
     if known is None:
@@ -61,16 +66,16 @@ def _renamed_thoughts(message: Message, known: str) -> Message:
 
 
 def one_system_message(texts: Sequence[str]) -> list[Message]:
-    """Return a system message of ``texts``, a paragraph each; none where there are none."""
+    """Return one system message with a paragraph per text; an empty list if there are no texts."""
     said = [text for text in texts if text]
     return [{"role": "system", "content": "\n\n".join(said)}] if texts else []
 
 
 def check_nothing_is_left_out(messages: Sequence[Message], text: str, render: Callable[[list[Message]], str]) -> None:
-    """RequestError where the chat template left out the words of a message, but for the assistant's.
+    """Raise RequestError if the chat template dropped the text of a message, unless it is the assistant's.
 
-    ``text``: what it made of ``messages``. Words that it wrote otherwise are looked for by a mark in their place, which
-    ``render`` shows.
+    ``text`` is the rendered prompt of ``messages``. A template may rewrite a text; so ``render`` is called again with a
+    short mark in its place, and the mark is looked for.
     """
     position = 0
     for index, message in enumerate(messages):
@@ -90,5 +95,5 @@ def _leaves_out(messages: Sequence[Message], index: int, render: Callable[[list[
     try:
         marked = [*messages[:index], {**messages[index], "content": mark}, *messages[index + 1 :]]
         return mark not in render(marked).lower()
-    except Exception:  # whatever the template raises for a text that it does not expect
+    except Exception:  # a template may raise anything for a text that it does not expect
         return False

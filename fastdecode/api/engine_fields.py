@@ -22,16 +22,16 @@ SCHEDULE_NAMES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefi
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 MAX_THREADS = 1024
-"""Threads of one worker; more is a slip of the finger."""
+"""Most threads of one worker; a higher number is taken for a typing error."""
 
 MAX_SEATS = 1 << 20
-"""Sequences in flight; more is a slip of the finger."""
+"""Most sequences in flight; a higher number is taken for a typing error."""
 
 MAX_RANKS = 1024
-"""S-worker processes that share a model; more is a slip of the finger."""
+"""Most S-worker processes that share a model; a higher number is taken for a typing error."""
 
 MODEL, BATCHING, WORKERS = "model", "batching", "S-worker and R-workers"
-"""Groups of flags."""
+"""Names of the groups of flags."""
 
 
 @dataclass(frozen=True)
@@ -226,4 +226,4 @@ class EngineFields:
     trace: str | None = setting(None, "write Chrome trace events", WORKERS, metavar="FILE", unset="none")
     seed: int = 0
     stands_by: bool = False
-    """Whether to wait, once the weights are loaded, until the S-worker of ``session`` is gone."""
+    """True if the engine loads the weights and then waits until the S-worker of ``session`` is gone."""

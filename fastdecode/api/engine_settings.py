@@ -1,4 +1,4 @@
-"""The engine's settings as its parts ask for them: parsed specs, memory in bytes, and cores."""
+"""Values derived from the engine's settings: parsed specs, memory in bytes, and cores."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fastdecode.drafting.speculative_config import SpeculativeConfig
 
 @dataclass(frozen=True)
 class EngineSettings(EngineFields):
-    """Derives from the fields what they ask for."""
+    """Derives parsed values from the fields of ``EngineFields``."""
 
     def bytes_of(self, name: str) -> int | None:
-        """A memory setting in bytes, None where it is to be chosen."""
+        """Return a memory setting in bytes; None if the engine is to choose it."""
         value = getattr(self, name)
         if value is None:
             return None
@@ -35,53 +35,53 @@ class EngineSettings(EngineFields):
 
     @property
     def journal_folder(self) -> str | None:
-        """Where the journal is a folder."""
+        """The folder of the journal; None if the journal is elsewhere or off."""
         return None if self.journal == ON_R_WORKERS else self.journal
 
     @property
     def r_worker_spec(self) -> WorkerSpec:
-        """What ``r_workers`` asks for."""
+        """``r_workers``, parsed."""
         return parse_r_workers(self.r_workers)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """What ``speculative_config`` asks for."""
+        """``speculative_config``, parsed; None if it is not set."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
     def lora(self) -> tuple[str, str] | None:
-        """Name and folder of the adapter of ``lora_modules``; ConfigError for more than one."""
+        """Name and folder of the adapter in ``lora_modules``. Raise ConfigError for more than one."""
         return parse_lora_modules(self.lora_modules)
 
     @property
     def state_dtype(self) -> str:
-        """The dtype of states, which ``mamba_ssm_cache_dtype`` asks for."""
+        """The dtype of recurrent states, from ``mamba_ssm_cache_dtype``."""
         return "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
 
     @property
     def placing(self) -> AskedPlacing:
-        """How sequences are to be placed."""
+        """The placing that the settings ask for."""
         return AskedPlacing.of(self)
 
     @property
     def prefill_worker_spec(self) -> WorkerSpec | None:
-        """What ``prefill_workers`` asks for."""
+        """``prefill_workers``, parsed; None if there are none."""
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
 
     @property
     def park(self) -> ParkPlace | None:
-        """Where R-workers that this process starts are to park."""
+        """The folder and limits for parked prefixes on R-workers that this process starts; None without parking."""
         return parse_park(self.park_dir, self.park_after, self.park_bytes)
 
     @property
     def in_mpi_job(self) -> bool:
-        """True where R-workers or prefill workers are ranks of this process's job."""
+        """True if R-workers or prefill workers are ranks of this process's job."""
         prefill = self.prefill_worker_spec
         return self.r_worker_spec.kind == "mpi" or (prefill is not None and prefill.kind == "mpi")
 
     @property
     def prefill_thread_count(self) -> int:
-        """Threads of each prefill worker that this process starts: its share of the cores, unless told."""
+        """Threads of each prefill worker that this process starts; by default its share of the cores."""
         cores, spec = self.prefill_core_list or usable_cores(), self.prefill_worker_spec
         return self.prefill_threads or max(1, len(cores) // (spec.count if spec else 1))
 
@@ -92,12 +92,12 @@ class EngineSettings(EngineFields):
 
     @property
     def num_r_workers(self) -> int:
-        """R-workers that ``r_workers`` asks for."""
+        """The number of R-workers that ``r_workers`` asks for."""
         return self.r_worker_spec.count
 
     @property
     def s_core_list(self) -> list[int] | None:
-        """Cores of the S-worker, None when not pinned: by default what spawned R-workers with cores leave, if any."""
+        """Cores of the S-worker; None when not pinned. By default it gets the cores that spawned R-workers leave."""
         given = parse_cores("s_cores", self.s_cores)
         if given is None and self.r_worker_spec.kind == "spawn" and self.r_core_list:
             return sorted(set(usable_cores()) - set(self.r_core_list)) or None
@@ -110,5 +110,5 @@ class EngineSettings(EngineFields):
 
     @property
     def separate_cores(self) -> bool:
-        """True when S and R were given cores of their own, so that they can work at the same time."""
+        """True if S-worker and R-workers have separate cores, so that they can work at the same time."""
         return bool(self.s_core_list and self.r_core_list and not set(self.s_core_list) & set(self.r_core_list))

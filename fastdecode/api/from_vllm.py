@@ -1,4 +1,4 @@
-"""Settings, methods and names that code written for vLLM has: read as they are meant, ignored, or refused."""
+"""Settings, methods and names of code written for vLLM: translated, ignored, or refused."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["MEMBERS", "NAMES"]
 logger = logging.getLogger(__name__)
 
 RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
-"""Settings that have another name here."""
+"""Settings that have another name in vLLM."""
 
 OF_ENGINES = engine.WITHOUT_EFFECT | engine.REFUSED
 OF_SERVERS = serving.WITHOUT_EFFECT | serving.REFUSED
 OF_BATCHES = serving.OF_BATCHES
 FOREIGN: Mapping[str, Foreign] = OF_ENGINES | OF_SERVERS
-"""Every setting and flag of vLLM that no field here has."""
+"""Every setting and flag of vLLM that has no field here."""
 
 IGNORED = frozenset(name for name, each in FOREIGN.items() if not each.refused)
 REFUSED = {name: each.text for name, each in FOREIGN.items() if each.refused}
@@ -35,20 +35,22 @@ OF_THE_SERVER = frozenset({
     "enable_auto_tool_choice", "max_num_queued_reqs", "otlp_traces_endpoint", "reasoning_parser", "served_model_name",
     "shutdown_timeout", "tool_call_parser",
 })  # fmt: skip
-"""Settings of vLLM's engines that are flags of ``fastdecode serve``."""
+"""Settings of vLLM's engine that are flags of ``fastdecode serve`` here."""
 
 _ADVICE = ("gpu_memory_utilization", "numa_bind")
-"""Ignored settings whose reason is told as well, since a flag does here what they are for."""
+"""Ignored settings for which the log also names the flag to use instead."""
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...] = ()) -> bool:
-    """Whether a field with this value says the same as one that is left out."""
+    """Return whether this value means the same as leaving the field out."""
     return value is None or value is False or value in ("", [], {}) or value in neutral
 
 
 def EngineArgs(**settings: Any) -> EngineConfig:
-    """Return the settings of ``LLM`` as ``LLMEngine`` takes them, under vLLM's name; ConfigError for one that cannot
-    be."""
+    """Return an ``EngineConfig`` from vLLM's or our settings; the name is vLLM's.
+
+    Raise ConfigError for a setting that is not supported.
+    """
     if sentence := environment.said():
         logger.warning("%s", sentence)
     found, known = as_ours(settings, also_ignored=OF_THE_SERVER), EngineConfig.__dataclass_fields__
@@ -59,12 +61,12 @@ def EngineArgs(**settings: Any) -> EngineConfig:
 
 
 def as_ours(settings: Mapping[str, Any], also_ignored: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return ``settings`` with the names and values that they have here, without those that are vLLM's alone.
+    """Return ``settings`` with our names and values, without those that only vLLM has.
 
-    One line of the log names those without effect. None stands for a setting that is left out.
+    The log names the settings without effect on one line. A setting of None counts as left out.
 
     Raises:
-        ConfigError: a setting without which the engine would do something else than was asked, and what to do instead.
+        ConfigError: the engine cannot do what a setting asks for. The message says what to do instead.
     """
     check_foreign(settings, also_ignored)
     left = {name: value for name, value in settings.items() if name not in FOREIGN and name not in also_ignored}
@@ -77,7 +79,10 @@ def check_foreign(
     also_ignored: frozenset[str] = frozenset(),
     foreign: Mapping[str, Foreign] = FOREIGN,
 ) -> None:
-    """Log vLLM's settings without effect on one line; ConfigError for one that cannot be, with what to do instead."""
+    """Log vLLM's settings without effect on one line.
+
+    Raise ConfigError for a setting that is not supported; the message says what to do instead.
+    """
     asked = {name for name in foreign.keys() & settings.keys() if not foreign[name].asks_for_nothing(settings[name])}
     ignored = sorted(name for name in asked if not foreign[name].refused) + sorted(
         name for name in also_ignored & settings.keys() if not asks_for_nothing(settings[name])
@@ -90,7 +95,7 @@ def check_foreign(
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
-    """ConfigError for an argument of a method of vLLM's ``LLM`` that would give other texts, or that nobody knows."""
+    """Raise ConfigError for an unknown argument of a vLLM method, or one that would change the texts."""
     for name, value in arguments.items():
         if name not in CALL_ARGUMENTS:
             raise ConfigError(f"unknown argument {name!r}")
@@ -101,7 +106,7 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 
 
 def check_lora(request: Any) -> None:
-    """ConfigError where an adapter is asked for."""
+    """Raise ConfigError if an adapter is asked for."""
     if request is not None:
         raise ConfigError(f"lora_request: {ADAPTERS}")
 

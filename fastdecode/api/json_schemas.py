@@ -1,4 +1,4 @@
-"""JSON schemas as requests bring them: numbers that cannot be followed exactly, and objects that take no other keys."""
+"""JSON schemas of requests: numbers that grammars cannot represent, and objects closed to additional keys."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 EXACT = 2**53
-"""Grammars compute bounds in double precision: numbers beyond it would be rounded."""
+"""The largest exact integer of double precision, in which grammars compute bounds."""
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else")
-"""Keywords whose schemas hold for the same value as the schema that they stand in."""
+"""Keywords whose subschemas describe the same value as the schema around them."""
 
 _PROSE = ("default", "examples", "title", "description")
 
 
 def inexact_number(schema: Any) -> float | None:
-    """Return a number that the output depends on and that is beyond ``EXACT``; None where there is none."""
+    """Return a number in ``schema`` that constrains the output and exceeds ``EXACT``; None if there is none."""
     return next((number for number in _numbers(schema) if abs(number) > EXACT), None)
 
 
@@ -46,7 +46,7 @@ def _numbers_in(value: Any) -> Iterator[float]:
 
 
 def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` whose objects take only the properties that they list, unless they say something of others.
+    """Return ``schema`` with closed objects: they accept only the listed properties, unless the schema allows others.
 
     An object that lists none takes any, as in xgrammar. Where several schemas describe one object together, each may
     list a part of its keys: these stay as they are.
@@ -61,7 +61,7 @@ def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _closed(schema: Mapping[str, Any], closes: bool) -> dict[str, Any]:
-    """``closes``: no schema beside this one describes the same object."""
+    """Return ``schema`` closed. ``closes``: no other schema describes the same object."""
     found: dict[str, Any] = {}
     alone = closes and not _is_composed(schema)
     for key, value in schema.items():
@@ -83,14 +83,14 @@ def _each_closed(value: Any, closes: bool) -> Any:
 
 
 def _is_composed(schema: Mapping[str, Any]) -> bool:
-    """Say whether several schemas describe the same object together."""
+    """Return whether several schemas describe the same object together."""
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     parts = [key for key in (*_IN_PLACE, "$ref") if key in schema]
     return several or len(parts) > 1 or (bool(parts) and "properties" in schema)
 
 
 def _shared_references(value: Any, is_shared: bool = False) -> Iterator[str]:
-    """References to schemas that describe an object together with others."""
+    """Yield references to schemas that describe an object together with other schemas."""
     if isinstance(value, list):
         for each in value:
             yield from _shared_references(each, is_shared)

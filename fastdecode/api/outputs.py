@@ -1,4 +1,4 @@
-"""What a request returns, in vLLM's shape."""
+"""The outputs of a request, in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Logprob:
 
 
 class Grown(Sequence[Item]):
-    """The first ``count`` items of a list that only ever grows, at no cost per item; later ones are not seen.
+    """A read-only view of the first ``count`` items of a growing list. Items appended later are not visible.
 
-    One is made of each list of a request in every step, and most are never looked at.
+    A view costs the same for any length. Every step makes one per list of a request, and most are never read.
     """
 
     __slots__ = ("_count", "_items")
@@ -31,7 +31,7 @@ class Grown(Sequence[Item]):
         self._items, self._count = items, len(items)
 
     def __len__(self) -> int:
-        """Items when this was made."""
+        """Return the number of items in the view."""
         return self._count
 
     @overload
@@ -39,29 +39,29 @@ class Grown(Sequence[Item]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
     def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        """One item, or those of a slice, as a tuple, at the cost of what it holds."""
+        """Return one item, or a tuple of the items of a slice."""
         if isinstance(index, slice):
             return tuple(self._items[place] for place in range(*index.indices(self._count)))
         return self._items[range(self._count)[index]]
 
 
 class _Snapshot:
-    """Compares and shows itself as a dataclass of the fields ``SEEN`` would."""
+    """Compares and prints itself as a dataclass would that has the fields ``SEEN``."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
     SEEN: ClassVar[tuple[str, ...]] = ()
 
     def __eq__(self, other: object) -> bool:
-        """Whether all that a user sees is the same."""
+        """Return whether all visible fields are equal."""
         return self._seen() == other._seen() if isinstance(other, _Snapshot) else NotImplemented
 
     def __repr__(self) -> str:
-        """Its type and all fields."""
+        """Return the type's name and all visible fields."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._seen().items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """All that a user sees, as JSON takes it."""
+        """Return all visible fields as JSON values."""
         return _plain(self._seen())
 
     def _seen(self) -> dict[str, object]:
@@ -69,12 +69,11 @@ class _Snapshot:
 
 
 class CompletionOutput(_Snapshot):
-    """One of a request's ``n`` texts, so far or finished; it does not change as the text grows.
+    """One of a request's ``n`` texts, growing or finished. This snapshot does not change as the text grows.
 
-    ``finish_reason``: "stop" (``stop_reason`` says which string or token id, None for end of text), "length",
-    "abort", "error" (``stop_reason`` says why), or None while it runs. ``tokens``, ``all_logprobs``: what
-    ``token_ids`` and ``logprobs`` are made of when they are first read. ``text_ends``: characters that could be shown
-    after each token.
+    ``finish_reason``: "stop", "length", "abort", "error", or None while it runs. ``stop_reason``: the stop string or
+    token id, None for end of text, or the reason of an error. ``tokens``, ``all_logprobs``: sources of ``token_ids``
+    and ``logprobs``, which are made when first read. ``text_ends``: characters that could be shown after each token.
     """
 
     __slots__ = (
@@ -100,47 +99,49 @@ class CompletionOutput(_Snapshot):
         self._logprobs: tuple[dict[int, Logprob], ...] | None = None
 
     def after(self, num_tokens: int) -> CompletionOutput:
-        """The same as it was after its first ``num_tokens``, while more were to come."""
+        """Return the snapshot as it was after the first ``num_tokens`` tokens, unfinished."""
         num_shown = self.text_ends[num_tokens - 1] if num_tokens and self.text_ends else 0
         logprobs = None if self.all_logprobs is None else self.all_logprobs[:num_tokens]
         text, ends = self.text[:num_shown], self.text_ends[:num_tokens]
         return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends)
 
     def cut(self) -> CompletionOutput:
-        """The same without its tokens, ended as it is by their number."""
+        """Return the snapshot without its tokens, finished because of its length."""
         ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
         reason = self.stop_reason if ended == "error" else None
         return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The output's tokens."""
+        """The token ids of the output."""
         if self._token_ids is None:
             self._token_ids = tuple(self.tokens)
         return self._token_ids
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the log-probabilities of its tokens; None where they were not asked for."""
+        """The sum of the tokens' log-probabilities; None if they were not requested."""
         if self.logprobs is None:
             return None
         return math.fsum(found[token].logprob for token, found in zip(self.token_ids, self.logprobs, strict=True))
 
     def finished(self) -> bool:
-        """Return whether it has ended, as vLLM's method does."""
+        """Return whether the output has ended. The method is vLLM's."""
         return self.finish_reason is not None
 
     @property
     def logprobs(self) -> tuple[dict[int, Logprob], ...] | None:
-        """Per token, by token id; None where they were not asked for."""
+        """One dictionary per token, from token id to ``Logprob``; None if they were not requested."""
         if self._logprobs is None and self.all_logprobs is not None:
             self._logprobs = tuple(self.all_logprobs)
         return self._logprobs
 
 
 class RequestMetrics(_Snapshot):
-    """Moments of a request in seconds of ``time.perf_counter``: its arrival, each step that gave it tokens, and the
-    beginning of the first step that computed its prompt. ``moments``: what ``token_seconds`` is made of."""
+    """Times of a request on the clock ``time.perf_counter``: arrival, first prompt step, and each step with tokens.
+
+    ``moments``: the source of ``token_seconds``.
+    """
 
     __slots__ = ("_token_seconds", "arrival_seconds", "moments", "started_seconds")
     SEEN = ("arrival_seconds", "token_seconds", "started_seconds")
@@ -154,7 +155,7 @@ class RequestMetrics(_Snapshot):
 
     @property
     def token_seconds(self) -> tuple[float, ...]:
-        """Of each step that gave it tokens."""
+        """The time of each step that gave the request tokens."""
         if self._token_seconds is None:
             self._token_seconds = tuple(self.moments)
         return self._token_seconds
@@ -162,8 +163,10 @@ class RequestMetrics(_Snapshot):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with everything it has produced so far. ``prompt_logprobs``: per token of the prompt, where they were
-    asked for; None of the first one."""
+    """A request with everything it has produced so far.
+
+    ``prompt_logprobs``: one entry per prompt token, None for the first; None if they were not requested.
+    """
 
     request_id: str
     prompt: str | None
@@ -176,12 +179,12 @@ class RequestOutput:
     lora_request: None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """Return all fields as JSON values."""
         return _plain({each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in lists, dictionaries, numbers and texts."""
+    """Return ``value`` converted to lists, dictionaries, numbers and strings."""
     if isinstance(value, _Snapshot | RequestOutput):
         return value.to_dict()
     if isinstance(value, Logprob):

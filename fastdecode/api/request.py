@@ -1,4 +1,4 @@
-"""A request in flight: its sequences, the outputs growing from them, and which sequence grows which output."""
+"""A request in flight: its sequences, and the output that each sequence grows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Completion:
     text_ends: list[int] = field(default_factory=list)
 
     def fitting(self, draft_token_ids: list[int]) -> list[int]:
-        """As many of these as the grammar, where there is one, would let come next."""
+        """Return the longest prefix of ``draft_token_ids`` that the grammar allows; without a grammar, all of them."""
         if self.grammar is None:
             return draft_token_ids
         self.grammar_ahead = self.grammar.after(draft_token_ids)
@@ -69,7 +69,7 @@ class Completion:
             self.finish_reason = "length"
 
     def _follow(self, grammar: Matcher, token: int) -> None:
-        """Take ``token`` as the grammar's next; a complete text ends."""
+        """Advance the grammar by ``token``; end the completion if the text is complete."""
         grammar.advance(token)
         if grammar.finished:
             self.finish_reason = "stop"
@@ -77,7 +77,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "error", f"{UNFOLLOWED}: {grammar.error}"
 
     def output(self) -> CompletionOutput:
-        """A snapshot for the user."""
+        """Return a snapshot for the user."""
         return CompletionOutput(
             self.index,
             self.text.visible(self.finish_reason is not None) if self.text else "",
@@ -90,7 +90,7 @@ class Completion:
 
 
 class Request:
-    """``prompt_token_ids`` and parameters, and ``params.n`` completions of them."""
+    """A request: its prompt, its parameters, and ``params.n`` completions."""
 
     def __init__(
         self,
@@ -130,16 +130,16 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """True when every completion has ended."""
+        """True if every completion has ended."""
         return not self.num_growing
 
     @property
     def num_prompt_top(self) -> int:
-        """How many likeliest tokens are told of each position of the prompt; -1: all."""
+        """How many of the likeliest tokens to report at each prompt position; -1 means all."""
         return self.params.prompt_logprobs or 0
 
     def take_prompt_scores(self, scores: PromptScores) -> None:
-        """Keep what a step told of the prompt; what it told before of the same tokens is forgotten."""
+        """Store the prompt scores of a step, replacing earlier scores of the same tokens."""
         stream = self.completions[0].text
         text = stream.decode_one if stream else lambda token: None
         if self.prompt_logprobs is not None:
@@ -147,17 +147,20 @@ class Request:
                 self.prompt_logprobs[position] = {token: Logprob(*each, text(token)) for token, each in found.items()}
 
     def sampling_row(self, completion: Completion) -> SamplingRow:
-        """What the sampler needs for this completion's next token; made once, as the tokens so far are one list."""
+        """Return the sampler's input for the completion's next token.
+
+        It is made once, since the list of tokens grows in place.
+        """
         return self._sampling_rows[completion.index]
 
     def draft_rows(self, completion: Completion, draft_token_ids: list[int]) -> list[SamplingRow]:
-        """What it needs for the tokens that follow the first, the first two, … of ``draft_token_ids``."""
+        """Return the sampler's inputs for the tokens that follow each beginning of ``draft_token_ids``."""
         row, ahead = self.sampling_row(completion), completion.grammar_ahead
         ends = range(1, len(draft_token_ids) + 1)
         return [row.after(draft_token_ids[:end], ahead[end - 1] if ahead else None) for end in ends]
 
     def output(self) -> RequestOutput:
-        """A snapshot for the user."""
+        """Return a snapshot for the user."""
         metrics = RequestMetrics(self.arrival_seconds, Grown(self.token_seconds), self.started_seconds)
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(
@@ -175,10 +178,10 @@ def make_request(
     first_sequence_id: int,
     engine_seed: int,
 ) -> Request:
-    """A request with ``params.n`` completions, whose sequences are numbered from ``first_sequence_id``.
+    """Return a request with ``params.n`` completions, whose sequences are numbered from ``first_sequence_id``.
 
-    The first one's sequence computes the prompt and brings the others. Without a seed in ``params`` the draws follow
-    from ``engine_seed`` and that number.
+    The first sequence computes the prompt; the others are forked from it. Without a seed in ``params``, the seed is
+    derived from ``engine_seed`` and the sequence's number.
     """
     room = model.max_model_len - len(prompt_token_ids)
     max_tokens = min(params.max_tokens or room, room)
@@ -205,7 +208,7 @@ def make_request(
 
 
 def _exclusion(params: SamplingParams, num_tokens: int) -> str:
-    """Name the limits of ``params`` that leave no token after ``num_tokens``; "" where there are none."""
+    """Return the limits of ``params`` that together rule out every next token; "" if there are none."""
     limits = {
         "structured_outputs": params.structured_outputs is not None,
         "allowed_token_ids": bool(params.allowed_token_ids),
@@ -217,7 +220,7 @@ def _exclusion(params: SamplingParams, num_tokens: int) -> str:
 
 
 def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]) -> TextStream | None:
-    """None where no text is wanted, or there is no tokenizer to make it."""
+    """Return the text stream of a completion; None without a tokenizer, or if no text is wanted."""
     if tokenizer is None or not params.detokenize:
         return None
     shown, skips = params.shown_special_token_ids, params.skip_special_tokens
@@ -233,50 +236,53 @@ def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_tok
 
 
 class InFlight:
-    """Requests by id, and by the sequences that still grow."""
+    """The requests in flight, by request id and by the sequences that still grow."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._growing: dict[int, tuple[Request, Completion]] = {}
 
     def __len__(self) -> int:
-        """Requests waiting or running."""
+        """Return the number of requests that wait or run."""
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        """True when ``request_id`` waits or runs."""
+        """Return whether ``request_id`` waits or runs."""
         return request_id in self._requests
 
     def add(self, request: Request) -> None:
-        """``request`` is under way."""
+        """Add ``request`` and its sequences."""
         self._requests[request.request_id] = request
         for completion in request.completions:
             self._growing[completion.sequence.sequence_id] = (request, completion)
 
     def remove(self, request_id: str) -> Request | None:
-        """Forget a request; None when it is not here."""
+        """Remove and return a request; None if it is unknown."""
         return self._requests.pop(request_id, None)
 
     def end(self, completion: Completion) -> None:
-        """``completion`` grows no more."""
+        """Stop tracking the sequence of ``completion``."""
         request, _ = self._growing.pop(completion.sequence.sequence_id)
         request.num_growing -= 1
 
     def completion(self, sequence_id: int) -> Completion:
-        """The one that a sequence grows."""
+        """Return the completion that this sequence grows."""
         return self._growing[sequence_id][1]
 
     def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
-        """The completions that a sequence's next token is for: its own, and all that still share its prompt."""
+        """Return the request and the completions that the sequence's next token is for.
+
+        Before a fork, that is every completion that still shares the prompt.
+        """
         request, completion = self._growing[sequence_id]
         siblings = completion.sequence.siblings
         others = [self._growing[each.sequence_id][1] for each in siblings] if siblings else ()
         return request, [completion, *others]
 
     def sampling_rows(self, sequence_id: int, draft_token_ids: list[int] | None = None) -> list[SamplingRow]:
-        """What the sampler needs for a sequence's next token, once for each completion that it is for.
+        """Return the sampler's inputs for the sequence's next token, one per completion that it is for.
 
-        A sequence with draft tokens has one completion, and a row for what follows each of them as well.
+        A sequence with draft tokens has one completion, and one more input for each draft token.
         """
         request, completions = self.family(sequence_id)
         rows = [request.sampling_row(completion) for completion in completions]

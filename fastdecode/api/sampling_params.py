@@ -1,4 +1,4 @@
-"""SamplingParams: how one request wants its tokens chosen; names, meanings and defaults are those of vLLM."""
+"""SamplingParams: the sampling options of one request, with vLLM's names, meanings and defaults."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fastdecode.api.vllm.python import takes_vllms_fields
 from fastdecode.core.errors import ConfigError, RequestError
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy, as in vLLM: dividing by them would only produce infinities."""
+"""Temperatures below this are greedy, as in vLLM. Dividing logits by them would give infinities."""
 
 MAX_SAMPLES = 16384
 """Most samples of one prompt, as in vLLM."""
 
 NO_TOKEN = "no token is left to choose"
-"""What the reason begins with where limits of a request exclude each other."""
+"""The beginning of the reason when limits of a request exclude each other."""
 
 MAX_MAGNITUDE = 1e6
-"""Beyond this, float32 logits lose what the parameter was meant to shift; refused so that no logit overflows."""
+"""Largest magnitude of a bias or penalty. Beyond it float32 logits lose precision, or overflow."""
 
 
 @takes_vllms_fields
@@ -58,19 +58,19 @@ class SamplingParams:
     seed: int | None = None
     """Makes the request's text repeatable whatever else runs; None (or -1) lets the engine choose."""
     max_tokens: int | None = 16
-    """Most new tokens; None is up to the model's length."""
+    """Most new tokens; None allows as many as the model's length."""
     min_tokens: int = 0
-    """New tokens before an end-of-sequence or stop token may be chosen."""
+    """Fewest new tokens before an end-of-sequence or stop token may be chosen."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the text; not part of it unless ``include_stop_str_in_output``."""
+    """Strings that end the text. The text excludes them unless ``include_stop_str_in_output``."""
     stop_token_ids: Collection[int] | None = None
-    """Tokens that end the text, besides end-of-sequence."""
+    """Tokens that end the text, like end-of-sequence."""
     ignore_eos: bool = False
-    """Go on past end-of-sequence."""
+    """Continue past end-of-sequence."""
     logprobs: int | None = None
     """Likeliest tokens to report per position besides the chosen one; -1 is the whole vocabulary."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens, which are then all computed anew; None tells none."""
+    """Likeliest tokens to report per prompt position; all of the prompt is then recomputed. None reports none."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of the given token ids."""
     allowed_token_ids: Collection[int] | None = None
@@ -80,13 +80,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     shown_special_token_ids: Collection[int] | None = None
-    """Special tokens that stay in the text all the same, such as those that delimit tool calls."""
+    """Special tokens that the text shows in spite of ``skip_special_tokens``, such as delimiters of tool calls."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     detokenize: bool = True
     """Produce text, not only token ids."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the text must have, such as a JSON schema; it ends when it is complete."""
+    """The form that the text must have, such as a JSON schema. The text ends when the form is complete."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -106,17 +106,20 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken instead of a random draw."""
+        """True if the likeliest token is taken instead of a random draw."""
         return self.temperature < GREEDY_BELOW
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether bias or penalties change logits at every step (``min_tokens`` and bad words depend on the step)."""
+        """True if a bias or penalty changes logits at every step.
+
+        ``min_tokens`` and bad words do so only at some steps.
+        """
         neutral = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
         return bool(self.logit_bias or self.allowed_token_ids) or not neutral
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Check against a model what could not be checked without one.
+        """Check the parameters that need to know the model's vocabulary.
 
         Raises:
             RequestError: a list of token ids, or ``logit_bias``, names a token that the model does not have.
@@ -128,7 +131,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must hold {wanted}, got {reprlib.repr(outside)}")
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ comes here
+        object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ calls this
 
     def _check_numbers(self) -> None:
         self._number("temperature", 0.0, MAX_MAGNITUDE, f"a number from 0 (greedy) to {MAX_MAGNITUDE:g}")
@@ -184,7 +187,7 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, wanted: str, *, above: bool = False) -> None:
         value = getattr(self, name)
-        # Comparisons come before float(): they are false for NaN and exact for integers too large for a float.
+        # Compare before calling float(): comparisons are false for NaN, and exact for integers too large for a float.
         if not _is_a(value, Real) or not low <= value <= high or (above and value == low):
             raise _refusal(name, value, wanted)
         self._set(name, float(value))
@@ -197,7 +200,7 @@ class SamplingParams:
 
 
 def _is_a(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)  # bool is an Integral, and never meant as one
+    return isinstance(value, kind) and not isinstance(value, bool)  # bool is an Integral, but never a valid number here
 
 
 def _refusal(name: str, value: object, wanted: str) -> ConfigError:

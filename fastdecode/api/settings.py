@@ -1,4 +1,4 @@
-"""How settings are declared, checked and read: a dataclass field has all that its flag needs to know."""
+"""Declaring, checking and parsing settings. Each dataclass field carries all that its flag needs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 MOST_PARK_AFTER = 30 * 86400.0
-"""Seconds; more is never."""
+"""Longest ``--park-after`` in seconds; more would mean never."""
 
 LEAST_KV_CACHE_BYTES = 1000
-"""Of an R-worker; less is a number without its unit."""
+"""Fewest bytes of an R-worker's cache; fewer means that the unit was forgotten."""
 
 
 ON_R_WORKERS = "r-workers"
-"""As a journal: in the memory of R-workers, and no folder."""
+"""The value of ``--journal`` that keeps the journal in the R-workers' memory instead of a folder."""
 
 MAX_SESSION = 200
-"""Characters of a session's name."""
+"""Most characters of a session's name."""
 
 
 def setting(
@@ -42,11 +42,10 @@ def setting(
     most: int | None = None,
     also: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with all that its flag and its check need to know.
+    """Return a dataclass field with all that its flag and its check need to know.
 
-    ``text`` is its help, to which the default is added: ``unset`` where that says more. ``choices``, ``least`` and
-    ``most`` are checked by ``check_settings``; None passes, it means "choose for me". ``also``: more names of
-    the flag.
+    ``text`` is its help; the default is appended, or ``unset`` if that says more. ``check_settings`` checks
+    ``choices``, ``least`` and ``most``; None always passes and means "choose for me". ``also``: more names of the flag.
     """
     told: dict[str, Any] = {"help": text, "group": group, "unset": unset, "metavar": metavar, "choices": choices}
     told |= {"least": least, "most": most, "also": also}
@@ -54,7 +53,7 @@ def setting(
 
 
 def check_settings(settings: Any) -> None:
-    """ConfigError names the first field of a dataclass that is none of its choices or out of its range."""
+    """Raise ConfigError for the first field that is out of its range or not one of its choices."""
     for each in fields(settings):
         value, told = getattr(settings, each.name), each.metadata
         choices, least, most = (told.get(name) for name in ("choices", "least", "most"))
@@ -68,7 +67,7 @@ def check_settings(settings: Any) -> None:
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes from 4294967296, "4GiB", "512MB" or "1.5G"; ConfigError names the setting."""
+    """Return the bytes that "4GiB", "512MB", "1.5G" or 4294967296 stand for. A ConfigError names the setting."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(value), re.IGNORECASE)
     unit = (match.group(2) or "").upper() if match else ""
     size = int(float(match.group(1)) * (_BINARY_UNITS[unit + "i"] if match.group(3) else _UNITS[unit])) if match else 0
@@ -78,7 +77,7 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 
 def parse_kv_cache_memory(value: int | str) -> int:
-    """Bytes of an R-worker's cache; ConfigError where a unit was forgotten."""
+    """Return the bytes of an R-worker's cache. Raise ConfigError if the unit was forgotten."""
     size = parse_bytes("kv_cache_memory", value)
     if size < LEAST_KV_CACHE_BYTES:
         raise ConfigError(
@@ -88,7 +87,10 @@ def parse_kv_cache_memory(value: int | str) -> int:
 
 
 def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int | str | None) -> ParkPlace | None:
-    """Where to park, None: nowhere; ConfigError for settings of a place without one."""
+    """Return where and when to park prefixes; None without a folder.
+
+    Raise ConfigError if other parking settings are given without a folder.
+    """
     if folder is None:
         for name, value in (("park_after", after_seconds), ("park_bytes", most_bytes)):
             if value is not None:
@@ -103,9 +105,9 @@ def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int 
 
 
 def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:
-    """Name and folder of the only value, "NAME=FOLDER" or vLLM's {"name": NAME, "path": FOLDER} as JSON text.
+    """Return the name and the folder of the one LoRA adapter that ``values`` names.
 
-    ConfigError for any other number, or another form.
+    It is "NAME=FOLDER", or vLLM's {"name": NAME, "path": FOLDER} as JSON text. Raise ConfigError for anything else.
     """
     if len(values) > 1:
         raise ConfigError(
@@ -132,7 +134,7 @@ def _json_lora_module(text: str) -> tuple[str, str]:
 
 
 def parse_cores(name: str, spec: str | None) -> list[int] | None:
-    """Core numbers from "0,2-3"; ConfigError names the setting."""
+    """Return the core numbers of a list such as "0,2-3". A ConfigError names the setting."""
     if spec is None:
         return None
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", spec):
@@ -145,18 +147,19 @@ def parse_cores(name: str, spec: str | None) -> list[int] | None:
 
 
 SECURITY_LEVELS = ("encrypt", "authenticate")
-"""What a key file is for: authenticated and encrypted connections, or authenticated ones that carry clear data."""
+"""Levels of security with a key file: "encrypt" authenticates and encrypts; "authenticate" sends data unencrypted."""
 
 MAX_HERE = 1024
-"""Workers of one kind on one machine; more is a slip of the finger."""
+"""Most workers of one kind on one machine; a higher number is taken for a typing error."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """R-workers or prefill workers; ``kind``: "inproc", "spawn", "tcp", "mpi", "join" or "ray".
+    """A group of R-workers or prefill workers. ``kind``: "inproc", "spawn", "tcp", "mpi", "join" or "ray".
 
-    ``addresses``: "host:port" of each, for tcp. ``count`` is 0 for R-workers of mpi: as many as the job has ranks
-    beside this one; for join the first ones, which are waited for. ``strict_spread``: of ray, no two on one node.
+    ``addresses``: the "host:port" of each worker, for tcp. ``count``: the number of workers; 0 for R-workers of mpi,
+    which are all other ranks of the job. For join, the engine waits for the first ``count``. ``strict_spread``: Ray
+    places no two on one node.
     """
 
     kind: str
@@ -166,12 +169,15 @@ class WorkerSpec:
 
     @property
     def on_this_machine(self) -> bool:
-        """True where this process starts them, so that they share its memory and cores."""
+        """True if this process starts the workers, so that they share its memory and cores."""
         return self.kind in ("inproc", "spawn")
 
 
 def parse_prefill_workers(spec: str) -> WorkerSpec:
-    """spawn:N, mpi:N or host:port,host:port; ConfigError for anything else, or an address twice."""
+    """Return the parsed "spawn:N", "mpi:N" or "host:port,host:port".
+
+    Raise ConfigError for anything else, and for a repeated address.
+    """
     if match := re.fullmatch(r"(spawn|mpi):([1-9]\d{0,3})", spec):
         return WorkerSpec(match.group(1), _count("prefill_workers", match))
     if not _ADDRESSES.fullmatch(spec) or re.match(r"(spawn|mpi):", spec):
@@ -181,8 +187,10 @@ def parse_prefill_workers(spec: str) -> WorkerSpec:
 
 
 def parse_r_workers(spec: str) -> WorkerSpec:
-    """inproc, inproc:N, spawn:N, join:N, ray:N, ray:N:strict-spread, mpi or host:port,host:port; ConfigError for
-    anything else, or an address twice."""
+    """Return the parsed ``--r-workers``: inproc[:N], spawn:N, join:N, ray:N[:strict-spread], mpi or host:port,….
+
+    Raise ConfigError for anything else, and for a repeated address.
+    """
     if match := re.fullmatch(r"ray:([1-9]\d{0,5})(:strict-spread)?", spec):
         return WorkerSpec("ray", int(match.group(1)), strict_spread=bool(match.group(2)))
     if match := re.fullmatch(r"(inproc|spawn|join):([1-9]\d{0,5})", spec):
@@ -200,7 +208,10 @@ def parse_r_workers(spec: str) -> WorkerSpec:
 
 
 def _count(name: str, match: re.Match[str]) -> int:
-    """The second group of ``match``; ConfigError for more than MAX_HERE where the first one says this machine."""
+    """Return the number of workers in ``match``.
+
+    Raise ConfigError for more than MAX_HERE workers of a kind that runs on this machine.
+    """
     count = int(match.group(2))
     if match.group(1) in ("inproc", "spawn") and count > MAX_HERE:
         raise ConfigError(f"{name}: {match.group()} is more than {MAX_HERE}, the most on one machine")
@@ -211,7 +222,7 @@ _ADDRESSES = re.compile(r"[^:,\s]+:\d+(,[^:,\s]+:\d+)*")
 
 
 def _split_addresses(name: str, worker: str, spec: str) -> tuple[str, ...]:
-    """The addresses in "host:port,host:port"; ConfigError for one that is none, or that comes twice."""
+    """Return the addresses in "host:port,host:port". Raise ConfigError for a malformed or repeated address."""
     addresses = tuple(spec.split(","))
     for address in addresses:
         split_address(name, address)
@@ -221,7 +232,7 @@ def _split_addresses(name: str, worker: str, spec: str) -> tuple[str, ...]:
 
 
 def split_address(name: str, address: str, least_port: int = 1) -> tuple[str, int]:
-    """Host and port of "host:port"; ConfigError names the setting."""
+    """Return the host and port of "host:port". A ConfigError names the setting."""
     match = re.fullmatch(r"([A-Za-z0-9._-]+|\*):(\d{1,5})", address)
     if not match or not least_port <= int(match.group(2)) <= 65535:
         raise ConfigError(f"{name}: an address is host:port, with a port of {least_port} to 65535, not {address!r}")
@@ -229,8 +240,10 @@ def split_address(name: str, address: str, least_port: int = 1) -> tuple[str, in
 
 
 def is_loopback(host: str) -> bool:
-    """True for addresses that never leave this machine; names other than localhost are not looked up, and count as
-    another's."""
+    """Return whether ``host`` is this machine's loopback.
+
+    Host names other than localhost are not resolved, and count as remote.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -238,7 +251,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_key(name: str, hosts: list[str], key_file: str | None) -> None:
-    """ConfigError for a host beyond this machine without a key file."""
+    """Raise ConfigError if a host is remote and there is no key file."""
     beyond = [host for host in hosts if not is_loopback(host)]
     if beyond and not key_file:
         raise ConfigError(
@@ -248,7 +261,7 @@ def check_key(name: str, hosts: list[str], key_file: str | None) -> None:
 
 
 def check_security(level: str | None, key_file: str | None) -> None:
-    """ConfigError for a level that does not exist, or that has no key file to rest on."""
+    """Raise ConfigError for an unknown level, or a level without a key file."""
     if level is not None and level not in SECURITY_LEVELS:
         raise ConfigError(f"security must be one of {', '.join(SECURITY_LEVELS)}, not {level!r}")
     if level is not None and not key_file:
@@ -256,7 +269,7 @@ def check_security(level: str | None, key_file: str | None) -> None:
 
 
 def describe_security(level: str | None, key_file: str | None) -> str:
-    """What protects connections to R-workers, for people."""
+    """Return one phrase that tells people how connections to R-workers are secured."""
     if not key_file:
         return "loopback, not encrypted"
     return "authenticated, NOT encrypted" if level == "authenticate" else "CURVE, authenticated and encrypted"

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the form that a request's text must have; names and meanings are those of vLLM."""
+"""StructuredOutputsParams: the form of a request's text, with vLLM's names and meanings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fastdecode.core.errors import ConfigError
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 UNFOLLOWED = "structured_outputs cannot be followed"
-"""What the reason begins with where a grammar is refused, or gives up at some token."""
+"""The beginning of the reason when a grammar is refused, or fails at some token."""
 
 _LONG_NUMBER = re.compile(r"[0-9]{16}|[0-9.][eE]\+?[0-9]{2}")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one of the kinds, checked when built; what it says is checked by the engine, when the request comes.
+    """One constraint on the output. Exactly one kind is given; the engine checks its content when the request arrives.
 
     After construction ``json`` is text and ``choice`` a tuple without duplicates.
 
@@ -35,7 +35,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     """The whole output matches this regular expression."""
     choice: Sequence[str] | None = None
-    """The output is one of these."""
+    """The output is one of these strings."""
     grammar: str | None = None
     """A context-free grammar in Lark's notation or in GBNF (``root ::= …``)."""
     json_object: bool | None = None
@@ -43,7 +43,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """JSON without spaces and newlines between its tokens."""
     disable_additional_properties: bool = False
-    """Objects of the schema that list properties take no others, unless the schema says something of these."""
+    """Objects that list their properties accept no others, unless the schema allows others."""
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -60,11 +60,11 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema that the output must follow; None where another kind was given."""
+        """The JSON schema that the output must follow; None if another kind was given."""
         return '{"type": "object"}' if self.json_object else None if self.json is None else str(self.json)
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ comes here
+        object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ calls this
 
     def _check_json(self) -> None:
         wanted = "a JSON schema: an object, or its text"

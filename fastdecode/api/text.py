@@ -1,4 +1,4 @@
-"""Text to token ids and back: what a user passes as a prompt, and text with stop strings from tokens as they come."""
+"""Conversion of text to token ids and back: reading prompts, and streaming text with stop strings."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from fastdecode.api.text_limits import TextBound, check_can_fit
 from fastdecode.core.errors import RequestError
 
 PROMPT_CONTEXT = 6
-"""Tokens of the prompt that the first token's text is decoded after."""
+"""Prompt tokens that are decoded in front of the first output token."""
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """The interface that the engine needs of a tokenizer."""
 
     backend: BackendTokenizer
     eos_token_id: int | None
 
     @property
     def text_bound(self) -> TextBound | None:
-        """The most text per token; None where there is no bound."""
+        """An upper bound on text per token; None if there is none."""
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Tokens that a text without special tokens leaves out."""
+        """Special tokens, which ``skip_special_tokens`` leaves out of the text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text; of some tokens they are a part of a character."""
+        """Return the bytes that a token adds to a text. They may be only a part of a character."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with the special tokens the model expects."""
+        """Return token ids of ``text``, with the special tokens the model expects."""
 
     def encode_chat(self, messages: Any, max_model_len: int | None = None, /, **template_arguments: Any) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins."""
+        """Return the token ids of a conversation, up to where the answer begins."""
 
 
 class TextStream:
     """The growing text of one completion.
 
-    Bytes that do not yet make up a character are held back by the tokenizers library. A stop string ends the text
-    wherever it falls, across token borders too, and is left out unless ``include_stop``.
+    The tokenizers library holds incomplete characters back. A stop string ends the text wherever it occurs, also across
+    tokens. The text excludes it unless ``include_stop``.
     """
 
     def __init__(
@@ -56,8 +56,10 @@ class TextStream:
         prompt_token_ids: Sequence[int] = (),
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """The end of the prompt goes before the text: some tokenizers drop the space that begins a text. ``hidden``:
-        tokens that are left out."""
+        """Decode after the end of the prompt, since some tokenizers drop a space at the beginning.
+
+        ``hidden``: tokens that the text omits.
+        """
         self.text = ""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
@@ -68,7 +70,10 @@ class TextStream:
         self._longest_stop = max((len(string) for string in stop), default=0)
 
     def push(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Add a token; the stop string it completed, if any. Without ``may_stop`` none is looked for."""
+        """Add a token; return the stop string that it completes, or None.
+
+        Without ``may_stop``, stop strings are ignored.
+        """
         piece = None if token_id in self._hidden else self._decode(token_id)
         if not piece:
             return None
@@ -85,42 +90,45 @@ class TextStream:
         return string
 
     def _decode(self, token_id: int) -> str | None:
-        """The text this token adds. Where byte tokens make no character the library gives up, and we begin anew."""
+        """Return the text that this token adds; None if its characters are incomplete.
+
+        The library fails on byte tokens that form no character; the stream then starts again.
+        """
         try:
             return self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the library raises its base class
+        except Exception:  # the library raises a plain Exception
             self._stream = DecodeStream(ids=[token_id], skip_special_tokens=self._skip_special)
             return self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
 
     def decode_one(self, token_id: int) -> str:
-        """One token by itself."""
+        """Return the text of one token by itself."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def visible(self, finished: bool) -> str:
-        """The text that can be shown: all of it, less a tail that may turn out to begin a stop string."""
+        """Return the text that can be shown. Unless ``finished``, this excludes an end that may begin a stop string."""
         return self.text if finished else self.text[: self.num_visible()]
 
     def num_visible(self) -> int:
-        """Characters of the text that can be shown while it grows."""
+        """Return how many characters can be shown while the text grows."""
         if not self._longest_stop:
             return len(self.text)
         return len(self.text) - max((overlap(self.text, string) for string in self._stop), default=0)
 
 
 def overlap(text: str, string: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``string``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``string``."""
     lengths = range(min(len(text), len(string) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(string[:length])), 0)
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text, by vLLM's name."""
+    """A prompt as text; the name is vLLM's."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids, by vLLM's name; ``prompt``, the text that they were made of, goes with the outputs."""
+    """A prompt as token ids; the name is vLLM's. ``prompt`` is its text, which the outputs repeat."""
 
     prompt_token_ids: list[int]
     prompt: str
@@ -137,7 +145,7 @@ def read_prompt(
     max_model_len: int,
     add_special_tokens: bool = True,
 ) -> tuple[str | None, list[int]]:
-    """The text (None when token ids were given) and its token ids; RequestError names what is wrong."""
+    """Return the prompt's text (None if token ids were given) and its token ids. A RequestError names the fault."""
     if isinstance(prompt, Mapping):
         given: dict[str, Any] = dict(prompt)
         known = {"prompt", "prompt_token_ids"} & given.keys()
@@ -165,7 +173,10 @@ def read_prompt(
 def encode_text(
     text: Any, tokenizer: Tokenizer | None, max_model_len: int, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of ``text``; RequestError where it is none, cannot fit the model, or there is no tokenizer."""
+    """Return token ids of ``text``.
+
+    Raise RequestError if it is not a string, cannot fit the model, or there is no tokenizer.
+    """
     if not isinstance(text, str):
         raise RequestError(f"prompt must be text or token ids, not {type(text).__name__}")
     if tokenizer is None:
@@ -179,10 +190,10 @@ def encode_text(
 
 
 def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """``ids`` as a list; RequestError where they are no token ids of the model."""
+    """Return ``ids`` as a list. Raise RequestError unless all are token ids of the model."""
     if type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids.copy()
-    if isinstance(ids, (bytes, bytearray, memoryview)):  # sequences of numbers, but not of token ids
+    if isinstance(ids, (bytes, bytearray, memoryview)):  # these are sequences of integers, but not of token ids
         raise RequestError(f"prompt must be text or token ids, not {type(ids).__name__}: decode it to text")
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         try:

@@ -1,4 +1,4 @@
-"""The longest text that is worth tokenising: one that cannot fit the model is refused before."""
+"""A bound on the length of text. A text that cannot fit the model is refused before it is tokenized."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Any
 from fastdecode.core.errors import RequestError
 
 LONG_TEXT_BYTES = 1 << 16
-"""A text beyond it takes a tokenizer long enough that short ones should not wait for it."""
+"""Tokenizing a text longer than this takes so long that short texts should not wait for it."""
 
 
 @dataclass(frozen=True)
 class TextBound:
-    """How much text a tokenizer can put into one token: ``bytes_per_token`` bytes of UTF-8, of which ``dropped`` do not
-    count, since no token stands for them."""
+    """The most text that one token can stand for:
+
+    ``bytes_per_token`` bytes of UTF-8. ``dropped`` bytes do not count, since no token stands for them.
+    """
 
     bytes_per_token: int
     dropped: bytes = b""
 
     def num_bytes(self, text: str) -> int:
-        """Bytes of ``text`` that become tokens."""
+        """Return how many bytes of ``text`` become tokens."""
         if not self.dropped and text.isascii():
             return len(text)
         pieces = (text[start : start + LONG_TEXT_BYTES] for start in range(0, len(text), LONG_TEXT_BYTES))
         return sum(len(piece.encode(errors="surrogatepass").translate(None, self.dropped)) for piece in pieces)
 
     def check(self, subject: str, num_bytes: int, max_model_len: int) -> None:
-        """RequestError where ``num_bytes`` take more than ``max_model_len`` tokens."""
+        """Raise RequestError if ``num_bytes`` need more than ``max_model_len`` tokens."""
         most = max_model_len * self.bytes_per_token
         if num_bytes > most:
             raise RequestError(
@@ -38,9 +40,9 @@ class TextBound:
 
 
 def check_can_fit(text: str, bound: TextBound | None, max_model_len: int) -> None:
-    """RequestError, without tokenising it, for a text that has too many bytes for ``max_model_len`` tokens.
+    """Raise RequestError if ``text`` has too many bytes for ``max_model_len`` tokens, without tokenizing it.
 
-    Nothing is refused where ``bound`` is None, for a tokenizer without one.
+    Without a ``bound`` nothing is refused.
     """
     if bound is not None:
         bound.check("prompt has", bound.num_bytes(text), max_model_len)
@@ -52,13 +54,11 @@ def check_conversation_can_fit(
     bound: TextBound | None,
     max_model_len: int,
 ) -> None:
-    """RequestError, before they are rendered, for ``messages`` whose texts alone have too many bytes for
-    ``max_model_len`` tokens.
+    """Raise RequestError if the texts of ``messages`` have too many bytes for ``max_model_len`` tokens.
 
-    Only texts count that the chat template takes over: ``render`` gives the text of a conversation, and is asked for
-    that of ``messages`` with a short mark in place of each text. Of the assistant's texts templates leave out the
-    reasoning, and of all texts the space around them: these do not count. Where a mark does not come back, or the
-    template raises, nothing is refused here; nor where ``bound`` is None, for a tokenizer without one.
+    The check comes before rendering, and counts only texts that the chat template copies. To find these, ``render`` is
+    called with a short mark in place of each text. If a mark is missing, the template raises, or ``bound`` is None,
+    nothing is refused. The assistant's reasoning and surrounding white space do not count, since templates omit them.
     """
     if bound is None:
         return
@@ -70,7 +70,7 @@ def check_conversation_can_fit(
     marked = [{**message, "content": marks.get(index, "")} for index, message in enumerate(messages)]
     try:
         text = render(marked)
-    except Exception:  # whatever the template raises; it is asked again for the messages themselves
+    except Exception:  # a template may raise anything; it raises again for the messages themselves
         return
     if all(mark in text for mark in marks.values()):
         bound.check("messages have", num_bytes, max_model_len)

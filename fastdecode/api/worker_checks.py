@@ -1,4 +1,4 @@
-"""Checks that the settings of workers go together: where they are, how they are reached, what they have."""
+"""Checks that settings of workers are consistent: their place, connection and resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.core.machine import total_memory_bytes, usable_cores
 
 
 def check_workers(config: EngineSettings) -> None:
-    """ConfigError names a setting of R-workers, prefill workers or ranks that cannot be, or not beside another."""
+    """Raise ConfigError for an invalid or conflicting setting of R-workers, prefill workers or ranks."""
     _check_r_workers(config)
     _check_parking(config)
     _check_prefill_workers(config)
@@ -23,7 +23,7 @@ def check_workers(config: EngineSettings) -> None:
 
 
 def _check_tensor_parallel(config: EngineSettings) -> None:
-    """What works with one S-worker process alone."""
+    """Refuse settings that need a single S-worker process."""
     size = config.tensor_parallel_size
     if config.in_mpi_job:
         name = "r_workers" if config.r_worker_spec.kind == "mpi" else "prefill_workers"
@@ -36,7 +36,7 @@ def _check_tensor_parallel(config: EngineSettings) -> None:
 
 
 def _check_r_workers(config: EngineSettings) -> None:
-    """R-workers elsewhere have settings of their own, and are reached over a network only with a key."""
+    """Refuse local settings for remote R-workers, and remote R-workers without a key."""
     spec = config.r_worker_spec
     check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], config.key_file)
     for name in ("kv_cache_memory", "r_threads", "r_cores", "park_dir"):
@@ -60,7 +60,7 @@ def _check_r_workers(config: EngineSettings) -> None:
 
 
 def _check_parking(config: EngineSettings) -> None:
-    """What parked prefixes need, and what keeps them in memory so far."""
+    """Refuse parking with settings that switch prefixes off or spread one over several workers."""
     if config.park_dir is None:
         return
     for name, refused in (
@@ -77,7 +77,7 @@ def _check_parking(config: EngineSettings) -> None:
 
 
 def _check_joining(config: EngineSettings) -> None:
-    """R-workers that are not known before they come."""
+    """Refuse settings that conflict with R-workers that join later."""
     if config.pool_listen is None:
         raise ConfigError(
             f"r_workers: {config.r_workers} are R-workers that join: give --pool-listen HOST:PORT as well"
@@ -87,7 +87,7 @@ def _check_joining(config: EngineSettings) -> None:
 
 
 def _check_ray(config: EngineSettings) -> None:
-    """R-workers that are placed while the job starts, with a key of their own."""
+    """Refuse settings that conflict with R-workers placed by Ray."""
     if config.profile is not None:
         raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
     spec = config.prefill_worker_spec
@@ -100,7 +100,7 @@ def _check_ray(config: EngineSettings) -> None:
 
 
 def _check_prefill_workers(config: EngineSettings) -> None:
-    """Those elsewhere have settings of their own, and are reached over a network only with a key."""
+    """Refuse local settings for remote prefill workers, and remote prefill workers without a key."""
     spec = config.prefill_worker_spec
     for name in ("prefill_threads", "prefill_cores"):
         if getattr(config, name) is not None and (spec is None or spec.kind != "spawn"):
@@ -112,7 +112,7 @@ def _check_prefill_workers(config: EngineSettings) -> None:
 
 
 def _check_session(config: EngineSettings) -> None:
-    """What outlives its S-worker, and what is known of it then."""
+    """Refuse a session that cannot outlive its S-worker."""
     if config.session is not None and not (0 < len(config.session) <= MAX_SESSION and config.session.isprintable()):
         raise ConfigError(f"session must be a name of at most {MAX_SESSION} characters, not {config.session!r:.80}")
     if config.session is not None and config.r_worker_spec.kind != "tcp":
@@ -132,7 +132,7 @@ def _check_session(config: EngineSettings) -> None:
 
 
 def _check_journal_on_r_workers(config: EngineSettings) -> None:
-    """A journal without a folder."""
+    """Refuse settings that conflict with a journal in the R-workers' memory."""
     if not config.keep_session:
         raise ConfigError(
             f"journal: {ON_R_WORKERS} keep it as long as the session's sequences: give --session and --keep-session, "

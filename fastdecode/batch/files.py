@@ -100,7 +100,7 @@ class BatchOutput:
         self._file.close()
 
     def _read(self, path: str, custom_ids: set[str], model: str) -> int:
-        """Bytes of whole answers in the file."""
+        """Return bytes of whole answers in the file."""
         keep = 0
         self._file.seek(0)
         for number, text in enumerate(self._file, 1):
@@ -118,7 +118,7 @@ class BatchOutput:
 
 
 def _first(text: bytes, number: int, seen: set[str]) -> BatchLine | str:
-    """The request of a line, or what keeps it from being one; its custom_id is then in ``seen``."""
+    """Return the request of a line, or what keeps it from being one; its custom_id is then in ``seen``."""
     try:
         line = read_line(text, number)
     except ConfigError as error:
@@ -151,12 +151,12 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
 
 
 def _same_model(one: Any, other: str) -> bool:
-    """Say whether both name the same model, where folders may be written in several ways."""
+    """Return whether both name the same model, where folders may be written in several ways."""
     return one == other or (isinstance(one, str) and Path(one).resolve() == Path(other).resolve())
 
 
 def _without(file: BinaryIO, path: str, custom_ids: set[str]) -> BinaryIO:
-    """The file again, less the answers to ``custom_ids``; it takes the old one's place once it is whole."""
+    """Return the file again, less the answers to ``custom_ids``; it takes the old one's place once it is whole."""
     new = f"{path}.retry"
     try:
         with file, Path(new).open("wb") as kept:

@@ -36,7 +36,7 @@ class BatchLine:
 
 
 def read_line(text: str | bytes, number: int) -> BatchLine:
-    """Line ``number`` of an input file; ConfigError where it is no JSON object with a custom_id to answer."""
+    """Line ``number`` of an input file. Raise ConfigError if it is no JSON object with a custom_id to answer."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -47,8 +47,10 @@ def read_line(text: str | bytes, number: int) -> BatchLine:
 
 
 def read_request(line: BatchLine) -> Asked:
-    """RequestError where the request is of a kind that is not answered here, or has a field that is not understood:
-    better than hours of work with it ignored."""
+    """Return the request of ``line``, with every field understood.
+
+    Raise RequestError for an endpoint or a field that is unknown: a refusal now is better than hours of wrong work.
+    """
     kind = _KINDS.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
     if kind is None:
         raise RequestError(f"must POST to {COMPLETIONS}, {CHAT} or {RESPONSES}, not {line.url!r:.80}")
@@ -76,7 +78,10 @@ def answer(
     logprobs: LogprobForm | None = None,
     params: SamplingParams | None = None,
 ) -> dict[str, Any]:
-    """The output line of a finished request; ``outputs``: of its prompts, in order. ``reading``: of its answers."""
+    """Return the output line of a finished request; ``outputs``: of its prompts, in order.
+
+    ``reading``: of its answers.
+    """
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
@@ -93,7 +98,7 @@ def answer(
 
 
 def refusal(line: BatchLine, error: Exception) -> dict[str, Any]:
-    """The output line of a request that cannot run."""
+    """Return the output line of a request that cannot run."""
     return _output_line(line, 400, error_body(str(error)))
 
 

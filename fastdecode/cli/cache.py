@@ -1,4 +1,4 @@
-"""``fastdecode cache``: parked sessions on an R-worker's disk: list them, drop them, check every byte."""
+"""``fastdecode cache``: list, drop or verify the parked sessions on an R-worker's disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """Print what each file says of itself, or why it says nothing."""
+    """Print what each file contains, or why it cannot be read."""
     for path in _files(args.park_dir):
         row = _row(path)
         if args.json:
@@ -58,7 +58,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def run_drop(args: argparse.Namespace) -> int:
-    """Remove the files that are named, unused or, with --all, there."""
+    """Remove the named files, the unused ones, or with --all every file."""
     if not (args.names or args.all or args.unused is not None):
         raise ConfigError("cache drop: name files, or give --unused SECONDS or --all")
     num_bytes = count = 0
@@ -72,7 +72,7 @@ def run_drop(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Read all of each file."""
+    """Check every byte of each file."""
     good = bad = 0
     for path in _named(args):
         try:
@@ -97,7 +97,7 @@ def _files(folder: str) -> list[Path]:
 
 
 def _named(args: argparse.Namespace) -> Iterator[Path]:
-    """The files that ``args`` names, or all; ConfigError for one that is not there."""
+    """Yield the files that ``args`` names, or all files. Raise ConfigError for a missing one."""
     files = {path.name: path for path in _files(args.park_dir)}
     if unknown := set(args.names) - set(files):
         raise ConfigError(f"cache: {args.park_dir} has no chain {min(unknown)}; `fastdecode cache ls` names them")

@@ -1,4 +1,4 @@
-"""``fastdecode collect-env``: what to paste in a bug report."""
+"""``fastdecode collect-env``: facts of this machine for a bug report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdecode.core.machine import available_memory_bytes, cpu_name, total_memo
 from fastdecode.engine.compose.backends import tuning
 
 READ_PEAK_BYTES = 512 * 2**20
-"""Read to measure the read bandwidth: well above the last-level cache."""
+"""Bytes read to measure the read bandwidth: far more than the last-level cache holds."""
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py", "ray")
 
@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_isa() -> str:
-    """The instruction set that R-workers of this machine use; ConfigError where FASTDECODE_ISA is none it has."""
+    """Return the instruction set that R-workers of this machine use.
+
+    Raise ConfigError if FASTDECODE_ISA names one that this machine lacks.
+    """
     return tuning().isa
 
 
@@ -55,7 +58,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def facts() -> dict[str, str]:
-    """Name → value, in the order worth reading."""
+    """Return facts by name, in the order in which to print them."""
     from fastdecode import _rworker
 
     chosen = tuning()

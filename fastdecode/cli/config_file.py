@@ -1,4 +1,4 @@
-"""``--config FILE``: flags of a command from a YAML file, under those of the command line."""
+"""``--config FILE``: flags from a YAML file; the command line overrides them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CONFIG = "--config"
 
 
 def with_file(words: Sequence[str], actions: Actions) -> tuple[list[str], frozenset[str]]:
-    """Return ``words`` with the flags of the file that ``--config`` names, and the dests that the file alone sets.
+    """Return ``words`` with the flags of the ``--config`` file, and the dests that only the file sets.
 
     Raises:
-        ValueError: one line about a file that is not there, is no YAML mapping, or has an unknown flag.
+        ValueError: the file is missing, is no YAML mapping, or has an unknown flag.
     """
     last = words.index(END) if END in words else len(words)
     line, path = _without_config(words[:last])
@@ -33,7 +33,7 @@ def with_file(words: Sequence[str], actions: Actions) -> tuple[list[str], frozen
 
 
 def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the words without ``--config FILE``, and the file, where there is one."""
+    """Return the words without ``--config FILE``, and the file; None without that flag."""
     line, path, rest = [], None, list(words)
     while rest:
         word = rest.pop(0)
@@ -50,7 +50,7 @@ def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def _flags(path: str, actions: Actions) -> Iterator[tuple[str, list[str]]]:
-    """Yield the dest of each setting of the file, and its words."""
+    """Yield the dest and the words of each setting in the file."""
     for name, value in _read(path).items():
         flag = f"--{str(name).lstrip('-').replace('_', '-')}"
         if flag not in actions or flag == CONFIG:
@@ -61,7 +61,7 @@ def _flags(path: str, actions: Actions) -> Iterator[tuple[str, list[str]]]:
 
 
 def _words(path: str, flag: str, value: Any, action: argparse.Action, actions: Actions) -> list[str]:
-    """Return the words that say ``value``; none for null and for an empty list."""
+    """Return the command-line words for ``value``; none for null or an empty list."""
     if value is None or value == []:
         return []
     if action.nargs == 0:
@@ -75,7 +75,7 @@ def _words(path: str, flag: str, value: Any, action: argparse.Action, actions: A
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the mapping of a YAML file."""
+    """Return the mapping that a YAML file holds."""
     if find_spec("yaml") is None:
         raise ValueError(f"argument {CONFIG}: needs PyYAML, which is not installed: pip install pyyaml")
     import yaml

@@ -1,4 +1,4 @@
-"""``fastdecode doctor``: what would keep R-workers from working here, each finding with its cure."""
+"""``fastdecode doctor``: finds what would keep R-workers from working here, and says how to mend it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 1 if one is broken."""
+    """Print the findings; return 1 if one is broken, else 0."""
     if args.r_workers and parse_r_workers(args.r_workers).kind != "tcp":
         raise ConfigError(f"r_workers: doctor measures R-workers at host:port, not {args.r_workers!r}")
     if not 1 <= args.port <= 65535:
@@ -85,15 +85,15 @@ LIBRARY_CODE = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version().splitlines()[0])"
 )
-"""Without MPI_Init, which leaves a segment of shared memory behind where a process is alone."""
+"""Prints the MPI library's version without MPI_Init, which would leave shared memory behind."""
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Variables in which launchers say how many ranks a job has."""
+"""Variables in which launchers give a job's number of ranks."""
 
 _LEAST_LOCK = 64 << 20
 
 
 def check_machine() -> Iterator[Finding]:
-    """Affinity, memory and its lock limit."""
+    """Yield findings about core affinity, memory and the lock limit."""
     cores, every = usable_cores(), os.cpu_count() or 1
     if len(cores) == 1 < every:
         cure = (
@@ -118,7 +118,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Each instruction set that an R-worker could use here, against the scalar one."""
+    """Yield one finding per instruction set of this machine, compared with the scalar kernels."""
     for isa in _rworker.supported_isas():
         broken, _, cure = (_rworker.self_test(isa) or "").partition("; ")
         if broken:
@@ -128,7 +128,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_mpi() -> Iterator[Finding]:
-    """An mpirun, the library that mpi4py loads, that both are the same MPI, and that a job has more than one rank."""
+    """Yield findings about mpirun, the library of mpi4py, whether both are the same MPI, and the number of ranks."""
     mpiexec = find_mpiexec()
     library, error = _python(LIBRARY_CODE)
     if not mpiexec and not library:
@@ -145,7 +145,7 @@ def check_mpi() -> Iterator[Finding]:
 
 
 def check_ray() -> Iterator[Finding]:
-    """Ray, where it is installed or a cluster is named; whether that answers is for the job to find out."""
+    """Yield a finding if Ray is installed or a cluster is named. It does not connect to the cluster."""
     address = os.environ.get("RAY_ADDRESS", "")
     named = f", RAY_ADDRESS {address}" if address else ""
     try:
@@ -157,7 +157,7 @@ def check_ray() -> Iterator[Finding]:
 
 
 def check_port(port: int) -> Finding:
-    """Say whether an R-worker could listen there."""
+    """Return a finding: can an R-worker listen on ``port``?"""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -189,7 +189,7 @@ def _match(mpiexec: Mpiexec, library: str) -> Finding:
 
 
 def _check_world() -> Iterator[Finding]:
-    """Under a launcher: does MPI see as many ranks as were started?"""
+    """Yield a finding under a launcher: does MPI see as many ranks as were started?"""
     started = next((int(os.environ[name]) for name in SIZE_VARIABLES if os.environ.get(name, "").isdigit()), 0)
     if started == 1:
         cure = "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi"
@@ -205,7 +205,7 @@ def _check_world() -> Iterator[Finding]:
 
 
 def _python(code: str) -> tuple[str, str]:
-    """Return the output of ``code`` in a process of its own, outside of any job, or the reason why there is none."""
+    """Return the output of ``code`` in a process outside any job, or the reason for its failure."""
     launcher = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     command = [sys.executable, "-c", code]
@@ -223,17 +223,19 @@ def _python(code: str) -> tuple[str, str]:
 LAYOUT = KVLayout((Dense(8, 8, 128, 128, 1.0),), "float32", "float32")
 NUM_STEPS = 50
 NUM_TOKENS = 2048
-"""16 MiB of keys and values."""
+"""Tokens of the test sequence, with 16 MiB of keys and values."""
 
 SLOW_SECONDS = 2e-3
-"""A step without work that takes longer is felt in every layer."""
+"""An empty step that takes longer slows every layer noticeably."""
 
 SLOW_GB_PER_S = 1.0
 
 
 def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
-    """One finding per R-worker at "host:port,…", and one on two copies of sequences over them; ConfigError for
-    addresses that need a key and have none."""
+    """Return one finding per R-worker at "host:port,…", and one about two copies of sequences on them.
+
+    Raise ConfigError for addresses that need a key file, if there is none.
+    """
     addresses = parse_r_workers(r_workers).addresses
     check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
     hosts: list[str] = []
@@ -242,7 +244,7 @@ def check_links(r_workers: str, key_file: str | None, security: str | None) -> l
 
 
 def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
-    """Say what ``--kv-replicas 2`` would protect from, over R-workers of these machines."""
+    """Yield a finding: which failures would ``--kv-replicas 2`` survive on these machines?"""
     num_hosts = len(set(hosts))
     if num_hosts > 1:
         yield Finding("ok", f"--kv-replicas 2: each sequence would have its two copies on two of {num_hosts} machines")
@@ -252,7 +254,7 @@ def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
 
 
 def _check(address: str, key_file: str | None, security: str | None, hosts: list[str]) -> Finding:
-    """One R-worker; its machine is added to ``hosts``."""
+    """Return the finding about one R-worker, and add its machine to ``hosts``."""
     backend = make_backend(EngineConfig(r_workers=address, key_file=key_file, security=security), [])
     try:
         (info,) = backend.open(LAYOUT)
@@ -273,7 +275,7 @@ def _check(address: str, key_file: str | None, security: str | None, hosts: list
 
 
 def _step_seconds(backend: AttentionBackend) -> float:
-    """Median seconds to begin an empty step, which takes one round trip."""
+    """Return the median seconds to begin an empty step, which takes one round trip."""
     nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
     seconds = []
     for _ in range(NUM_STEPS):
@@ -285,7 +287,7 @@ def _step_seconds(backend: AttentionBackend) -> float:
 
 
 def _gb_per_s(backend: AttentionBackend) -> float:
-    """1e9 bytes per second of a sequence that goes there and comes back; the faster of two."""
+    """Return the bandwidth of sending a sequence there and back in GB/s; the faster of two trials."""
     data = np.zeros(NUM_TOKENS * LAYOUT.kv_bytes_per_token, np.uint8)
     seconds = []
     for sequence_id in range(2):

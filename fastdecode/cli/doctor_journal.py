@@ -1,4 +1,4 @@
-"""What ``fastdecode doctor`` says of a journal: what lies there, whose it is now, and whether it can be written."""
+"""Findings of ``fastdecode doctor`` about a journal: its content, its owner, and whether it is writable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.journal.pulse import SILENT_SECONDS
 
 
 def check_journal(folder: str) -> Iterator[Finding]:
-    """Reads only, but for a file that is made, locked, renamed and removed again."""
+    """Yield findings about the journal in ``folder``. The only change is a probe file, which is removed again."""
     if not Path(folder).is_dir():
         yield Finding("broken", f"journal {folder}: no folder", "start an engine with --journal, which makes it")
         return
@@ -39,7 +39,7 @@ def _contents(folder: str, look: JournalLook) -> Iterator[Finding]:
 
 
 def _writing(folder: Path) -> Finding:
-    """As engines use it: locks and renaming."""
+    """Return a finding: can files be locked and renamed here, as engines do?"""
     path = folder / f"doctor-{secrets.token_hex(4)}"
     try:
         with path.open("w") as file:

@@ -1,4 +1,4 @@
-"""What ``fastdecode doctor`` says of a folder for parked sessions: whether it can be written, and how fast it is."""
+"""Findings of ``fastdecode doctor`` about a folder for parked sessions: is it writable, and how fast?"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastdecode.cluster.r_worker.parking.directory import chain_files
 from fastdecode.core.machine import advise_cache, force_to_disk
 
 PROBE_BYTES = 32 << 20
-"""That are written, had on the disk and read back: so many that a disk's speed shows, so few that it takes a second."""
+"""Bytes that the probe writes, syncs and reads back: enough to show the disk's speed within about a second."""
 
 
 def check_parking(folder: str) -> Iterator[Finding]:
-    """Leaves nothing behind; an R-worker may be at work there."""
+    """Yield findings about ``folder``. It may be in use by an R-worker, and nothing is left behind."""
     path = Path(folder)
     if not path.is_dir():
         yield Finding("broken", f"park_dir {folder}: no folder", "an R-worker with --park-dir makes it")
@@ -37,7 +37,7 @@ def check_parking(folder: str) -> Iterator[Finding]:
 
 
 def _speeds(folder: Path) -> tuple[float, float]:
-    """Bytes per second of writing to the disk, and of reading without the page cache where the system drops it."""
+    """Return bytes per second of writing to the disk and of reading back, without the page cache where possible."""
     path, data = folder / f"doctor-{secrets.token_hex(4)}.tmp", os.urandom(1 << 20)
     try:
         start = time.perf_counter()

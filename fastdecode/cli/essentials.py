@@ -1,4 +1,4 @@
-"""What ``--help`` shows: commands in groups, and of each command the flags that most users need."""
+"""The content of ``--help``: commands in groups, and the flags of a command that most users need."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ GROUPS = {
         "bench throughput", "bench latency", "bench serve", "bench attention", "bench perplexity", "bench prefill",
     ),
 }  # fmt: skip
-"""Every command, by what it is for."""
+"""Every command, grouped by purpose."""
 
 _MODEL = ("model", "dtype", "max_model_len")
 _CACHE = ("kv_cache_memory", "kv_cache_dtype", "r_workers")
 _LENGTHS = ("random_input_len", "random_output_len", "num_prompts", "request_rate")
 
 MOST_SHOWN = 15
-"""Flags of a command that ``--help`` shows, itself and ``--help-all`` included."""
+"""Most flags that ``--help`` of a command shows, including itself and ``--help-all``."""
 
 ESSENTIAL = {
     "generate": ("max_tokens", "temperature", "top_p", "stop", "n", "chat", "json", *_MODEL, *_CACHE),
@@ -62,7 +62,7 @@ ESSENTIAL = {
     ),
     "prefill-worker": ("listen", "join", "threads", "cores", "key_file", *_MODEL, "device"),
 }  # fmt: skip
-"""Flags by command; other commands have few, and show all."""
+"""Essential flags by command. Commands that are not listed have few flags and show all."""
 
 TEXTS = {
     "api_key": "key that requests must send",
@@ -80,4 +80,4 @@ TEXTS = {
     "served_model_name": "what clients call the model",
     "tool_call_parser": "tool calls, such as hermes",
 }
-"""Shorter texts than those of ``--help-all``."""
+"""Shorter help texts than those of ``--help-all``."""

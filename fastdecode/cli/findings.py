@@ -1,4 +1,4 @@
-"""Findings of ``fastdecode doctor``, each with its cure."""
+"""Findings of ``fastdecode doctor``, each with its remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """``level``: "ok", "note" or "broken"; a cure for what is not ok."""
+    """One finding. ``level``: "ok", "note" or "broken"; anything but "ok" has a remedy."""
 
     level: str
     what: str

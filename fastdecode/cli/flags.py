@@ -1,4 +1,7 @@
-"""The flags that commands share, made from the settings they fill; names and meaning are vLLM's where it has them."""
+"""Flags shared by commands, generated from the settings that they fill.
+
+Names and meanings are vLLM's if it has them.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ from fastdecode.engine.compose.backends import prepare
 logger = logging.getLogger(__name__)
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
-"""Settings of the scheduler, in the engine and in the simulator."""
+"""Settings of the scheduler, for engine and simulator."""
 
 PLACING = ("kv_shard_tokens", "kv_replicas")
-"""Settings of where the cache of a sequence lies, in the engine, in plans and in the simulator."""
+"""Settings of where a sequence's cache is placed, for engine, planner and simulator."""
 
 SHORTS = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
 """vLLM's short flags of settings."""
@@ -40,23 +43,23 @@ SHORTS = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "speculativ
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 PREFILL_MODEL = tuple(name for name in prefill_settings() if name != "seed" and "tokenizer" not in name)
-"""Flags of prefill workers; their seed is a common flag."""
+"""Flags of prefill workers; ``--seed`` is a common flag."""
 
 
 def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str, str]) -> None:
-    """A flag for each named field of a dataclass whose fields are ``setting``s; ``changes``: to what some are told."""
+    """Add a flag for each named field of the dataclass ``kind``. ``changes``: replacements of help texts by field."""
     known = {each.name: each for each in fields(kind)}
     for name in names:
         _add_flag(group, known[name], changes.get(name, {}))
 
 
 def add_placing_flags(group: Any, unset: str) -> None:
-    """``--kv-shard-tokens`` and ``--kv-replicas``; ``unset``: how the length of ranges is chosen."""
+    """Add ``--kv-shard-tokens`` and ``--kv-replicas``. ``unset``: how the length of ranges is chosen by default."""
     add_flags(group, EngineConfig, PLACING, kv_shard_tokens={"unset": unset})
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """``--log-level``, ``--debug`` and ``--seed``."""
+    """Add ``--log-level``, ``--debug`` and ``--seed``."""
     group = parser.add_argument_group("common")
     told = os.environ.get(environment.LOG_LEVEL, "").lower()
     level = told if told in LOG_LEVELS else "warning"
@@ -70,7 +73,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of ``EngineConfig``, and vLLM's that mean nothing here."""
+    """Add one flag per field of ``EngineConfig``, and vLLM's flags without effect."""
     parser.add_argument(
         CONFIG, metavar="FILE", help="YAML file with flags of this command, which those of the command line override"
     )
@@ -82,7 +85,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that a profile depends on: the model, and the place of the R-workers."""
+    """Add the flags that a hardware profile depends on: the model, and where R-workers run."""
     group = parser.add_argument_group("model and R-workers")
     add_flags(
         group, EngineConfig, [*flag_names(MODEL), "kv_cache_dtype", "r_workers", "key_file", "security"],
@@ -92,9 +95,9 @@ def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The configuration the flags describe; ConfigError names the flag that cannot work.
+    """Return the configuration that the flags describe. A ConfigError names the bad flag.
 
-    A process of an MPI job takes its place in it here, before a model is loaded.
+    A process of an MPI job joins the job here, before it loads a model.
     """
     if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
@@ -106,7 +109,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if config.profile:
         from fastdecode.perfmodel.profile_json import load_profile
 
-        load_profile(config.profile)  # refuses a broken profile before a model is loaded
+        load_profile(config.profile)  # refuse a broken profile before a model is loaded
     if config.tensor_parallel_size > 1:
         from fastdecode.tensor_parallel.rank_place import find_place
 
@@ -123,7 +126,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
-    """Add the flags that R-workers and prefill workers share; ``listen`` is the address unless another is given."""
+    """Add the flags that R-workers and prefill workers share. ``listen``: the default address."""
     parser.add_argument(
         "--listen", metavar="ADDRESS", help=f"port 0: any ({listen}; with --join, any port of the address towards it)"
     )
@@ -140,7 +143,7 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
 
 
 def model_words(words: Sequence[str]) -> list[str]:
-    """Return an S-worker's flags that its prefill workers need too: which model, and how it is loaded."""
+    """Return the S-worker's flags that its prefill workers need too: those about the model and its loading."""
     known = {flag_of(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
     found: list[str] = []
     for index, word in enumerate(words):
@@ -152,26 +155,26 @@ def model_words(words: Sequence[str]) -> list[str]:
 
 
 def check_threads(threads: int | None) -> None:
-    """ConfigError for a number that cannot be meant."""
+    """Raise ConfigError for an impossible number of threads."""
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise ConfigError(f"threads must be 1 to {MAX_THREADS}, not {threads}")
 
 
 def check_cores(cores: list[int] | None) -> None:
-    """ConfigError for cores that this process may not use."""
+    """Raise ConfigError for cores that this process may not use."""
     missing = sorted(set(cores or ()) - set(usable_cores()))
     if missing:
         raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
 
 
 def check_transport(transport: str, join: str | None) -> None:
-    """ConfigError where a rank of an MPI job is to join another one."""
+    """Raise ConfigError if a rank of an MPI job is also told to ``--join``."""
     if join and transport == "mpi":
         raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Host and port of "tcp://HOST:PORT"; ConfigError for anything else."""
+    """Return the host and port of "tcp://HOST:PORT". Raise ConfigError for anything else."""
     if not text.startswith("tcp://"):
         raise ConfigError(f"listen: must be tcp://HOST:PORT, not {text!r}")
     host, port = split_address("listen", text.removeprefix("tcp://"), least_port=0)
@@ -179,7 +182,7 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def say_mended() -> None:
-    """Undo a launcher's binding to a single core, and say so."""
+    """Undo a launcher's binding to a single core, and log it."""
     mended = mend_binding()
     if mended:
         print(f"fastdecode: {mended}", file=sys.stderr, flush=True)
@@ -203,7 +206,7 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
 
 
 def _reader(field: Field[Any]) -> Callable[[str], Any]:
-    """Return what turns the text of a flag into the type of its field."""
+    """Return the function that converts a flag's text to the type of ``field``."""
     if field.name in DTYPE_SETTINGS or field.name == "load_format":
         return partial(_translated, field.name)
     if field.name in COUNTS:
@@ -212,7 +215,7 @@ def _reader(field: Field[Any]) -> Callable[[str], Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The value of a flag that takes a JSON object."""
+    """Return the value of a flag that takes a JSON object."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -223,7 +226,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _translated(name: str, text: str) -> Any:
-    """Return a flag's value as it is spelt here."""
+    """Return a flag's value in our spelling."""
     try:
         return translate(name, text)
     except ConfigError as error:
@@ -231,7 +234,7 @@ def _translated(name: str, text: str) -> Any:
 
 
 def count(text: str) -> int:
-    """Return the number of a flag such as 4096, 4k or 4K."""
+    """Return the integer that a flag such as 4096, 4k or 4K stands for."""
     try:
         return read_count(text)
     except ValueError as error:
@@ -239,7 +242,7 @@ def count(text: str) -> int:
 
 
 def auto_count(text: str) -> int | None:
-    """Return the number of a flag such as 4096 or 4k, None for auto and -1."""
+    """Return the integer that a flag such as 4096 or 4k stands for; None for "auto" and "-1"."""
     return None if text.strip().lower() in ("auto", "-1") else count(text)
 
 
@@ -250,7 +253,7 @@ def _seed(text: str) -> int:
 
 
 def auto_int(text: str) -> int | None:
-    """Return the number that a flag says, None for "auto"."""
+    """Return the integer that a flag stands for; None for "auto"."""
     if text == "auto":
         return None
     try:
@@ -271,4 +274,4 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "list[str]": str,
     "list[str] | None": str,
 }
-"""Readers that turn the text of a flag into the type of its field, by annotation."""
+"""Converters from a flag's text to a field's type, by annotation."""

@@ -1,4 +1,4 @@
-"""``fastdecode generate``: text from prompts, streamed."""
+"""``fastdecode generate``: generates text from prompts, and streams it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate; streams when there is one text, else prints each as it finishes."""
+    """Generate; stream a single text, otherwise print each request when it finishes."""
     config = engine_config(args)
     SamplingParams(**_given(args, {}))  # refuse bad sampling flags before the model is loaded
     from fastdecode.engine.engine import LLMEngine
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters: flags over the model's own defaults over vLLM's."""
-    names = {field.name for field in fields(SamplingParams)} - {"seed"}  # --seed is the engine's
+    """Return the sampling parameters: flags override the model's defaults, which override vLLM's."""
+    names = {field.name for field in fields(SamplingParams)} - {"seed"}  # --seed is the engine's seed
     return defaults | {name: value for name, value in vars(args).items() if name in names and value not in (None, [])}
 
 
 def _said(engine: LLMEngine, text: str) -> dict[str, Any]:
-    """A prompt in which a user says ``text``, shown as that alone."""
+    """Return a chat prompt with ``text`` as the user's message. Outputs show only ``text``."""
     if engine.s_model.tokenizer is None:
         raise ConfigError("--chat needs the tokenizer (no --skip-tokenizer-init)")
     return {
@@ -76,7 +76,7 @@ def _said(engine: LLMEngine, text: str) -> dict[str, Any]:
 
 
 def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> int:
-    """Show every output; on Ctrl-C also what the unfinished ones had. 1 when some request failed, else 0."""
+    """Print every output; return 1 if some request failed, else 0. On Ctrl-C, print unfinished outputs too."""
     latest: dict[str, RequestOutput] = {}
     try:
         while engine.has_unfinished_requests():
@@ -102,13 +102,13 @@ def _report_failures(outputs: list[RequestOutput]) -> int:
 
 class _JsonPrinter:
     def show(self, output: RequestOutput) -> None:
-        """One line per finished request."""
+        """Print one line per finished request."""
         if output.finished:
             print(json.dumps(output.to_dict(), ensure_ascii=False), flush=True)
 
 
 class _TextPrinter:
-    """The prompt and its text as it grows when there is only one; otherwise each request when it is finished."""
+    """Streams a single text as it grows; prints several requests as each finishes."""
 
     def __init__(self, streaming: bool, after_prompt: str = "") -> None:
         self.streaming = streaming
@@ -116,7 +116,7 @@ class _TextPrinter:
         self._shown = -1
 
     def show(self, output: RequestOutput) -> None:
-        """Print what is new."""
+        """Print the text that is new."""
         if self.streaming:
             self._stream(output)
         elif output.finished:

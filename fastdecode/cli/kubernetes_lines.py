@@ -1,4 +1,4 @@
-"""``fastdecode plan --emit kubernetes``: the manifests of examples/kubernetes with a plan's values filled in."""
+"""``fastdecode plan --emit kubernetes``: the manifests of examples/kubernetes, filled in from a plan."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
 """A link to examples/kubernetes/base/fastdecode.yaml."""
 
 MODELS = "/models"
-"""The folder where pods find models, in the claim that the header tells of."""
+"""The folder where pods mount the volume with models."""
 
 OWN_BYTES = 1 << 30
-"""Memory of an R-worker's pod beside its KV cache."""
+"""Memory of an R-worker's pod in addition to its KV cache."""
 
 PLAIN = re.compile(r"[\w./:=,-]+")
-"""Words that YAML takes without quotes."""
+"""Words that YAML accepts without quotes."""
 
 
 @dataclass(frozen=True)
 class PodPlan:
-    """The needs of a plan's pods.
+    """The resources of a plan's pods.
 
-    ``s_flags``: words of the S-worker's command line. ``model``: its folder's name in the claim, "" for the demo model.
-    ``num_gpus``: GPUs of the S-worker. ``r_cores``: cores of an R-worker, and ``kv_cache_bytes`` of its cache; None
-    where the plan does not know, so that the template's stay.
+    ``s_flags``: words of the S-worker's command line. ``model``: the name of the model's folder in the volume, "" for
+    the demo model. ``num_gpus``: GPUs of the S-worker. ``r_cores``, ``kv_cache_bytes``: cores and cache of an R-worker;
+    None keeps the template's values.
     """
 
     num_r_workers: int
@@ -40,7 +40,7 @@ class PodPlan:
 
 
 def kubernetes_manifests(plan: PodPlan) -> str:
-    """Return all manifests as YAML, behind what is to be done before they are applied."""
+    """Return all manifests as YAML, preceded by comments about what to do before applying them."""
     manifests = re.sub(r"\A(#.*\n)+", "", TEMPLATE.read_text()).split("\n---\n")
     for kind, fill in (("Deployment", _s_worker), ("StatefulSet", _r_worker)):
         (at,) = (index for index, each in enumerate(manifests) if f"\nkind: {kind}\n" in each)
@@ -90,12 +90,12 @@ def _r_worker(manifest: str, plan: PodPlan) -> str:
 
 
 def _after(manifest: str, line: str, *more: str) -> str:
-    """Put lines after one that the manifest has once."""
+    """Return ``manifest`` with lines inserted after ``line``, which must occur once."""
     return _filled(manifest, re.escape(line) + r"(?=\n|$)", "\n".join((line, *more)).replace("\\", r"\\"))
 
 
 def _filled(manifest: str, pattern: str, text: str, times: int = 1) -> str:
-    """Replace ``pattern``; RuntimeError where the manifest has it more or fewer ``times``."""
+    """Return ``manifest`` with ``pattern`` replaced. Raise RuntimeError unless it occurs ``times`` times."""
     filled, count = re.subn(pattern, text, manifest)
     if count != times:
         raise RuntimeError(f"{TEMPLATE}: {pattern!r} is there {count} times, not {times}")

@@ -1,4 +1,4 @@
-"""``fastdecode launch``: start a job on the hosts of a hostfile, or print the lines that would."""
+"""``fastdecode launch``: starts a job on the hosts of a hostfile, or prints the commands for it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print, or start and return the job's exit status; --help among the S-worker's flags prints that command's."""
+    """Print the commands, or start the job and return its exit status.
+
+    With --help among the S-worker's flags, show the help of that command.
+    """
     command, _ = _command(args)
     if {"-h", "--help"} & set(command):
         from fastdecode.cli.main import main
@@ -105,7 +108,7 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
 
 
 def _check_parking(args: argparse.Namespace, r_hosts: Sequence[HostSlots]) -> None:
-    """A folder has one R-worker."""
+    """Raise ConfigError if two R-workers of a host would share a parking folder."""
     parse_park(args.park_dir, args.park_after, args.park_bytes)
     twice = next((host for host in r_hosts if host.slots > 1), None)
     if args.park_dir is not None and twice:
@@ -116,14 +119,17 @@ def _check_parking(args: argparse.Namespace, r_hosts: Sequence[HostSlots]) -> No
 
 
 def _command(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the S-worker's command, and the "--" in it with all that follows, which are no flags."""
+    """Return the S-worker's command up to "--", and the words from "--" on."""
     command = args.command[args.command[:1] == ["--"] :] or ["bench", "throughput"]
     end = command.index("--") if "--" in command else len(command)
     return [dashed(word) for word in command[:end]], command[end:]
 
 
 def _without_ranks(words: list[str]) -> tuple[list[str], int]:
-    """The S-worker's command without ``--prefill-workers mpi:N``, and N; other prefill workers are left as they are."""
+    """Return the S-worker's command without ``--prefill-workers mpi:N``, and N.
+
+    Other prefill workers stay in the command.
+    """
     for index, word in enumerate(words):
         flag, assigned, value = word.partition("=")
         if flag == "--prefill-workers":
@@ -161,26 +167,26 @@ def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse
 
 
 def _security(command: Sequence[str]) -> str:
-    """Both sides must have the same: what the S-worker's command says goes to R-workers too."""
+    """Return the R-workers' ``--security`` flag, copied from the S-worker's command."""
     words = [word for each in command for word in each.split("=", 1)]
     return f" --security {shlex.quote(words[words.index('--security') + 1])}" if "--security" in words[:-1] else ""
 
 
 def _oversubscribed(hosts: list[HostSlots]) -> bool:
-    """True where this machine, which is all that can be looked at, is to run more processes than it has cores."""
+    """Return whether this machine would run more processes than it has cores. Other machines cannot be inspected."""
     here = {"localhost", os.uname().nodename, os.uname().nodename.partition(".")[0]}
     return sum(host.slots for host in hosts if host.name in here) > len(usable_cores())
 
 
 ROOT_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-"""Without these Open MPI refuses to start anything as root."""
+"""Environment without which Open MPI refuses to run as root."""
 
 VERSION_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class Mpiexec:
-    """``kind``: "openmpi", "mpich" or "other"; ``version``: its first line about itself."""
+    """An installed mpiexec. ``kind``: "openmpi", "mpich" or "other"; ``version``: its first line of output."""
 
     path: str
     kind: str
@@ -188,7 +194,7 @@ class Mpiexec:
 
 
 def find_mpiexec() -> Mpiexec | None:
-    """The one beside this Python, as a wheel brings it, else the one on PATH; None where there is none."""
+    """Return the mpiexec beside this Python, else the one on PATH; None if there is none."""
     folder = Path(sys.executable).parent
     for name in ("mpirun", "mpiexec"):
         path = shutil.which(name, path=str(folder)) or shutil.which(name)
@@ -198,12 +204,12 @@ def find_mpiexec() -> Mpiexec | None:
 
 
 def needed_environment() -> dict[str, str]:
-    """Variables that mpirun needs here: for root alone."""
+    """Return the environment variables that mpirun needs here; only root needs any."""
     return dict(ROOT_ENVIRONMENT) if os.geteuid() == 0 else {}
 
 
 def describe_mpiexec(path: str) -> Mpiexec:
-    """Ask the program what it is."""
+    """Run the program to find out which MPI it belongs to."""
     try:
         command = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=VERSION_SECONDS, check=False

@@ -1,4 +1,4 @@
-"""A job's hosts, read from a hostfile, and the lines that start it: Open MPI, MPICH, srun, a Slurm script, ssh."""
+"""A job's hosts from a hostfile, and the commands that start it: Open MPI, MPICH, srun, a Slurm script, ssh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\s+slots\s*=\s*(\d{1,5}))?")
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host and how many of the job's processes it takes."""
+    """A host and the number of processes that it runs."""
 
     name: str
     slots: int
@@ -26,7 +26,7 @@ class HostSlots:
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
-    """The hosts of a hostfile in order; ConfigError has one sentence per bad line."""
+    """Return the hosts of a hostfile in order. A ConfigError has one sentence per bad line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -49,7 +49,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
 
 
 def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]:
-    """The S-worker's host, which is the first and gives it one slot, and those of the R-workers."""
+    """Return the S-worker's host and the R-workers' hosts. The S-worker takes one slot of the first host."""
     first, *others = hosts
     left = [HostSlots(first.name, first.slots - 1)] if first.slots > 1 else []
     if not left and not others:
@@ -58,7 +58,7 @@ def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]
 
 
 def take_last(hosts: Sequence[HostSlots], count: int) -> tuple[tuple[HostSlots, ...], tuple[HostSlots, ...]]:
-    """The hosts of R-workers, and those of the last ``count`` slots, which are prefill workers'."""
+    """Return the R-workers' hosts and the prefill workers' hosts, which are the last ``count`` slots."""
     num_slots = sum(host.slots for host in hosts)
     if count >= num_slots:
         raise ConfigError(
@@ -98,11 +98,11 @@ FIRST_PORT, FIRST_PREFILL_PORT = 5580, 9700
 
 @dataclass(frozen=True)
 class JobShape:
-    """One S-worker's command, and the R-workers and prefill workers: one per slot, with ``r_flags`` and ``p_flags``.
+    """A job: the S-worker's command, and one R-worker or prefill worker per slot with ``r_flags`` or ``p_flags``.
 
-    ``named``: the hosts are real, and not for a batch system to choose. ``p_gpu``: each prefill worker takes a node
-    with a GPU. ``s_rest``: of the S-worker's command, "--" and what comes after it. ``guard``: flags of all ranks of an
-    MPI job with prefill workers, which connect over TCP.
+    ``named``: the hosts are fixed, and not chosen by a batch system. ``p_gpu``: each prefill worker needs a node with a
+    GPU. ``s_rest``: "--" and the words behind it in the S-worker's command. ``guard``: security flags for all ranks of
+    an MPI job whose prefill workers connect over TCP.
     """
 
     s_host: str
@@ -118,12 +118,12 @@ class JobShape:
 
     @property
     def num_r_workers(self) -> int:
-        """R-workers over all hosts."""
+        """The number of R-workers on all hosts."""
         return sum(host.slots for host in self.r_hosts)
 
     @property
     def num_prefill_workers(self) -> int:
-        """Prefill workers over all hosts."""
+        """The number of prefill workers on all hosts."""
         return sum(host.slots for host in self.p_hosts)
 
     @property
@@ -144,13 +144,13 @@ class JobShape:
 
 
 def openmpi_line(job: JobShape, hostfile: str, oversubscribed: bool = False, mpirun: str = "mpirun") -> str:
-    """``oversubscribed``: there are more processes than cores here, so that none can be bound."""
+    """Return Open MPI's command. ``oversubscribed``: there are too few cores here to bind processes to them."""
     binding = "--map-by :oversubscribe --bind-to none" if oversubscribed else "--map-by numa --bind-to numa"
     return f"{mpirun} --hostfile {hostfile} {binding} {_ranks(job)}"
 
 
 def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
-    """MPICH's hostfiles look otherwise, so the hosts are named in the line."""
+    """Return MPICH's command. It names the hosts, since MPICH's hostfiles have another format."""
     slots = {job.s_host: 1}
     for host in (*job.r_hosts, *job.p_hosts):
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -159,13 +159,13 @@ def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
 
 
 def _ranks(job: JobShape) -> str:
-    """Numbers and commands, as every mpirun takes them."""
+    """Return the counts and commands of all ranks, in the syntax of every mpirun."""
     prefill = f" \\\n  : -n {job.num_prefill_workers} {job.p_line}" if job.p_hosts else ""
     return f"-n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}{prefill}"
 
 
 def srun_line(job: JobShape) -> str:
-    """A job of its own; a lost rank ends it."""
+    """Return an srun command; a lost rank ends its job."""
     hosts = f" --nodelist={job.s_host}" if job.named else ""
     prefill = f" \\\n  : {_nodes(job, job.p_hosts)} --cpu-bind=ldoms {job.p_line}" if job.p_hosts else ""
     return (
@@ -175,7 +175,10 @@ def srun_line(job: JobShape) -> str:
 
 
 def slurm_script(job: JobShape) -> str:
-    """A heterogeneous job: one node with the GPU, the hosts of R-workers, and those of prefill workers."""
+    """Return a Slurm batch script.
+
+    The job is heterogeneous: one node with the GPU, the R-workers' hosts, and the prefill workers' hosts.
+    """
     hosts = f" --nodelist={job.s_host}" if job.named else ""
     prefill = (
         ("#SBATCH hetjob", f"#SBATCH {_nodes(job, job.p_hosts)} --exclusive{' --gpus-per-node=1' * job.p_gpu}"),
@@ -196,7 +199,10 @@ def slurm_script(job: JobShape) -> str:
 
 
 def ray_lines(job: JobShape) -> str:
-    """A Ray cluster of the job's hosts, and the job on it: its S-worker on the head, where Ray places nothing else."""
+    """Return commands that start a Ray cluster and the job on it.
+
+    The S-worker runs on the head node, where Ray places no worker.
+    """
     hosts = ", ".join(host.name for host in job.r_hosts)
     return "\n".join(
         (
@@ -209,10 +215,11 @@ def ray_lines(job: JobShape) -> str:
 
 
 def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
-    """Host and command of every R-worker and prefill worker: over TCP they listen, one port after another, and no MPI
-    is needed.
+    """Yield host and command of every R-worker and prefill worker.
 
-    Each binds itself to a NUMA node of its host, or to the whole host where it is alone there.
+    They listen on consecutive TCP ports; no MPI is needed.
+
+    Each binds itself to a NUMA node of its host, or to the whole host if it is alone there.
     """
     shares = [(host, index, R_COMMAND, FIRST_PORT, job.r_flags) for host in job.r_hosts for index in range(host.slots)]
     shares += [
@@ -229,7 +236,7 @@ def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
 
 
 def ssh_s_line(job: JobShape, key_file: str) -> str:
-    """The S-worker's command for R-workers and prefill workers that listen."""
+    """Return the S-worker's command for R-workers and prefill workers that listen on TCP ports."""
     prefill = f" --prefill-workers {_addresses(job.p_hosts, FIRST_PREFILL_PORT)}" if job.p_hosts else ""
     r_workers = f"--r-workers {_addresses(job.r_hosts, FIRST_PORT)}{prefill}"
     return f"{job.s_command} {r_workers} --key-file {key_file}{job.s_rest}"

@@ -1,4 +1,4 @@
-"""``fastdecode``: parse, dispatch, and turn every failure into one clear line and an exit status."""
+"""The ``fastdecode`` program: parses, dispatches, and turns each failure into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -44,35 +44,35 @@ COMMANDS = (
     "doctor",
     "collect-env",
 )
-"""Each has a module in this package, of the same name with underscores, whose ``add_command`` registers it."""
+"""Commands. Each has a module of the same name here, with underscores, whose ``add_command`` registers it."""
 
 LAB = ("bench", "calibrate", "plan", "validate", "simulate")
-"""First words of the commands whose modules are in the lab, which nothing that serves imports."""
+"""Commands whose modules are in the lab, which no serving process imports."""
 
 WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
-"""What the distribution ``fastdecode-r-worker`` has: no S-part, and so neither torch nor transformers."""
+"""Commands of the distribution ``fastdecode-r-worker``, which has neither torch nor transformers."""
 
 INSTEAD = {
     "chat": "`fastdecode serve`, and a client of OpenAI's API; `fastdecode generate --chat` answers one message",
     "complete": "`fastdecode generate` goes on with a text",
 }
-"""Commands of vLLM that are not there."""
+"""Commands of vLLM that do not exist here, with the one to use instead."""
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: a command ends as on Ctrl-C, and prints the figures it has."""
+    """SIGTERM arrived. A command ends as on Ctrl-C, and prints the figures it has."""
 
 
 MEMORY_FLAGS = (
     "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",
 )  # fmt: skip
-"""Flags of commands that decide how much memory they take."""
+"""Flags that determine how much memory a command takes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
+    """Run one command; return 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
     _make_outputs_take_all()
     words = sys.argv[1:] if argv is None else argv
     args = build_parser(words).parse_args(words)
@@ -95,8 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The command line: only of the command that ``words`` begin with, whose imports alone are then paid for, or of all
-    commands where they begin with none."""
+    """Return the parser for the command that ``words`` begin with, or for all commands.
+
+    Only the modules of these commands are imported.
+    """
     parser = Parser(prog="fastdecode", description="Decode large language models with the attention on CPU R-workers.")
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -126,24 +128,24 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _make_outputs_take_all() -> None:
-    """Have outputs write "?" for what their encoding lacks, and take what is written where they were closed."""
+    """Replace characters that the output's encoding lacks by "?", and accept writes to closed outputs."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
         elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
-            with contextlib.suppress(OSError):  # a pipe in place of the file that Python found there
+            with contextlib.suppress(OSError):  # use a pipe in place of the file that Python found there
                 stream.reconfigure(errors="replace")
 
 
 def _show_essential(name: str, parser: Parser) -> None:
-    """Let ``--help`` of a command show the flags that most users need, or all where they are few."""
+    """Make ``--help`` of a command show its essential flags, or all if they are few."""
     if parser._subparsers is None:
         parser.show(ESSENTIAL.get(name) or parser.visible())
 
 
 def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) -> None:
-    """Refuse, in one line, a command that is not there, with what may be meant."""
+    """Refuse an unknown command in one line that suggests a similar one."""
     known = {name.split()[0] for name in here}
     if not words or words[0].startswith("-") or words[0] in known:
         return
@@ -154,9 +156,9 @@ def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) ->
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, unless this process was started to ignore it, and SIGTERM raises Terminated.
+    """Raise KeyboardInterrupt on Ctrl-C and Terminated on SIGTERM. A process started to ignore Ctrl-C still ignores it.
 
-    SIGTERM goes through the handler of SIGINT, which the engine replaces while it must not be interrupted.
+    SIGTERM uses the handler of SIGINT, which the engine replaces while it must not be interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -183,7 +185,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _less_memory(args: argparse.Namespace) -> str:
-    """Say which of the command's own flags take less memory."""
+    """Return advice about the command's own flags that reduce its memory."""
     own = [f"--{name.replace('_', '-')}" for name in MEMORY_FLAGS if hasattr(args, name)]
     if not own:
         return "ask for less, or run it where more memory is free"

@@ -1,4 +1,4 @@
-"""The outputs of commands: files that are checked before the work begins, and progress bars."""
+"""Output files, which are checked before the work begins, and progress bars."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.errors import ConfigError, naming
 
-if TYPE_CHECKING:  # hosts of R-workers need not have it
+if TYPE_CHECKING:  # hosts of R-workers need not have matplotlib
     from tqdm import tqdm
 
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> None:
-    """Refuse, before anything is measured, a file that cannot be written; None stands for a file not asked for.
+    """Refuse an output file that cannot be written, before anything is measured. None is a file not asked for.
 
     Raises:
         ConfigError: a path is a folder, lies in no folder, may not be written, or is a plot of an unknown format or
@@ -42,14 +42,14 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
 
 
 def write_json(figures: Any, path: str | None) -> None:
-    """Write ``figures`` as JSON, where a path was given; OSError where the disk is full."""
+    """Write ``figures`` as JSON if there is a path. Raise OSError if the disk is full."""
     if path:
         with naming(path):
             Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:
-    """A bar on stderr; none where stderr is no terminal."""
+    """Return a progress bar on stderr; it is disabled if stderr is no terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, unit=unit, **{"disable": None if sys.stderr.isatty() else True, **options})

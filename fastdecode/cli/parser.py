@@ -22,8 +22,10 @@ _INVERSES = {"--enable-": "--disable-", "--disable-": "--enable-"}
 
 
 def add_switch(group: Any, *flags: str, dest: str, default: Any = None, help: str | None = None) -> None:
-    """Add a flag without a value to a parser or a group: ``--x`` and ``--no-x``, and ``--disable-x`` for
-    ``--enable-x``. Only what changes the default is shown, and both ways of a switch that is on."""
+    """Add a switch: ``--x`` and ``--no-x``, and ``--disable-x`` for ``--enable-x``.
+
+    Help shows only the flag that changes the default, or both for a switch that is on.
+    """
     longs = [each for each in flags if each.startswith("--")]
     off = [f"--no-{each[2:]}" for each in longs]
     inverse = [new + each.removeprefix(old) for each in longs for old, new in _INVERSES.items() if each.startswith(old)]
@@ -38,19 +40,19 @@ def add_switch(group: Any, *flags: str, dest: str, default: Any = None, help: st
 
 
 class _HelpAll(argparse.Action):
-    """Prints every flag of a command, and ends."""
+    """Prints every flag of a command, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str = argparse.SUPPRESS, **settings: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show every flag of this command")
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Print and end."""
+        """Print all help and exit."""
         sys.stdout.write(parser.format_all_help())
         parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviated flags: ``launch`` looks for some in the S-worker's command, by their whole names."""
+    """An argument parser without abbreviations, since ``launch`` searches the S-worker's command for whole flags."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -58,16 +60,16 @@ class Parser(argparse.ArgumentParser):
         self.commands: Mapping[str, Mapping[str, str]] = {}
 
     def show(self, essential: Iterable[str]) -> None:
-        """Let ``--help`` show these flags alone, by their dests, in one line each; ``--help-all`` shows the rest."""
+        """Make ``--help`` show only these flags, given by dest, in one line each. ``--help-all`` shows the rest."""
         self.essential = frozenset(essential)
         self.add_argument("--help-all", action=_HelpAll)
 
     def visible(self) -> list[str]:
-        """Return the dests of all flags that are no secret."""
+        """Return the dests of all flags that help shows."""
         return list(dict.fromkeys(each.dest for each in self._actions if each.help != argparse.SUPPRESS))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; a command refuses what it does not know itself, where it can say what may be meant."""
+        """Parse; refuse unknown flags at the command's own parser, which can suggest a similar flag."""
         words = list(sys.argv[1:] if args is None else args)
         if self._subparsers is not None:
             return super().parse_known_args(words, namespace)
@@ -82,11 +84,11 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and where help is, on a line each, and exit with 2."""
+        """Print the error, and on another line where help is; exit with 2."""
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help shows how it is used\n")
 
     def format_help(self) -> str:
-        """Return the flags that most users need, where the command names some, or commands in groups; else all."""
+        """Return short help: essential flags, or commands in groups. Return full help if neither is defined."""
         if self.commands:
             return _list_of_commands(self)
         return _short_help(self) if self.essential else self.format_all_help()
@@ -96,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def _unrecognized(self, unknown: Sequence[str]) -> str:
-        """Return what is not known, and a flag that may be meant."""
+        """Return a message about an unknown flag, with a similar one."""
         text = f"unrecognized arguments: {' '.join(unknown)}"
         flag = next((each.partition("=")[0] for each in unknown if each.startswith("-")), None)
         if flag is None:
@@ -110,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _list_of_commands(parser: Parser) -> str:
-    """Return one line for each command, under the headings of their groups."""
+    """Return one line for each command, under the headings of the groups."""
     lines = [f"usage: {parser.prog} COMMAND [flags]", "", str(parser.description)]
     for title, commands in parser.commands.items():
         lines += ["", f"{title}:", *(f"    {name:<18}{text}" for name, text in commands.items())]
@@ -120,7 +122,7 @@ def _list_of_commands(parser: Parser) -> str:
 
 
 def _short_help(parser: Parser) -> str:
-    """Return usage, and one line for each essential flag, under the headings of their groups."""
+    """Return the usage, and one line for each essential flag under the headings of the groups."""
     width = min(SHORT_HELP_WIDTH, shutil.get_terminal_size((SHORT_HELP_WIDTH, 24)).columns)
     positionals = [each for each in parser._actions if not each.option_strings]
     usage = " ".join([parser.prog, *(_positional(each) for each in positionals), "[flags]"])
@@ -140,7 +142,7 @@ def _short_help(parser: Parser) -> str:
 
 
 def _line(parser: Parser, action: argparse.Action, width: int) -> str:
-    """Return a flag with its value, and its text as far as a line takes it; the default stays."""
+    """Return one line: a flag with its value, and its help cut to fit. The default is not cut."""
     formatter = argparse.HelpFormatter(parser.prog)
     longs = [each for each in action.option_strings if each.startswith("--")]
     names = ", ".join([each for each in action.option_strings if each not in longs[1:]]) or _positional(action)
@@ -157,7 +159,7 @@ def _line(parser: Parser, action: argparse.Action, width: int) -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return help without the default at its end, and the default as it stands in the brackets, up to a colon."""
+    """Return the help text without its default, and the default in brackets up to a colon."""
     match = re.fullmatch(r"(.*?)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", " ".join(text.split()))
     if not match:
         return text, ""

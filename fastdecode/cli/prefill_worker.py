@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LISTEN = "tcp://127.0.0.1:5590"
 
 ANY_PORT = 9
-"""To ask for the way to a host; nothing is sent."""
+"""A port used to find the route to a host; nothing is sent."""
 
 
 def add_command(commands: Any) -> None:
@@ -46,7 +46,7 @@ def add_command(commands: Any) -> None:
         "shared by several goes through them as a chain; each sends its keys and values to the sequence's R-worker.",
     )
     add_worker_flags(parser, LISTEN)
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of --prefill-workers spawn:N, which starts this
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # set by spawn:N
     parser.add_argument("--engine-config", type=json.loads, help=argparse.SUPPRESS)
     group = parser.add_argument_group("model, as the S-worker's")
     add_flags(group, EngineConfig, PREFILL_MODEL)
@@ -56,7 +56,7 @@ def add_command(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Setup:
-    """The setup of a prefill worker; ``guard`` says in words how its connections are secured."""
+    """The settings of a prefill worker. ``guard`` describes how its connections are secured."""
 
     config: EngineConfig
     num_threads: int
@@ -65,7 +65,7 @@ class _Setup:
     guard: str
 
     def start(self, host: str, port: int, rank: str = "") -> tuple[PrefillWorker, str]:
-        """The worker, which listens at ``host`` and ``port`` and has said so, and its address."""
+        """Return the listening worker, which has printed its address, and that address."""
         from fastdecode.cluster.prefill.connect import ANSWER
         from fastdecode.prefills.worker import PrefillWorker
 
@@ -76,7 +76,7 @@ class _Setup:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the address and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
+    """Print the address and serve. SIGTERM exits with 0, Ctrl-C with 130."""
     from fastdecode.cluster.wire.handshake import read_security
 
     check_transport(args.transport, args.join)
@@ -113,7 +113,7 @@ def _listen(args: argparse.Namespace, setup: _Setup) -> None:
 
 
 def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
-    """Listen where the other ranks reach this one, and serve until the job is over."""
+    """Listen at an address that the other ranks reach, and serve until the job is over."""
     from fastdecode.cluster.links.mpi_job import serve_as_prefill_worker
     from fastdecode.cluster.r_worker.joiner import local_address
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LISTEN = "tcp://127.0.0.1:5580"
 
 Resources: TypeAlias = tuple[list[int] | None, int | None, int | None, ParkPlace | None]
-"""Cores, threads and bytes of the KV cache, None where the choice is left to the machine; and where to park."""
+"""Cores, threads and bytes of the KV cache, None for the machine's choice; and the parking folder."""
 
 
 def add_command(commands: Any) -> None:
@@ -63,14 +63,14 @@ def add_command(commands: Any) -> None:
         help="answer GET /health (200, 503 where it cannot serve) and /metrics (Prometheus) there, without a key; port "
         "0: any (nowhere)",
     )  # fmt: skip
-    for name in ("--control-fd", "--memory-fd", "--parent"):  # of --r-workers spawn:N, which starts this
+    for name in ("--control-fd", "--memory-fd", "--parent"):  # set by --r-workers spawn:N, which starts this process
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was bound and serve; SIGTERM ends the process with status 0, Ctrl-C with 130."""
+    """Print what was bound and serve. SIGTERM exits with 0, Ctrl-C with 130."""
     check_transport(args.transport, args.join)
     if args.health_listen and args.transport == "mpi":
         raise ConfigError("health_listen: the ranks of an MPI job end together; leave --transport away")
@@ -90,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resources(args: argparse.Namespace) -> Resources:
-    """Cores, threads and bytes that the flags give, None where they leave the choice; ConfigError names the flag."""
+    """Return the cores, threads and bytes that the flags give; None for those that they leave open.
+
+    A ConfigError names the flag.
+    """
     cores = parse_cores("cores", args.cores)
     check_threads(args.threads)
     wanted = args.kv_cache_memory
@@ -99,7 +102,7 @@ def _resources(args: argparse.Namespace) -> Resources:
 
 
 def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
-    """The S-worker has chosen the cores, and may have bound itself, and so this process, to others since."""
+    """Serve the S-worker that started this process, on the cores that it chose."""
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.r_worker.serve import serve_parent
     from fastdecode.cluster.wire.handshake import read_security
@@ -113,7 +116,7 @@ def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
 
 
 def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
-    """Look first at what this machine has: where that cannot work, MPI has not begun and mpirun ends the job."""
+    """Serve as a rank of an MPI job. Check this machine before MPI_Init, so that a failure ends the job at once."""
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.r_worker.serve import serve_job
     from fastdecode.cluster.wire.handshake import read_security
@@ -162,9 +165,9 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
 
 
 def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int, str | None]:
-    """Where a worker is to listen: host and port, and with --join the host by which the S-worker there reaches it.
+    """Return host and port to listen on, and with --join the host by which the S-worker reaches it.
 
-    ConfigError where a key is needed and there is none.
+    Raise ConfigError if a key file is needed and missing.
     """
     from fastdecode.cluster.r_worker.joiner import local_address
 
@@ -177,7 +180,7 @@ def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int,
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:
-    """End at once, unless an S-worker is served that can move its sequences first."""
+    """Exit at once, unless an S-worker is connected that can move its sequences first."""
     if server is None or not server.leave():
         raise SystemExit(0)
     print("fastdecode r-worker: leaving as soon as its sequences have moved", flush=True)

@@ -1,4 +1,4 @@
-"""``fastdecode run-batch``: an OpenAI batch file, answered line by line; started again, it goes on."""
+"""``fastdecode run-batch``: answers an OpenAI batch file line by line. A restart continues where it stopped."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ OF_REQUESTS = (
     "served_model_name", "chat_template", "default_chat_template_kwargs", "enable_auto_tool_choice", "tool_call_parser",
     "reasoning_parser",
 )  # fmt: skip
-"""Settings of a server that say how requests are read."""
+"""Settings of a server that affect how requests are read."""
 
 QUEUED_PER_SEAT = 2
-"""Requests in the engine for each that can run: the scheduler sees which come next, and the file stays on disk."""
+"""Queued requests per running one. The scheduler sees which come next, and the file stays on disk."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How requests are read: what they may call the model (anything where ``names`` is empty), arguments of the chat
-    template, and how the model writes its answers."""
+    """How requests are read.
+
+    ``names``: accepted model names; any if empty. The rest: arguments of the chat template, and the format in which the
+    model writes its answers.
+    """
 
     names: tuple[str, ...]
     template: Mapping[str, Any]
@@ -49,7 +52,7 @@ class Rules:
 
     @staticmethod
     def of(settings: ServerSettings, tokenizer: Any) -> Rules:
-        """Return the rules that flags give; ConfigError."""
+        """Return the rules that flags define. Raise ConfigError for a bad flag."""
         template = settings.template_arguments()
         parsers = settings.tool_call_parser, settings.reasoning_parser
         readings = Readings(tokenizer, template.get("chat_template"), *parsers)
@@ -58,7 +61,7 @@ class Rules:
 
 @dataclass
 class Running:
-    """A line that the engine works on: engine requests by id, one per prompt, each with its output once finished."""
+    """A line of the batch file in work: its engine requests by id, one per prompt, with outputs once finished."""
 
     line: BatchLine
     request: Asked
@@ -88,10 +91,10 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when all requests of the file are answered without an error, by this run or one before; else 1."""
+    """Run the batch; return 0 if every request of the file has an answer without an error, else 1."""
     check_foreign(vars(args), foreign=OF_BATCHES)
     settings = ServerSettings(**{name: getattr(args, name) for name in OF_REQUESTS})
-    settings.read_chat_template()  # refused before a model is loaded
+    settings.read_chat_template()  # refuse before a model is loaded
     config = engine_config(args)
     batch = BatchInput(args.input_file)
     for problem in batch.problems:
@@ -126,7 +129,7 @@ def _progress_line(path: str, total: int, output: BatchOutput) -> str:
 def _answer_all(
     engine: LLMEngine, batch: BatchInput, output: BatchOutput, model: str, settings: ServerSettings
 ) -> None:
-    """Feed the engine, and write each answer, by ``model``, as it is finished."""
+    """Feed the engine, and write each answer when it finishes. ``model``: the name in the answers."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
     rules = Rules.of(settings, engine.s_model.tokenizer)
@@ -154,7 +157,7 @@ def _answer_all(
 
 
 def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
-    """An engine request per prompt; where one is refused, all are."""
+    """Return the line with one engine request per prompt. If one prompt is refused, all are."""
     asked = read_request(line)
     if rules.names and asked.model is not None and asked.model not in rules.names:
         raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(rules.names)} does")
@@ -177,7 +180,7 @@ def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
 
 
 def _seeded(params: SamplingParams, name: str) -> SamplingParams:
-    """Without a seed the draws follow from the request's name, not from how many a run has answered before it."""
+    """Return ``params`` with a seed derived from the request's name, so that a restarted run draws the same tokens."""
     if params.seed is not None:
         return params
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()

@@ -32,7 +32,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 after SIGTERM, 130 after Ctrl-C, 1 when the engine has failed."""
+    """Serve; return 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {missing[0]}, which is not installed: pip install 'fastdecode[serve]'")
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServerSettings]:
-    """Return the settings of the engine and of the server that the flags describe; ConfigError."""
+    """Return the engine's and the server's settings. Raise ConfigError for a bad flag."""
     if args.model_tag:
         if args.model not in (str(DEMO_MODEL), args.model_tag) and "model" not in args.from_file:
             raise ConfigError(f"serve: {args.model_tag!r} and --model {args.model!r} are two models: give one")
@@ -63,8 +63,10 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServerSetting
 
 
 def _check_no_flag_has_the_model(args: argparse.Namespace) -> None:
-    """ConfigError where a model behind a flag of several values was taken for one of them, and so the demo model would
-    be served."""
+    """Raise ConfigError if a flag that takes several values has swallowed the model's name.
+
+    Otherwise the demo model would be served in its place.
+    """
     for name, values in vars(args).items():
         if isinstance(values, list) and len(values) > 1 and _may_be_a_model(str(values[-1])):
             raise ConfigError(

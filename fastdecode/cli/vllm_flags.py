@@ -1,4 +1,4 @@
-"""The flags of vLLM that no setting here has: parsed, so that what they ask can be said to mean nothing, or refused."""
+"""vLLM's flags without a setting here: parsed, so that they can be ignored with a note or refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.cli.parser import add_switch
 
 HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-"""Of another spelling of a flag."""
+"""Arguments of ``add_argument`` for a further spelling of a flag."""
 
 _NARGS = {"many": "*", "maybe": "?"}
-"""Of vLLM's flags, by how many words follow them."""
+"""argparse's nargs, by how many words follow a flag."""
 
 
 def flag_of(name: str) -> str:
@@ -23,19 +23,19 @@ def flag_of(name: str) -> str:
 
 
 def add_shortcuts(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's shortcuts of ``--speculative-config``."""
+    """Add vLLM's shortcuts for parts of ``--speculative-config``."""
     parser.add_argument("--spec-method", **HIDDEN)
     parser.add_argument("--spec-model", **HIDDEN)
     parser.add_argument("--spec-tokens", type=int, **HIDDEN)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's flags of a server that mean nothing here."""
+    """Add vLLM's server flags without effect."""
     add_foreign_flags(parser, OF_SERVERS)
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> list[str]:
-    """Add flags of vLLM that stay out of help, but for those that the command has itself; return their names."""
+    """Add vLLM's flags, hidden from help, except those that the command defines itself; return their names."""
     added = []
     for each in foreign.values():
         flags = [flag for flag in (flag_of(each.name), *each.shorts) if flag not in parser._option_string_actions]

@@ -1,4 +1,4 @@
-"""The words of a command line in the spellings that vLLM takes too: underscores, dots for JSON, ``-O3``, a file."""
+"""vLLM's spellings on a command line: underscores, dots for JSON, ``-O3``, and a config file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ END = "--"
 
 
 def plain_words(words: Sequence[str], actions: Actions) -> list[str]:
-    """Return ``words`` as argparse takes them; what comes after ``--`` stays as it is.
+    """Return ``words`` in argparse's spelling. Words after ``--`` stay as they are.
 
     Raises:
-        ValueError: one line about a dotted flag that has no value, or does not fit what the line says besides.
+        ValueError: a dotted flag has no value, or conflicts with another word of the line.
     """
     last = words.index(END) if END in words else len(words)
     spelt = [part for word in words[:last] for part in _spell(word, actions)]
@@ -28,7 +28,7 @@ def plain_words(words: Sequence[str], actions: Actions) -> list[str]:
 
 
 def dashed(word: str) -> str:
-    """Return ``word``, a flag with underscores, with dashes for them; keys after a dot and values stay as they are."""
+    """Return the flag ``word`` with dashes for underscores. Keys after a dot and values stay as they are."""
     if not word.startswith("--"):
         return word
     match = re.match(r"[^.=]*", word)
@@ -37,13 +37,13 @@ def dashed(word: str) -> str:
 
 
 def flag_of(word: str, actions: Actions) -> str | None:
-    """Return the flag that ``word`` is, without its value; None where it is none of ``actions``."""
+    """Return the flag in ``word`` without its value; None if it is not in ``actions``."""
     flag = word.partition("=")[0]
     return flag if word.startswith("-") and flag in actions else None
 
 
 def _spell(word: str, actions: Actions) -> list[str]:
-    """Return a word with dashes for the underscores of a known flag, and ``-O3`` as its long flag and a value."""
+    """Return a known flag with dashes for underscores, and ``-O3`` as its long flag and a value."""
     if match := re.fullmatch(r"-O(=?)(.*)", word, re.DOTALL):
         if "--optimization-level" in actions:
             return ["--optimization-level", *([match.group(2)] if match.group(2) else [])]
@@ -54,7 +54,7 @@ def _spell(word: str, actions: Actions) -> list[str]:
 
 
 def _join_dotted(words: Sequence[str], actions: Actions) -> list[str]:
-    """Return ``words`` with ``--flag.key value`` as ``--flag {"key": value}``, after a JSON of the same flag."""
+    """Return ``words`` with ``--flag.key value`` as ``--flag {"key": value}``, merged into a JSON of the same flag."""
     kept: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     rest = list(words)
@@ -76,7 +76,7 @@ def _join_dotted(words: Sequence[str], actions: Actions) -> list[str]:
 
 
 def _nested(keys: str, value: str) -> dict[str, Any]:
-    """Return {"a": {"b": value}} for "a.b"; a last key that ends in "+" takes a list with commas."""
+    """Return {"a": {"b": value}} for "a.b". A last key that ends in "+" takes a comma-separated list."""
     *outer, last = keys.removesuffix("+").split(".")
     found: Any = {last: value.split(",") if keys.endswith("+") else _read(value)}
     for key in reversed(outer):
@@ -85,7 +85,7 @@ def _nested(keys: str, value: str) -> dict[str, Any]:
 
 
 def _read(text: str) -> Any:
-    """Return the JSON value that ``text`` is, or a number such as 4k, or the text itself."""
+    """Return ``text`` as JSON, or as a number such as 4k, or unchanged."""
     try:
         return json.loads(text)
     except ValueError:
@@ -97,7 +97,7 @@ def _read(text: str) -> Any:
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Add ``more`` to ``into``: objects key by key, lists at their end; other values are replaced."""
+    """Merge ``more`` into ``into``: objects key by key, lists by appending; other values are replaced."""
     for key, value in more.items():
         before = into.get(key)
         if isinstance(before, dict) and isinstance(value, dict):
@@ -109,8 +109,7 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _with_object(words: list[str], dest: str, found: dict[str, Any], actions: Actions) -> list[str]:
-    """Return ``words`` with one flag of ``dest`` whose JSON is that of the line, overridden by what dotted flags
-    said."""
+    """Return ``words`` with one JSON flag for ``dest``; dotted flags override its keys."""
     flag = next(each for each, action in actions.items() if action.dest == dest)
     kept: list[str] = []
     whole: dict[str, Any] = {}
@@ -131,7 +130,7 @@ def _with_object(words: list[str], dest: str, found: dict[str, Any], actions: Ac
 
 
 def _pairs_alone(words: Sequence[str], actions: Actions) -> list[str]:
-    """Return ``words`` such that a flag of NAME=VALUE pairs takes those alone, and not a positional after them."""
+    """Return ``words`` such that a flag of NAME=VALUE pairs does not swallow a positional behind them."""
     kept: list[str] = []
     flag: str | None = None
     taken = 0

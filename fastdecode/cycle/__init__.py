@@ -1,4 +1,4 @@
-"""The one loop over a scheduler's steps, in any world."""
+"""The loop over a scheduler's steps, for every world."""
 
 from fastdecode.cycle.contracts import JoinedWorker, Requests, RunningCycle, World
 from fastdecode.cycle.cycle import Companion, Cycle

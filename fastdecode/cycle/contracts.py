@@ -1,4 +1,4 @@
-"""What a cycle runs in and for: the world that computes its steps, and the requests that get the tokens."""
+"""The interfaces of a cycle: the world that computes its steps, and the requests that receive the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class JoinedWorker:
-    """An R-worker that has joined. ``bandwidth``: in the unit of the others; None: their mean."""
+    """An R-worker that has joined. ``bandwidth``: relative to the others; None means their mean."""
 
     num_blocks: int
     bandwidth: float | None = None
@@ -26,67 +26,77 @@ class JoinedWorker:
 
 
 class World(Protocol[T_co]):
-    """The machine that the steps run on: real, simulated, or the naive one of the tests."""
+    """The environment that runs the steps: real, simulated, or the naive one of the tests."""
 
     def now(self) -> float:
-        """Seconds of this world's clock."""
+        """Return this world's time in seconds."""
 
     def tell(self, step: ScheduledStep) -> None:
-        """Have the R-workers hear the controls of ``step`` and prepare its rows; errors leave all as it was."""
+        """Send the controls and rows of ``step`` to the R-workers. An error changes nothing."""
 
     def compute(self, step: ScheduledStep) -> T_co:
-        """Compute the rows of ``step``, and what follows from them."""
+        """Compute the rows of ``step`` and return the results."""
 
     def end_step(self) -> StepReport:
-        """Commit what was told; which R-workers are gone, and which ask to go."""
+        """Commit the step; the report says which R-workers are lost and which ask to leave."""
 
     def abandon_step(self) -> None:
-        """Forget the rows of the step that is open, if one is."""
+        """Drop the rows of the open step, if there is one."""
 
     def wait(self) -> None:
-        """Let time pass, since a step had no rows: until a prompt was computed elsewhere, or a while."""
+        """Wait a while, or until a prompt is computed elsewhere. The last step had no rows."""
 
     def transfer(self, transfer: Transfer) -> float:
-        """Copy cached tokens from one R-worker to another; returns the seconds. WorkerLostError if one is gone."""
+        """Copy cached tokens between R-workers and return the seconds. Raise WorkerLostError if one is gone."""
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
-        """R-workers that have joined since, by index: the ``vacant`` places first, then new ones. Never waits."""
+        """Return the R-workers that have joined since the last call, by index. Fill ``vacant`` indices first.
+
+        This never waits.
+        """
 
     def dismiss(self, worker: int) -> None:
-        """Let R-worker ``worker`` go."""
+        """Disconnect R-worker ``worker``."""
 
     def forget(self, sequence_id: int) -> None:
-        """Keep nothing of a sequence on the S-worker's side; unknown ones are ignored."""
+        """Drop all S-worker data of a sequence; unknown ones are ignored."""
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
-        """Put together how long each side worked on the step that has just ended, after which ``pool`` is there."""
+        """Return the record of the step that has just ended: how long each side worked.
+
+        ``pool``: the R-workers after it.
+        """
 
 
 class RunningCycle(Protocol):
-    """A cycle as its requests see it: they fork samples with its scheduler, and end sequences with it."""
+    """The interface of a cycle for its requests, which fork samples and end sequences."""
 
     @property
     def scheduler(self) -> Scheduler: ...
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End ``sequence``, wherever it is, for ``reason``: see ``Scheduler.finish``."""
+        """End ``sequence`` for ``reason``, wherever it is: see ``Scheduler.finish``."""
 
 
 class Requests(Protocol[T_contra]):
-    """Those that the tokens are for."""
+    """The requests that receive the tokens."""
 
     def begun(self, step: ScheduledStep, now_seconds: float) -> None:
-        """The R-workers have heard ``step``; it is computed next."""
+        """Note that the R-workers have ``step``, which is computed next."""
 
     def accepted(self, step: ScheduledStep, computed: T_contra) -> Mapping[int, int]:
-        """How many draft tokens of each sequence are its next output tokens."""
+        """Return for each sequence how many of its draft tokens are accepted."""
 
     def take(
         self, cycle: RunningCycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]
     ) -> int:
-        """Append the tokens of all sequences but ``spoilt``, fork with the scheduler and finish with ``cycle``; returns
-        how many tokens were appended."""
+        """Append the tokens of all sequences except ``spoilt``; return how many were appended.
+
+        Samples are forked with the scheduler, and finished sequences end with ``cycle``.
+        """
 
     def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
-        """No R-worker that is left has room for ``sequence``: finish all of its request with ``cycle``. The scheduler
-        has forgotten it."""
+        """Finish the request of ``sequence``, for which no remaining R-worker has room.
+
+        The scheduler has dropped it.
+        """

@@ -1,4 +1,4 @@
-"""A loop over a scheduler's steps that knows no machine: the world it runs in computes, copies and tells the time."""
+"""The loop over a scheduler's steps. Its world computes, copies and tells the time."""
 
 from __future__ import annotations
 
@@ -17,39 +17,42 @@ from fastdecode.scheduler import Scheduler, TokenSequence
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-"""What a world's steps compute: sampled tokens, or what stands for them."""
+"""The result of a step in a world: sampled tokens, or a substitute."""
 
 
 class Companion:
-    """Something that works beside the steps: prefill workers, a drafter, R-workers that come and go.
+    """A helper that works between steps: prefill workers, a drafter, R-workers that join and leave.
 
-    ``s_seconds``, ``wait_seconds``: seconds of the S-worker and of its waiting in this turn that are no part of the
-    step itself.
+    ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on it, computing or waiting, outside the step
+    itself.
     """
 
     s_seconds = wait_seconds = 0.0
 
     def before(self, cycle: Cycle) -> None:
-        """Do what is due between two steps, undisturbed by Ctrl-C."""
+        """Do the pending work between two steps; Ctrl-C does not interrupt it."""
 
     def prepare(self, cycle: Cycle) -> None:
-        """Do what is due right before a step is scheduled; Ctrl-C may end it."""
+        """Do the pending work right before a step is scheduled; Ctrl-C may interrupt it."""
 
     def begun(self, step: ScheduledStep) -> None:
-        """The R-workers have heard ``step``."""
+        """Note that the R-workers have ``step``."""
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
-        """A step, or controls alone, were committed: which R-workers are lost is dealt with, which ask to go is not."""
+        """Handle the report of a step or of controls alone.
+
+        Lost R-workers are already handled; leaving ones are not.
+        """
 
     def ended(self, cycle: Cycle, report: StepReport) -> None:
-        """A step was committed, after ``heard``."""
+        """Handle the end of a committed step; ``heard`` was called before."""
 
     def forget(self, sequence_id: int) -> None:
-        """A sequence has ended, or its cache is lost; unknown ones are ignored."""
+        """Drop all data of a sequence that has ended or lost its cache; unknown ones are ignored."""
 
 
 class Cycle(Generic[T]):
-    """Turns of: companions, schedule, tell, compute, commit, lose, take, observe and record.
+    """The engine's loop. A turn is: companions, schedule, tell, compute, commit, lose, take, observe and record.
 
     ``on_step`` is called with the record of every step that had rows or sampled.
     """
@@ -65,12 +68,12 @@ class Cycle(Generic[T]):
         self.scheduler, self.world, self.requests = scheduler, world, requests
         self.companions = tuple(companions)
         self.on_step = on_step
-        self._lost: tuple[int, ...] = ()  # since the last record: in steps without rows, which have none, and between
+        self._lost: tuple[int, ...] = ()  # since the last record; steps without rows have none
 
     def turn(self) -> ScheduledStep:
-        """One step, with what comes before it and after it.
+        """Run one step with the work before and after it; return the step.
 
-        Whatever is raised, the R-workers forget the rows of the step, and the next turn computes them again.
+        On any exception the R-workers drop the rows of the step, and the next turn computes them again.
         """
         try:
             with interrupts_deferred():
@@ -89,14 +92,14 @@ class Cycle(Generic[T]):
         return step
 
     def look_around(self) -> None:
-        """Without a step: companions do what is due, and R-workers that are gone, or ask to go, are found out."""
+        """Without a step, run the companions and find out which R-workers are lost or ask to leave."""
         with interrupts_deferred():
             self._before()
             self.tell()
-            self._before()  # those that ask to go, and hold nothing, need not wait for the next look
+            self._before()  # an idle R-worker that asks to leave may go at once
 
     def tell(self) -> tuple[int, ...]:
-        """Have the R-workers hear controls without rows; those of them that turn out to be gone, which are lost."""
+        """Send controls without rows; return the R-workers that turn out to be lost."""
         with interrupts_deferred():
             self._tell_world(self.scheduler.controls_alone())
             try:
@@ -108,12 +111,12 @@ class Cycle(Generic[T]):
         return report.lost
 
     def settle(self) -> None:
-        """When nothing runs, tell the R-workers of the last releases, so that idle ones hold no blocks."""
+        """Send the last releases when nothing runs, so that idle R-workers hold no blocks."""
         if self.scheduler.store.workers.has_controls and not self.scheduler.has_unfinished:
             self.tell()
 
     def lose(self, workers: Sequence[int]) -> list[int]:
-        """R-workers are gone: what they alone held is computed again elsewhere; returns the sequences it was of."""
+        """Handle the loss of R-workers: what only they held is recomputed elsewhere. Return the affected sequences."""
         spoilt = self.scheduler.members.spoilt(workers) if workers else []
         for sequence_id in spoilt:
             self.forget(sequence_id)
@@ -123,12 +126,12 @@ class Cycle(Generic[T]):
         return spoilt
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End ``sequence``, wherever it is, for ``reason``: see ``Scheduler.finish``."""
+        """End ``sequence`` for ``reason``, wherever it is: see ``Scheduler.finish``."""
         self.scheduler.finish(sequence, reason)
         self.forget(sequence.sequence_id)
 
     def forget(self, sequence_id: int) -> None:
-        """A sequence has ended, or what was cached of it is lost."""
+        """Have all parts drop a sequence that has ended or lost its cache."""
         self.world.forget(sequence_id)
         for companion in self.companions:
             companion.forget(sequence_id)
@@ -138,7 +141,7 @@ class Cycle(Generic[T]):
             companion.before(self)
 
     def _begin(self) -> ScheduledStep:
-        """Schedule a step and open it on the R-workers; if they refuse, the scheduler keeps its controls."""
+        """Schedule a step and open it on the R-workers. If they refuse, the scheduler keeps its controls."""
         with interrupts_deferred():
             step = self.scheduler.schedule(self.world.now())
             self._forget_prompts_that_left()
@@ -166,7 +169,7 @@ class Cycle(Generic[T]):
             raise
 
     def _end(self, step: ScheduledStep, computed: T) -> None:
-        """Commit the step everywhere at once, and hand out what it made."""
+        """Commit the step on all sides, and hand out its results."""
         try:
             report = self.world.end_step()
         except BaseException:
@@ -183,7 +186,7 @@ class Cycle(Generic[T]):
             self._record(step, report, num_output_tokens)
 
     def _hear(self, report: StepReport) -> list[int]:
-        """Who is lost and who asks to go; returns the sequences that lost something."""
+        """Handle lost and leaving R-workers; return the sequences that lost cached tokens."""
         self._lost += report.lost
         spoilt = self.lose(report.lost)
         for companion in self.companions:
@@ -191,7 +194,7 @@ class Cycle(Generic[T]):
         return spoilt
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
-        """The scheduler learns from the step alone; the record has what companions took too."""
+        """Record the step. The scheduler learns from the step alone; the record includes the companions' time."""
         report = replace(report, lost=self._lost) if self._lost else report
         record = self.world.record(step, report, num_output_tokens, self.scheduler.store.pool)
         self._lost = ()
@@ -202,7 +205,7 @@ class Cycle(Generic[T]):
             self.on_step(record)
 
     def _forget_prompts_that_left(self) -> None:
-        """Of prompts that were preempted the S-worker keeps nothing: others count on the scratch."""
+        """Drop S-worker data of preempted prompts, since others need the scratch."""
         left = self.scheduler.store.residents.left_scratch
         while left:
             self.forget(left.pop())

@@ -1,4 +1,4 @@
-"""The companion of the steps that counts R-workers in and out, and moves sequences between them."""
+"""The companion that adds and removes R-workers, and moves sequences between them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ logger = logging.getLogger(__name__)
 
 
 class Membership(Companion):
-    """Between steps: R-workers that join are counted in, sequences move, and drained R-workers go.
+    """Between steps: adds R-workers that join, moves sequences, and removes drained R-workers.
 
-    Sequences move as bytes, one by one, for at most as long as the step before took: so that the others wait at most
-    twice as long for a token. ``changes``: what has become of the pool.
+    Sequences move one by one as bytes, for at most the duration of the last step. So other sequences wait at most twice
+    as long for a token. ``changes``: the events of the pool.
     """
 
     def __init__(self, now_seconds: float = 0.0, names: Iterable[str] = ()) -> None:
-        """``now_seconds``: of the world's clock; ``names``: of the R-workers that are there, by index."""
+        """``now_seconds``: the time of the world's clock. ``names``: the present R-workers, by index."""
         self.changes = PoolChanges()
         self._updated = now_seconds
         self._names = dict(enumerate(names))
 
     def before(self, cycle: Cycle) -> None:
-        """Count newcomers in, move, and let drained R-workers go."""
+        """Add newcomers, move sequences, and remove drained R-workers."""
         now, workers = cycle.world.now(), cycle.scheduler.store.workers
         self.admit(cycle)
         if len(workers) > 1:
@@ -38,19 +38,19 @@ class Membership(Companion):
         self._updated = cycle.world.now()
 
     def admit(self, cycle: Cycle) -> bool:
-        """Count newcomers in; False where there are none."""
+        """Add newcomers; return False if there are none."""
         newcomers = cycle.world.admit(cycle.scheduler.store.workers.vacant)
         for index, newcomer in newcomers.items():
             self._join(cycle.scheduler, index, newcomer)
         return bool(newcomers)
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
-        """R-workers that ask to leave are drained."""
+        """Drain the R-workers that ask to leave."""
         self.changes.lost += len(report.lost)
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
-        """R-worker ``worker`` is to go; ConfigError where it is not there."""
+        """Start draining R-worker ``worker``. Raise ConfigError if it is not there."""
         if worker not in scheduler.store.workers.present:
             raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.store.workers.present}")
         scheduler.members.drain(worker)
@@ -76,8 +76,10 @@ class Membership(Companion):
         return self._names.get(worker) or str(worker)
 
     def _move_until(self, cycle: Cycle, deadline: float) -> None:
-        """At least one sequence, if any is to move. One that was chosen before a loss came to light is not moved: its
-        room, its source or itself may be gone, so the scheduler is asked anew."""
+        """Move sequences until ``deadline``, at least one if any is due.
+
+        After a loss the scheduler is asked again, since a chosen move may have lost its room, source or sequence.
+        """
         scheduler = cycle.scheduler
         while transfer := scheduler.transfers.next():
             if scheduler.store.workers.has_controls:
@@ -87,16 +89,16 @@ class Membership(Companion):
             try:
                 seconds = cycle.world.transfer(transfer)
             except WorkerLostError:
-                return  # the next step finds out which one, and goes on without it
+                return  # the next step finds out which one, and continues without it
             scheduler.transfers.done(transfer, seconds)
-            ends = not scheduler.transfers.stands(transfer)  # of several pieces perhaps
+            ends = not scheduler.transfers.stands(transfer)  # a sequence may have several segments
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends
             if cycle.world.now() > deadline:
                 return
 
     def let_go(self, cycle: Cycle) -> None:
-        """R-workers that drain, and have nothing to do any more, go."""
+        """Remove R-workers that drain and have nothing left to do."""
         scheduler = cycle.scheduler
         if not scheduler.store.workers.draining:
             return

@@ -1,4 +1,4 @@
-"""The companion of the steps that parks prefixes which are not used, on R-workers' disks, and wakes those wanted."""
+"""The companion that parks unused prefixes on R-workers' disks, and loads them back when needed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fastdecode.scheduler.places.workers import Prefix, WorkerState
 from fastdecode.scheduler.prefix.parked import Parked, Waking
 
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05
-"""Time for disks in a turn where sequences run, and where none does."""
+"""Seconds for disks in a turn with running sequences, and in a turn without."""
 
 LOOK_SECONDS = 0.25
-"""Between two looks for something to park."""
+"""Seconds between two searches for prefixes to park."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Disk:
-    """An R-worker that parks, as long as the scheduler counts on it as ``state``.
+    """An R-worker with a disk, for as long as the scheduler has it as ``state``.
 
-    ``wishes``: sequences that wait for prefixes from there, oldest first, the first for ``waking`` once it has begun.
-    ``parking``: the prefix that is written, as its chain was when that began.
+    ``wishes``: sequences that wait for parked prefixes, oldest first; ``waking`` belongs to the first once it began.
+    ``parking``: the prefix being written, and its chain when writing began.
     """
 
     index: int
@@ -44,13 +44,13 @@ class _Disk:
 
 
 class Parking(Companion):
-    """Between steps: what is to be parked and woken goes on, a little each time; waking first.
+    """Between steps: loads and parks prefixes, a little each time; loading comes first.
 
-    ``parked_bytes``: on each R-worker's disk, by index, as it said last.
+    ``parked_bytes``: bytes on each R-worker's disk by its last report, by index.
     """
 
     def __init__(self, parks: Parks, model: str, r_workers: Sequence[RWorkerInfo]) -> None:
-        """``model`` identifies the weights; ``r_workers``: all, by index, those that join included."""
+        """``model`` identifies the weights. ``r_workers``: all by index, including those that join."""
         self.parked_bytes: dict[int, int] = {}
         self._parks, self._model, self._r_workers = parks, model, r_workers
         self._disks: dict[int, _Disk] = {}
@@ -58,7 +58,7 @@ class Parking(Companion):
         self._patience_ms = int(1000 * BUSY_SECONDS)
 
     def before(self, cycle: Cycle) -> None:
-        """Have the disks do what is due, for ``BUSY_SECONDS``, or longer where nothing else is."""
+        """Work on the disks for ``BUSY_SECONDS``, or longer if nothing else is pending."""
         scheduler, now = cycle.scheduler, cycle.world.now()
         scheduler.store.parked.set_clock(now)
         self._meet(scheduler)
@@ -71,11 +71,11 @@ class Parking(Companion):
         self._work(cycle, now + seconds, -1.0)
 
     def forget(self, sequence_id: int) -> None:
-        """Its prefix may be looked for again, should the id be used again."""
+        """Allow another search for its prefix, in case the id is used again."""
         self._looked.discard(sequence_id)
 
     def finish(self, cycle: Cycle, most_seconds: float) -> None:
-        """The engine ends: park what is not parked yet, for ``most_seconds`` at most."""
+        """Park the remaining prefixes when the engine ends, for at most ``most_seconds``."""
         self._meet(cycle.scheduler)
         for disk in self._disks.values():
             disk.next_look = 0.0
@@ -85,13 +85,13 @@ class Parking(Companion):
             logger.warning("%d R-workers had more to park than %g s were enough for", left, most_seconds)
 
     def renew(self, scheduler: Scheduler, model: str) -> None:
-        """The weights are others from here on, those of ``model``: what was parked is not theirs."""
+        """Continue with new weights, identified by ``model``. Prefixes parked with the old weights no longer match."""
         self._model = model
         for disk in list(self._disks.values()):
             self._drop(scheduler, disk)
 
     def _meet(self, scheduler: Scheduler) -> None:
-        """Begin with R-workers that have come, and forget those that are gone, or have come anew."""
+        """Start with new R-workers, and drop those that are gone or were replaced."""
         workers = scheduler.store.workers
         for disk in list(self._disks.values()):
             if workers[disk.index] is not disk.state:
@@ -110,7 +110,7 @@ class Parking(Companion):
                     self._refused(disk, error)
 
     def _wish(self, scheduler: Scheduler) -> None:
-        """Set sequences aside that would go on from a parked prefix."""
+        """Set aside sequences that could continue from a parked prefix."""
         parked = scheduler.store.parked
         if not len(parked.chains):
             return
@@ -123,9 +123,9 @@ class Parking(Companion):
                 self._disks[beginning.worker].wishes.append(sequence)
 
     def _work(self, cycle: Cycle, deadline: float, least_seconds: float) -> None:
-        """Go on, on all disks in turn, until ``deadline`` or until nothing is to be done, but once at least.
+        """Work on all disks in turn until ``deadline`` or until nothing is left, but at least once.
 
-        ``least_seconds``: without use, after which a prefix is parked; below 0: what each R-worker says.
+        ``least_seconds``: a prefix unused for so long is parked; below 0, each R-worker's own setting applies.
         """
         has_work = True
         while has_work:
@@ -136,14 +136,14 @@ class Parking(Companion):
                 try:
                     has_work |= self._wake(cycle, disk) or self._park(cycle, disk, least_seconds)
                 except WorkerLostError:
-                    return  # the next step finds out which one, and goes on without it
+                    return  # the next step finds out which one, and continues without it
                 except BackendError as error:
                     self._refused(disk, error)
                     self._let_go(cycle.scheduler, disk)
             has_work &= cycle.world.now() < deadline
 
     def _wake(self, cycle: Cycle, disk: _Disk) -> bool:
-        """Go on with what is wanted from ``disk``; False where that is nothing."""
+        """Continue loading from ``disk``; return False if nothing is wanted."""
         scheduler, parked = cycle.scheduler, cycle.scheduler.store.parked
         while disk.wishes and disk.waking is None:
             disk.waking = self._begin(scheduler, disk, parked)
@@ -152,9 +152,9 @@ class Parking(Companion):
         waking = disk.waking
         if waking is None:
             return False
-        disk.parking = None  # which the R-worker gives up for this
+        disk.parking = None  # the R-worker frees this to make room
         if scheduler.store.workers.has_controls:
-            cycle.tell()  # it may be releases that it needs the room of
+            cycle.tell()  # pending releases may be the room that it needs
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         beginning = waking.beginning
@@ -173,7 +173,7 @@ class Parking(Companion):
         return True
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
-        """Begin with the first wish; None where its sequence has left, needs nothing by now, or there is no room."""
+        """Begin with the first wish. Return None if its sequence has left, needs nothing, or has no room."""
         sequence = disk.wishes[0]
         if not scheduler.queue.is_aside(sequence):
             return None
@@ -183,7 +183,7 @@ class Parking(Companion):
         return parked.begin(sequence, beginning)
 
     def _park(self, cycle: Cycle, disk: _Disk, least_seconds: float) -> bool:
-        """Go on with what is to be parked on ``disk``; False where that is nothing."""
+        """Continue parking on ``disk``; return False if there is nothing to park."""
         scheduler, parked, now = cycle.scheduler, cycle.scheduler.store.parked, cycle.world.now()
         after = disk.after_seconds if least_seconds < 0 else least_seconds
         disk.parking = disk.parking or self._next(scheduler, disk, now, after)
@@ -191,10 +191,10 @@ class Parking(Companion):
             return False
         prefix, chain = disk.parking
         if prefix.prefix_id not in disk.state.prefixes or len(prefix.blocks) != chain.num_blocks:
-            disk.parking = None  # evicted meanwhile
+            disk.parking = None  # it was evicted meanwhile
             return True
         if scheduler.store.workers.has_controls:
-            cycle.tell()  # it may be the prefix itself that is not there yet
+            cycle.tell()  # perhaps the prefix itself is not there yet
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         superseded = parked.chains.within(disk.index, prefix.block_hashes[:-1])
@@ -219,15 +219,17 @@ class Parking(Companion):
         disk.is_refusing = True
 
     def _drop(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
-        """Forget ``disk``, and what is known of it."""
+        """Forget ``disk`` and all that is known of its files."""
         scheduler.store.parked.chains.forget(disk.index)
         self.parked_bytes.pop(disk.index, None)
         self._let_go(scheduler, disk, is_gone)
         del self._disks[disk.index]
 
     def _let_go(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
-        """Sequences that wait for prefixes from ``disk`` start without; what came of one is released, unless it
-        ``is_gone``."""
+        """Start the sequences that wait for ``disk`` without their prefixes.
+
+        Release a partly loaded one unless the R-worker ``is_gone``.
+        """
         if disk.waking and not is_gone:
             scheduler.store.parked.failed(disk.waking)
         disk.waking = disk.parking = None

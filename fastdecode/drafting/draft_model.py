@@ -34,7 +34,7 @@ class Held:
         return self.num_known + len(self.drafts)
 
     def rewind(self, text: Draft) -> bool:
-        """Keep what is of ``text``, without its last token; True where that is less than there was."""
+        """Keep what is of ``text``, without its last token; True if that is less than there was."""
         before, most = self.num_cached, text.num_tokens - 1
         while self.drafts and self.num_known < most and text.tokens(self.num_known, 1) == self.drafts[:1]:
             del self.drafts[0]
@@ -54,11 +54,11 @@ class DraftCache:
         self._held: OrderedDict[int, Held] = OrderedDict()
 
     def __len__(self) -> int:
-        """Sequences of which something is held, or is about to be."""
+        """Return sequences of which something is held, or is about to be."""
         return len(self._held)
 
     def use(self, text: Draft) -> Held:
-        """What is held of a sequence, less what is not its text any more."""
+        """Return what is held of a sequence, less what is not its text any more."""
         held = self._held.setdefault(text.sequence_id, Held())
         self._held.move_to_end(text.sequence_id)
         if held.rewind(text):
@@ -66,7 +66,7 @@ class DraftCache:
         return held
 
     def chunk(self, text: Draft, token_ids: list[int], samples: bool) -> Chunk:
-        """Rows of the next tokens of a sequence, which are of its text or drafts of it."""
+        """Return rows of the next tokens of a sequence, which are of its text or drafts of it."""
         return Chunk(text.sequence_id, 0, self._held[text.sequence_id].num_cached, token_ids, samples=samples)
 
     def add(self, text: Draft, token_ids: list[int]) -> None:
@@ -78,7 +78,7 @@ class DraftCache:
             held.drafts += token_ids
 
     def reserve(self, sequence_id: int, num_tokens: int, in_use: Collection[int], after: Sequence[int]) -> bool:
-        """Set blocks for ``num_tokens`` of a sequence aside; False where there are too few.
+        """Set blocks for ``num_tokens`` of a sequence aside; False if there are too few.
 
         When the cache is full, sequences that are not ``in_use`` lose what they have, the one used least recently
         first; for a sequence of which some is cached those that come ``after`` it do too, the last first.

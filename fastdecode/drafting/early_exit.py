@@ -113,7 +113,7 @@ class EarlyExitDrafter:
 
 
 def _chunk(draft: Draft) -> Chunk:
-    """The last token and the drafts so far."""
+    """Return the last token and the drafts so far."""
     request = draft.request
     tokens = [request.output_token_ids[-1], *draft.token_ids]
     return Chunk(

@@ -98,7 +98,7 @@ def make_drafter(
     cleanup: ExitStack,
     lead: Lead | None = None,
 ) -> Drafter:
-    """What ``speculative`` asks for; ``cleanup`` frees it in the end.
+    """Return what ``speculative`` asks for; ``cleanup`` frees it in the end.
 
     ``make_backend`` makes the R-worker of a draft model. ``lead``: has other ranks compute the first layers, too.
     ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft for this one.
@@ -112,12 +112,12 @@ def make_drafter(
     backend = make_backend(draft.layout)
     cleanup.callback(backend.close)
     (info,) = backend.open(replace(draft.layout, isa=config.uniform_arithmetic))
-    own = s_worker.beside(draft.model, draft.layout, backend)
+    own = s_worker.beside(draft.code, draft.layout, backend)
     return DraftModelDrafter(own, info.num_blocks, info.block_size, config.max_num_batched_tokens)
 
 
 def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model: SModel) -> SModel:
-    """The model that drafts for ``model``, in its dtype and for texts as long; one line says why it cannot."""
+    """Return the model that drafts for ``model``, in its dtype and for texts as long; one line says why it cannot."""
     own = replace(
         config,
         model=speculative.model,

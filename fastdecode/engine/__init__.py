@@ -1,1 +1,1 @@
-"""The engine: a scheduler, an S-worker and R-workers, put together and run."""
+"""The engine: a scheduler, an S-worker and R-workers, assembled and run."""

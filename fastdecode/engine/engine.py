@@ -1,4 +1,4 @@
-"""The engine: requests come in and tokens go out; between them one cycle over the S-worker and its R-workers."""
+"""The engine: takes requests and returns tokens, by one cycle over the S-worker and its R-workers."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ from fastdecode.engine.live import Sampled
 from fastdecode.scheduler import Scheduler
 
 END_SECONDS = 10.0
-"""Most time in which an engine that ends parks what is left."""
+"""Most seconds for parking remaining prefixes when an engine ends."""
 
 LOOK_SECONDS = 0.05
-"""Between two looks for an R-worker, while there is none."""
+"""Seconds between two checks for an R-worker while there is none."""
 
 logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """Continuous batching over one S-worker and its R-workers; used from one thread.
+    """Continuous batching over one S-worker and its R-workers. Use it from one thread.
 
-    ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
-    token. ``cycle`` runs the steps in ``world``; ``membership``, and where there are some ``prefills`` and
-    ``speculation``, are its companions. ``r_workers``: all that have ever been there, by index; ``in_flight``: requests
-    that have not ended; ``journal``: what these are written to. ``trouble``: why no step is taken though there are
-    requests, "" where nothing is wrong.
+    Call ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
+    token. ``cycle`` runs the steps in ``world``. Its companions are ``membership``, and if present ``prefills`` and
+    ``speculation``. ``r_workers``: all R-workers there have ever been, by index. ``in_flight``: unfinished requests.
+    ``journal``: the record of these. ``trouble``: why requests wait and no step runs; "" if all is well.
     """
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
-        """Load the model and open the R-workers: ``backend``, or those that ``config`` names."""
+        """Load the model and open the R-workers: ``backend`` if given, else those that ``config`` names."""
         self.trouble, self._deadline = "", 0.0
         self._closed = False
         self._cleanup = contextlib.ExitStack()
@@ -70,17 +69,17 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
-        """Return ``LLMEngine(engine_args)``, by vLLM's name."""
+        """Return ``LLMEngine(engine_args)``; the name is vLLM's."""
         return cls(engine_args)
 
     @property
     def scheduler(self) -> Scheduler:
-        """What decides which rows the next step has."""
+        """The scheduler, which chooses the rows of each step."""
         return self.cycle.scheduler
 
     @property
     def on_step(self) -> Callable[[StepRecord], None] | None:
-        """Called with a :class:`StepRecord` after every step that had rows or sampled."""
+        """A function called with a :class:`StepRecord` after every step that had rows or sampled."""
         return self.cycle.on_step
 
     @on_step.setter
@@ -88,7 +87,7 @@ class LLMEngine:
         self.cycle.on_step = called
 
     def replace_scheduler(self, scheduler: Scheduler) -> None:
-        """Have ``scheduler`` decide from here on; the engine must be idle, its caches empty."""
+        """Use ``scheduler`` from now on. The engine must be idle and its caches empty."""
         self.cycle = Cycle(scheduler, self.world, self._requests, self._parts.companions, self.on_step)
 
     def add_request(
@@ -96,8 +95,8 @@ class LLMEngine:
     ) -> None:
         """Queue a request that arrived at ``arrival_seconds`` of ``time.perf_counter`` (now).
 
-        One that the journal has under this id, with the same prompt and parameters, goes on where it was.
-        RequestError or ConfigError when it can never run.
+        A request that the journal knows by this id, prompt and parameters continues where it stopped. Raise
+        RequestError or ConfigError if it can never run.
         """
         if self._closed:
             raise RequestError("the engine is closed")
@@ -116,7 +115,7 @@ class LLMEngine:
         self._requests.enter(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Drop requests, waiting or running; unknown ids are ignored, as those may just have finished."""
+        """Drop waiting or running requests. Unknown ids are ignored, since they may just have finished."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self._requests.abort(self.cycle, request_id)
         if self.prefills:
@@ -124,35 +123,37 @@ class LLMEngine:
         self._attempt(self.cycle.settle, waits=False)
 
     def has_unfinished_requests(self) -> bool:
-        """True while any request waits or runs, or has ended and was not handed out."""
+        """Return whether a request waits, runs, or has ended without being returned."""
         return len(self._requests) > 0
 
     def step(self) -> list[RequestOutput]:
-        """One token for every running request, plus prompt chunks; outputs of the requests that grew."""
+        """Run one step: a token for every running request, plus prompt chunks.
+
+        Return the outputs of requests that grew.
+        """
         if self.in_flight:
             self._attempt(self.cycle.turn)
         return self._requests.take_outputs()
 
     def look_around(self) -> None:
-        """For an engine that has nothing to do: count workers in that have come, and out that are gone.
+        """Find R-workers that joined or are lost, while the engine has nothing to do.
 
-        WorkerLostError when none is left, and none has come in time.
+        Raise WorkerLostError if none is left and none has joined in time.
         """
         if not self.has_unfinished_requests():
             self._attempt(self.cycle.look_around)
 
     def drain_r_worker(self, index: int) -> None:
-        """Let R-worker ``index`` of ``r_workers`` go once its sequences have moved to others, which takes some steps.
+        """Drain R-worker ``index`` of ``r_workers``; it leaves once its sequences have moved, some steps later.
 
-        ConfigError where there is none. The last one goes on until another has joined.
+        Raise ConfigError if there is none. The last R-worker stays until another has joined.
         """
         self.membership.drain(self.scheduler, index)
 
     def score(self, token_ids: list[int]) -> np.ndarray:
-        """Natural-log probability of every token after the first, given those before it: float32 [len - 1].
+        """Return the natural-log probability of every token after the first, given its predecessors: float32 [len - 1].
 
-        All attention runs on the first R-worker that is left, over the cache as it stores keys and values. The engine
-        must be idle.
+        All attention runs on the first R-worker present, over the cache in its storage dtype. The engine must be idle.
         """
         if self.has_unfinished_requests():
             raise RequestError("score needs an idle engine: finish or abort its requests first")
@@ -160,7 +161,7 @@ class LLMEngine:
         first = self.scheduler.store.workers.present[0]
         if len(token_ids) > (room := self.r_workers[first].num_blocks * self.config.block_size):
             raise RequestError(f"score keeps a sequence on one R-worker, which has room for {room} tokens: give fewer")
-        self._forget_prefixes()  # it may fill the cache, and the scheduler knows nothing of what is scored
+        self._forget_prefixes()  # scoring may fill the cache, and the scheduler does not count it
         chunk = Chunk(next(self._ids), first, 0, token_ids, scored=True)
         logprobs = self.world.score(ScheduledStep((MiniBatch.of([chunk]),), tuple(() for _ in self.r_workers)))
         if self.cycle.tell():
@@ -168,8 +169,10 @@ class LLMEngine:
         return logprobs
 
     def reset_prefix_cache(self) -> None:
-        """Forget every retained prefix, for instance when weights were changed; running requests go on. What was parked
-        is found again by another engine alone."""
+        """Evict every retained prefix, for instance after the weights changed; running requests continue.
+
+        Only another engine finds parked prefixes again.
+        """
         if self.parking:
             self.parking.renew(self.scheduler, f"{self.s_model.kv_identity} {secrets.token_hex(16)}")
         self._forget_prefixes()
@@ -179,12 +182,12 @@ class LLMEngine:
         self._attempt(self.cycle.settle, waits=False)
 
     def close(self) -> None:
-        """Free the R-workers, write the trace and give this thread its cores back; may be called twice."""
+        """Free the R-workers, write the trace, and restore this thread's cores; may be called twice."""
         self._closed = True
         self._cleanup.close()
 
     def _attempt(self, work: Callable[[], object], waits: bool = True) -> None:
-        """Do ``work`` unless no R-worker is there; then it ``waits`` a moment. Too long without one is an error."""
+        """Do ``work`` unless no R-worker is there; then wait a moment if ``waits``. Raise an error after too long."""
         try:
             if not self.trouble or (waits and self._has_come()):
                 work()
@@ -194,7 +197,7 @@ class LLMEngine:
             logger.warning("%s: waiting for one, %g s at most", error, seconds)
 
     def _has_come(self) -> bool:
-        """Whether an R-worker is there again, which is counted in before the loss of the others is."""
+        """Return whether an R-worker has joined. It is added before the loss of the others is handled."""
         with interrupts_deferred():
             if self.membership.admit(self.cycle):
                 self.trouble = ""
@@ -206,7 +209,7 @@ class LLMEngine:
         return False
 
     def _park_rest(self) -> None:
-        """What prefixes are left goes to the disks of R-workers that have some, in the time that an end may take."""
+        """Park the remaining prefixes on R-workers' disks, within the time allowed at the end."""
         if self.parking and not self.trouble:
             with contextlib.suppress(BackendError):
                 self.parking.finish(self.cycle, END_SECONDS)

@@ -1,4 +1,4 @@
-"""The cycle's real world, that is an S-worker, its R-workers and this process's clock, and an engine's requests."""
+"""The cycle's real world: an S-worker, its R-workers, the process's clock, and the engine's requests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 logger = logging.getLogger(__name__)
 
 Sampled = dict[int, list[SampledToken]]
-"""The tokens that a step sampled, by sequence: one per completion, or one per draft token and one more."""
+"""The sampled tokens of a step by sequence: one per completion, or one per draft token plus one."""
 
 
 class LiveRequests:
-    """``Requests`` of an engine; ``in_flight`` holds those that have not ended, ``journal`` what they have got."""
+    """The requests of an engine. ``in_flight``: unfinished requests; ``journal``: records their tokens."""
 
     def __init__(
         self, in_flight: InFlight, eos_token_ids: frozenset[int], clock: StateClock, journal: Journal | None = None
@@ -48,11 +48,11 @@ class LiveRequests:
         self._ended: list[Request] = []
 
     def __len__(self) -> int:
-        """Requests in flight, and those that have ended and were not handed out."""
+        """Return the number of requests in flight, and of ended ones not yet returned."""
         return len(self.in_flight) + len(self._ended)
 
     def enter(self, request: Request) -> None:
-        """``request`` is under way; some of its outputs, or all, may have ended in an engine before this one."""
+        """Add ``request``. Some or all of its outputs may have ended in an earlier engine."""
         self.journal.enter(request)
         self.in_flight.add(request)
         for completion in request.completions:
@@ -63,7 +63,7 @@ class LiveRequests:
             self.in_flight.remove(request.request_id)
 
     def begun(self, step: ScheduledStep, now_seconds: float) -> None:
-        """See ``Requests``: those whose prompt begins with this step have waited until now."""
+        """Note that requests whose prompt begins in this step stop waiting now. See ``Requests``."""
         if not step.num_starts:
             return
         here = [int(chunk["sequence_id"]) for part in step.mini_batches for chunk in part.prompts]
@@ -120,8 +120,10 @@ class LiveRequests:
                 self._finish(cycle, completion, "abort")
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Snapshots of the requests that grew or ended otherwise since the last call. They are made while the journal
-        is on its way."""
+        """Return snapshots of the requests that grew or ended since the last call.
+
+        They are made while the journal is being written.
+        """
         outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
         self._grown.clear()
         self._ended.clear()
@@ -131,7 +133,7 @@ class LiveRequests:
     def _grow(
         self, cycle: RunningCycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]
     ) -> int:
-        """Append ``tokens`` up to one that ends ``completion``; returns how many that were."""
+        """Append ``tokens`` until one ends ``completion``; return how many were appended."""
         for count, token in enumerate(tokens, 1):
             completion.append(token, request.params, self._eos_token_ids)
             if completion.finish_reason is not None:
@@ -146,14 +148,14 @@ class LiveRequests:
 
 
 PATIENCE_SECONDS = 0.05
-"""Most time of a step that only waits for prefill workers: its caller may have more requests."""
+"""Longest wait of a step for prefill workers, since the caller may add requests."""
 
 
 class LiveWorld:
-    """``World`` of an engine.
+    """The ``World`` of an engine.
 
-    ``overlap``: mini-batches take turns, S-worker and R-workers at once; False only to measure what that gains.
-    ``tracer`` keeps what every side does, where there is one; ``clock`` then records intervals.
+    ``overlap``: mini-batches take turns, so that S-worker and R-workers compute at once; False only to measure the
+    gain. ``tracer``: records what every side does; None without a trace. ``clock`` then records intervals.
     """
 
     def __init__(
@@ -165,7 +167,10 @@ class LiveWorld:
         prefills: RemotePrefills | None = None,
         ranks: TensorParallelBackend | None = None,
     ) -> None:
-        """R-workers that join are entered in ``r_workers``. ``ranks``: ``backend``, where ranks share the model."""
+        """R-workers that join are appended to ``r_workers``.
+
+        ``ranks``: ``backend`` if several ranks share the model.
+        """
         self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
         self.clock: StateClock = s_worker.clock
         self.tracer: Tracer | None = None
@@ -175,14 +180,14 @@ class LiveWorld:
         self._ranks = ranks
 
     def now(self) -> float:
-        """Seconds of ``time.perf_counter``."""
+        """Return the seconds of ``time.perf_counter``."""
         return time.perf_counter()
 
     def tell(self, step: ScheduledStep) -> None:
         self.backend.begin_step(step.to_step_plan())
 
     def compute(self, step: ScheduledStep) -> Sampled:
-        """Sampled tokens of ``step``, and of the prompts that prefill workers have computed."""
+        """Return the sampled tokens of ``step``, and of the prompts that prefill workers have finished."""
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self._prefills.logits(step.arrived) if self._prefills else {}
         sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
@@ -196,9 +201,9 @@ class LiveWorld:
         return tokens
 
     def score(self, step: ScheduledStep) -> np.ndarray:
-        """Log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
+        """Return the log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
 
-        Nothing of it stays on the R-workers.
+        The R-workers keep nothing of it.
         """
         self.tell(step)
         try:
@@ -213,7 +218,7 @@ class LiveWorld:
         self.backend.abandon_step()
 
     def wait(self) -> None:
-        """Until something has become of a prompt that prefill workers compute, or for ``PATIENCE_SECONDS``."""
+        """Wait until the state of a prompt at the prefill workers changes, or for ``PATIENCE_SECONDS``."""
         if self._prefills:
             self._prefills.wait(PATIENCE_SECONDS)
 
@@ -224,7 +229,7 @@ class LiveWorld:
         return time.perf_counter() - start
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
-        """See ``World``. The bandwidth that a newcomer measured counts where all R-workers measured theirs."""
+        """See ``World``. A newcomer's measured bandwidth counts only if all R-workers measured theirs."""
         joined = self.backend.admit(vacant)
         return {index: self._enter(index, info) for index, info in joined.items()}
 
@@ -237,7 +242,7 @@ class LiveWorld:
         self.s_worker.forget(sequence_id)
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
-        """See ``World``; the clock begins the next step's seconds."""
+        """See ``World``; this also starts the clock of the next step."""
         seconds = self.clock.snapshot()
         self.clock.restart()
         if self.tracer:
@@ -246,22 +251,22 @@ class LiveWorld:
         return step_record(step, report, seconds, num_output_tokens, self.overlap, pool)
 
     def start_tracing(self) -> Tracer:
-        """Keep what every side does from now on."""
+        """Record what every side does from now on; return the tracer."""
         self.tracer = self.tracer or Tracer()
         self.clock.recording = True
         return self.tracer
 
     @contextlib.contextmanager
     def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
-        """Have another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps meanwhile.
+        """Let another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps meanwhile.
 
-        For measurements that need full caches and not the prompts that fill them. Where ranks share the model the
-        others know ``RandomPrompts`` alone: ConfigError for another.
+        This serves measurements that need full caches without computing prompts. Raise ConfigError for anything but
+        ``RandomPrompts`` if ranks share the model.
         """
         if self._ranks and make_s_worker is not RandomPrompts:
             raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
         own, lead = self.s_worker, {"lead": partial(self._ranks.lead, by="random")} if self._ranks else {}
-        self.s_worker = make_s_worker(own.model, own.layout, own.backend, own.clock, **lead)
+        self.s_worker = make_s_worker(own.code, own.layout, own.backend, own.clock, **lead)
         try:
             yield
         finally:

@@ -15,7 +15,9 @@ from fastdecode.journal.records import Began, read
 @dataclass(frozen=True)
 class JournalLook:
     """``num_bytes`` of the file, of which ``num_whole`` are whole records; requests in it, and those that have ended.
-    ``pulse_seconds``: since a session's engine gave a sign of life here, None where none ever did."""
+
+    ``pulse_seconds``: since a session's engine gave a sign of life here, None if none ever did.
+    """
 
     num_bytes: int
     num_whole: int
@@ -25,7 +27,7 @@ class JournalLook:
 
 
 def look_at(folder: str) -> JournalLook | None:
-    """None where there is no journal of this format."""
+    """None if there is no journal of this format."""
     try:
         data = (Path(folder) / FILE).read_bytes()
     except OSError:

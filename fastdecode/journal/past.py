@@ -23,8 +23,8 @@ Ended = tuple[str, int | str | None]
 class Sample:
     """One output of a request: tokens, log-probabilities where they were asked for, and how it ended, if it has.
 
-    ``reached``: tokens that were cached when its prompt was computed last, None where none were said since its last
-    token. ``names``: what R-workers may have of it beside what has its own name.
+    ``reached``: tokens that were cached when its prompt was computed last, None if none were said since its last token.
+    ``names``: what R-workers may have of it beside what has its own name.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Past:
 
     @property
     def ended(self) -> bool:
-        """Whether all its outputs have."""
+        """True if all its outputs have."""
         return all(sample.ended for sample in self.samples)
 
     @property
@@ -73,7 +73,7 @@ class Past:
         return found
 
     def is_of(self, prompt_token_ids: list[int], params: SamplingParams) -> bool:
-        """Whether this is what is asked now."""
+        """Return whether this is what is asked now."""
         try:
             return self.asked.prompt_token_ids == prompt_token_ids and _params_of(self.asked.params) == params
         except (ConfigError, TypeError):  # of another version
@@ -94,7 +94,7 @@ class Past:
         return [each.sequence for each in request.completions if each.finish_reason is None]
 
     def records(self) -> list[Record]:
-        """What says the same as all that was read of it."""
+        """Return what says the same as all that was read of it."""
         ids = range(self.asked.sequence_id, self.end_id)
         by_id = list(zip(ids, self.samples, strict=True))
         step = Stepped(
@@ -113,7 +113,7 @@ class Past:
 
 
 def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
-    """The requests of a journal's records that were not dropped, by the id of their first sequence."""
+    """Return the requests of a journal's records that were not dropped, by the id of their first sequence."""
     pasts: dict[int, Past] = {}
     samples: dict[int, Sample] = {}
     for record in records:
@@ -147,7 +147,7 @@ def _place(record: Record, samples: dict[int, Sample]) -> None:
 
 
 def asked(request: Request) -> Asked:
-    """The record of ``request``."""
+    """Return the record of ``request``."""
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
     given = {name: value for name, value in params.items() if value != getattr(_DEFAULTS, name)}
     first = request.completions[0].sequence.sequence_id

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """Keeps the bytes of one journal. OSError or CapacityError where it cannot.
+    """Keeps the bytes of one journal. OSError or CapacityError if it cannot.
 
-    ``name``: for logs. ``growth_bytes``: a journal is written anew, without what ended long ago, when it has grown by
+    ``name``: for logs. ``growth_bytes``: a journal is written again, without what ended long ago, when it has grown by
     so much and to twice its size. ``most_bytes``: of a journal, math.inf where there is no bound. ``is_own``: False
     once another process has taken the place over.
     """
@@ -33,10 +33,10 @@ class Place(Protocol):
     def is_own(self) -> bool: ...
 
     def copies(self) -> list[bytes]:
-        """What was found, each perhaps older or shorter than another, or damaged."""
+        """Return what was found, each perhaps older or shorter than another, or damaged."""
 
     def written(self) -> bytes:
-        """What this process has written, once it has."""
+        """Return what this process has written, once it has."""
 
     def replace(self, data: bytes) -> None:
         """Have ``data`` alone."""
@@ -123,8 +123,10 @@ class Folder:
 
 
 def _locked(path: Path, takes_over: bool) -> int:
-    """``path``, open and locked for as long as this process lives; ConfigError names the one that has it, unless this
-    one ``takes_over``."""
+    """``path``, open and locked for as long as this process lives.
+
+    A ConfigError names the one that has it, unless this one ``takes_over``.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

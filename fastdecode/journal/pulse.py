@@ -43,7 +43,7 @@ class Listening:
         self._last, self._heard = self._beat(), time.monotonic()
 
     def is_silent(self) -> bool:
-        """Whether there was no beat for ``SILENT_SECONDS``; to be asked again and again."""
+        """Return whether there was no beat for ``SILENT_SECONDS``; to be asked again and again."""
         beat = self._beat()
         if beat != self._last:
             self._last, self._heard = beat, time.monotonic()

@@ -110,7 +110,7 @@ class Chain:
         self.num_bytes, self.checksum = num_bytes, checksum
 
     def encode(self, records: Iterable[Record]) -> bytes:
-        """The bytes that are to follow those so far."""
+        """Return the bytes that are to follow those so far."""
         parts = [] if self.num_bytes else [MAGIC]
         for record in records:
             body = _encoder.encode(record)
@@ -122,7 +122,7 @@ class Chain:
 
 
 def read(data: bytes) -> tuple[list[Record], Chain]:
-    """The whole records at the beginning of ``data``, and the chain that goes on after them."""
+    """Return the whole records at the beginning of ``data``, and the chain that goes on after them."""
     records, chain = [], Chain()
     if data.startswith(MAGIC):
         chain.num_bytes = len(MAGIC)
@@ -133,7 +133,7 @@ def read(data: bytes) -> tuple[list[Record], Chain]:
 
 
 def kept_in(records: Iterable[Record]) -> dict[str, Kept]:
-    """What is kept by ``records``, by name, the oldest first."""
+    """Return what is kept by ``records``, by name, the oldest first."""
     found: dict[str, Kept] = {}
     for record in records:
         if isinstance(record, Kept | Forgot):
@@ -144,7 +144,7 @@ def kept_in(records: Iterable[Record]) -> dict[str, Kept]:
 
 
 def _whole(data: memoryview) -> Iterator[tuple[Record, int, int]]:
-    """Each record with its checksum and its end, up to the first that is not as it was written."""
+    """Yield each record with its checksum and its end, up to the first that is not as it was written."""
     start, checksum = len(MAGIC), 0
     while start + _HEAD.size <= len(data):
         length, expected = _HEAD.unpack_from(data, start)

@@ -35,7 +35,7 @@ def make_prefill_policy(
     num_workers: int,
     make_cache: MakeCache,
 ) -> PrefillPolicy:
-    """What decides which of ``num_workers`` prefill workers compute a prompt, or that the S-worker does.
+    """Return what decides which of ``num_workers`` prefill workers compute a prompt, or that the S-worker does.
 
     ``make_cache``: makes caches of 2 * TIMED_ROWS tokens on the S-worker's threads.
     """
@@ -52,7 +52,7 @@ def make_prefill_policy(
 def timed_prefill_model(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], make_cache: MakeCache
 ) -> PrefillTimes:
-    """The S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
+    """Return the S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
     layout = model.layout
     room = max(worker.room_tokens for worker in r_workers)
     num_tokens = min(TIMED_TOKENS, model.max_model_len, room, config.max_num_batched_tokens)
@@ -72,7 +72,7 @@ def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
     layout = model.layout.absorbed
     attention = (TorchAttention if model.on_gpu else StoredAttention)(layout, make_cache)
     try:
-        return attention_pair_seconds(attention, layout, next(model.model.parameters()).device)
+        return attention_pair_seconds(attention, layout, model.code.device)
     finally:
         attention.close()
 

@@ -53,7 +53,7 @@ class PrefillWorker:
         )
 
     def listen(self, host: str, port: int) -> str:
-        """Accept S-workers; returns the address, "host:port". OSError where that is impossible."""
+        """Accept S-workers; returns the address, "host:port". OSError if that is impossible."""
         return self._server.listen(host, port)
 
     def run(self, between_prompts: Callable[[bool], None] = lambda is_free: None) -> None:
@@ -73,7 +73,7 @@ class PrefillWorker:
         try:
             attention, states = self._means_for(job)
             logits = compute_part(
-                self._s_model.model,
+                self._s_model.code,
                 attention,
                 job.token_ids.tolist(),
                 prompt.start,

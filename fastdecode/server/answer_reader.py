@@ -56,7 +56,7 @@ class AnswerReading:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an answer is nothing but its text."""
+        """True if an answer is nothing but its text."""
         return self.forced is None and self.syntax is None
 
     def reader(self, answer: str) -> AnswerReader:
@@ -199,7 +199,7 @@ class ParsedReader:
         return found
 
     def _call(self, call: Any) -> tuple[str, str, Any]:
-        """Return name, arguments and id, if the model gave one; ValueError for what is no call."""
+        """Return name, arguments and id, if the model gave one. Raise ValueError for what is no call."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise ValueError("a call must be an object")

@@ -48,7 +48,7 @@ class AnswerForm:
         return replace(output, outputs=[each.cut() for each in output.outputs]) if self.only_echoes else output
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
-        """What is answered for a completion's."""
+        """Return what is answered for a completion's."""
         if self.reading.forced:
             return self.reading.forced.finish_reason(reason)
         return "tool_calls" if has_called and reason == "stop" else reason
@@ -63,7 +63,7 @@ def answer_form(
     reading: AnswerReading | None = None,
     logprobs: LogprobForm | None = None,
 ) -> AnswerForm:
-    """How ``request`` is answered; ``model`` as clients call it; ``created``: seconds of Unix (now)."""
+    """Return how ``request`` is answered; ``model`` as clients call it; ``created``: seconds of Unix (now)."""
     created = int(time.time()) if created is None else created
     chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
     thoughts = not isinstance(request, ChatRequest) or request.include_reasoning is not False
@@ -76,7 +76,7 @@ def answer_form(
 
 
 def new_id() -> str:
-    """Unique among all answers."""
+    """Return unique among all answers."""
     return uuid.uuid4().hex
 
 
@@ -86,12 +86,12 @@ def error_body(message: str, kind: str = INVALID, code: int | str = 400, param: 
 
 
 def is_refusal(reason: str) -> bool:
-    """Say whether a completion that ended with the error ``reason`` could never have had more tokens."""
+    """Return whether a completion that ended with the error ``reason`` could never have had more tokens."""
     return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Token counts of a request's prompts and completions so far."""
+    """Return token counts of a request's prompts and completions so far."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(each.tokens) for output in outputs for each in output.outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
@@ -100,7 +100,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """The answer of a finished request; ``outputs``: of its prompts, in order."""
+    """Return the answer of a finished request; ``outputs``: of its prompts, in order."""
     choices: list[dict[str, Any]] = []
     outputs = [form.shown(output) for output in outputs]
     for number, output in enumerate(outputs):
@@ -121,7 +121,7 @@ def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str
 
 
 def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One event of a stream."""
+    """Return one event of a stream."""
     found: dict[str, Any] = {
         "id": form.id,
         "object": "chat.completion.chunk" if form.chat else "text_completion",
@@ -133,7 +133,7 @@ def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, Any
 
 
 def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: GrowingChoice) -> dict[str, Any] | None:
-    """What a choice's stream begins with, before any token: a chat's role, or the echoed prompt.
+    """Return what a choice's stream begins with, before any token: a chat's role, or the echoed prompt.
 
     ``growing`` goes on after it.
     """
@@ -166,13 +166,13 @@ class GrowingChoice:
         self.num_tokens = self._num_known = num_tokens
 
     def logprobs_of_prompt(self, output: RequestOutput) -> dict[str, Any] | None:
-        """The echoed prompt's, before any of the completion; None where they are not told."""
+        """Return the echoed prompt's, before any of the completion; None if they are not told."""
         if output.prompt_logprobs is None:
             return None
         return self._form.logprobs.of_completion(prompt_chosen(output), self._offsets)
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """The choice of the next chunk; None when nothing is new."""
+        """Return the choice of the next chunk; None when nothing is new."""
         if self.finished:
             return None
         if known := self._num_known:
@@ -206,7 +206,7 @@ class GrowingChoice:
         return choice
 
     def _new_text(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Text, or what is new of a chat's message; None where what comes next is not complete."""
+        """Text, or what is new of a chat's message; None if what comes next is not complete."""
         if self._writer is None:
             return {"text": completion.text[self._num_shown :]}
         delta = self._writer.delta(completion.text, completion.finish_reason is not None)

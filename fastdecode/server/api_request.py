@@ -53,16 +53,16 @@ class ApiRequest:
 
     @property
     def in_background(self) -> bool:
-        """Whether it runs without a client."""
+        """True if it runs without a client."""
         return isinstance(self.asked, ResponsesRequest) and bool(self.asked.background)
 
     @property
     def is_stored(self) -> bool:
-        """Whether its answer may be asked for later."""
+        """True if its answer may be asked for later."""
         return isinstance(self.asked, ResponsesRequest) and self.asked.is_stored
 
     def kept(self) -> KeptRequest:
-        """What is written of it as long as it runs."""
+        """Return what is written of it as long as it runs."""
         prompts = [(each.token_ids, each.text) for each in self.exchange.prompts]
         body = msgspec.to_builtins(self.asked)
         return KeptRequest(self.answer_id, self.route, body, self.form.created, prompts, self.messages)
@@ -80,7 +80,7 @@ def form_of(
     echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
     reading: AnswerReading | None = None,
 ) -> AnswerForm | ResponseForm | MessageForm:  # fmt: skip
-    """How the answer of ``asked``, which means ``chat``, looks."""
+    """Return how the answer of ``asked``, which means ``chat``, looks."""
     created = int(time.time()) if created is None else created
     if isinstance(asked, MessagesRequest):
         return MessageForm(model, answer_id, reading or AnswerReading(), created)

@@ -35,7 +35,7 @@ from fastdecode.server.streams import TextResponse, error_response, json_respons
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application over ``service``."""
+    """Return the application over ``service``."""
     settings = service.settings
     shown: dict[str, Any] = {"openapi_url": None, "docs_url": None} if settings.disable_fastapi_docs else {}
     app = FastAPI(title="FastDecode", version=__version__, redoc_url=None, root_path=settings.root_path, **shown)
@@ -77,19 +77,19 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.get(COMPLETIONS)
     async def rest_of_completions(request: Request) -> Response:
-        """What comes after an event of a stream."""
+        """Return what comes after an event of a stream."""
         return await _go_on(service, COMPLETIONS, request)
 
     @app.get(CHAT)
     async def rest_of_chat(request: Request) -> Response:
-        """What comes after an event of a stream."""
+        """Return what comes after an event of a stream."""
         return await _go_on(service, CHAT, request)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        """Token ids of a text, or of a conversation."""
+        """Return token ids of a text, or of a conversation."""
         body, num_bytes = await read_request(service, request, TokenizeRequest)
         token_ids = await service.off_loop(num_bytes, service.model.tokenize, body)
         found = {"count": len(token_ids), "max_model_len": service.model.max_model_len, "tokens": token_ids}
@@ -99,7 +99,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body, num_bytes = await read_request(service, request, DetokenizeRequest)
         return json_response({"prompt": await service.off_loop(num_bytes, service.model.detokenize, body.tokens)})
 
@@ -107,12 +107,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
-        """What is served."""
+        """Return what is served."""
         return json_response({"object": "list", "data": service.model.cards()})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """One of them."""
+        """Return the one of them."""
         service.model.check_name(name)
         return json_response(next(card for card in service.model.cards() if card["id"] == name))
 
@@ -148,7 +148,7 @@ async def _generate(
 
 
 async def _go_on(service: Service, route: str, request: Request) -> Response:
-    """The rest of a stream, after the event that the client has seen last."""
+    """Return the rest of a stream, after the event that the client has seen last."""
     if (last := request.headers.get(LAST_EVENT_ID)) is None:
         raise ApiError(400, "a GET goes on with a stream: send Last-Event-ID, the id of the last event that came")
     return TextResponse(service, *await service.archive.left_at(route, last))

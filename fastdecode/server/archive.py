@@ -29,7 +29,7 @@ class Archive:
         self._remake = remake
 
     def name_of(self, headers: Mapping[str, str]) -> str | None:
-        """What the client calls its request; None where it does not, or nothing is kept. ApiError."""
+        """Return what the client calls its request; None if it does not, or nothing is kept. ApiError."""
         name = headers.get(REQUEST_ID)
         if self.keeper is None or name is None:
             return None
@@ -38,7 +38,7 @@ class Archive:
         return name
 
     def known(self, name: str | None, asked: Asked) -> ApiRequest | None:
-        """The request that is called ``name``; ApiError 409 where that asks for something else."""
+        """Return the request that is called ``name``; ApiError 409 where that asks for something else."""
         found = self.keeper.held(name) if self.keeper and name else None
         if found and found.asked != asked:
             raise ApiError(409, f"X-Request-ID {name} is a request that asks for something else", param="X-Request-ID")
@@ -57,7 +57,7 @@ class Archive:
         return messages, chat_meant(asked, messages)
 
     async def response(self, response_id: str) -> ApiRequest:
-        """A stored response; ApiError 404."""
+        """Return a stored response; ApiError 404."""
         found = await self._find(RESPONSES, response_id)
         if found is None or not found.is_stored:
             why = "" if self.keeper else f": {NOT_KEPT}"
@@ -65,7 +65,7 @@ class Archive:
         return found
 
     async def left_at(self, route: str, last_event_id: str) -> tuple[ApiRequest, str]:
-        """The request whose stream has the event of that id, and its place in it; ApiError."""
+        """Return the request whose stream has the event of that id, and its place in it; ApiError."""
         answer_id, _, place = last_event_id.rpartition(":")
         if self.keeper is None:
             raise ApiError(400, f"Last-Event-ID: {NOT_KEPT}", param="Last-Event-ID")
@@ -94,7 +94,7 @@ class Archive:
         return found if found and found.route == route else None
 
     async def _earlier(self, response_id: str | None) -> list[dict[str, Any]]:
-        """The conversation up to and with a stored response."""
+        """Return the conversation up to and with a stored response."""
         if response_id is None:
             return []
         try:

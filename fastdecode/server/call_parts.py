@@ -42,8 +42,10 @@ def call_id(answer: str, number: int, length: int = 0) -> str:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return a call's arguments as JSON, halves of surrogate pairs replaced; ValueError where they are no object of
-    JSON, such as with a number that is none."""
+    """Return a call's arguments as JSON, halves of surrogate pairs replaced.
+
+    Raise ValueError if they are no object of JSON, such as with a number that is none.
+    """
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(arguments, Mapping):

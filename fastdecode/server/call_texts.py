@@ -15,7 +15,7 @@ _NAMES = {"true": True, "false": False, "null": None}
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
-    """Return the calls, each ``{"name", "arguments"}`` as it was written; ValueError where there is anything else.
+    """Return the calls, each ``{"name", "arguments"}`` as it was written. Raise ValueError if there is anything else.
 
     JSON: objects one after another, or lists of them, with "parameters" for "arguments" too. Python: calls of names
     with keywords, in a list or line by line.
@@ -56,7 +56,7 @@ def _python_calls(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return what a literal says, JSON's names among them; ValueError for anything else."""
+    """Return what a literal says, JSON's names among them. Raise ValueError for anything else."""
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):

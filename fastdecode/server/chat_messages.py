@@ -26,7 +26,7 @@ class ChatWriter:
         return {"role": "assistant", "content": None if is_none else content, **_thoughts(thoughts), **calls}
 
     def delta(self, text: str, finished: bool) -> dict[str, Any] | None:
-        """Return what is new of the message; None where that is nothing yet."""
+        """Return what is new of the message; None if that is nothing yet."""
         pieces = self._reader.read(text, finished)
         if not pieces and not finished and not self._reading.is_plain:
             return None

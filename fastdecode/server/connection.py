@@ -172,7 +172,7 @@ class _AnswerToHttp10:
 
 
 def _head(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A request's header without its offer of another protocol."""
+    """Return a request's header without its offer of another protocol."""
     lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
     lines += [b"%s: %s" % field for field in headers if field[0] != b"upgrade"]
     return b"\r\n".join([*lines, b"\r\n"])

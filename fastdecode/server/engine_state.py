@@ -11,9 +11,11 @@ from fastdecode.scheduler import DraftCounts
 
 @dataclass(frozen=True)
 class RWorkerState:
-    """One R-worker, of those that are or were here. ``kv_load``: KV tokens attended in the last step; its limit is None
-    where nothing limits it. ``busy_seconds``, ``transfer_seconds``: of the last step. ``parked_bytes``: on its disk,
-    None where it has none."""
+    """One R-worker, of those that are or were here.
+
+    ``kv_load``: KV tokens attended in the last step; its limit is None if nothing limits it. ``busy_seconds``,
+    ``transfer_seconds``: of the last step. ``parked_bytes``: on its disk, None if it has none.
+    """
 
     name: str
     present: bool = True

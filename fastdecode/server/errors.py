@@ -23,7 +23,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What ``error`` is answered with; one that is none of ours may say what is no client's business."""
+    """Return what ``error`` is answered with; one that is none of ours may say what is no client's business."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError | ConfigError):

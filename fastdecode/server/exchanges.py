@@ -27,7 +27,7 @@ class DisconnectedError(FastDecodeError):
 class Exchange:
     """One API request and its answer: an engine request per prompt, all with the same parameters.
 
-    Belongs to the event loop, but for what never changes. Outputs hold all that a request has produced, so only the
+    Belongs to the event loop, except what never changes. Outputs hold all that a request has produced, so only the
     newest of each is kept: a client that reads slowly costs no memory. ``on_end`` is called once, when all outputs have
     come or it has failed.
     """
@@ -61,7 +61,7 @@ class Exchange:
 
     @property
     def finished(self) -> bool:
-        """True when every prompt's last output has come."""
+        """True if every prompt's last output has come."""
         return all(output is not None and output.finished for output in self.outputs)
 
     @property
@@ -86,7 +86,7 @@ class Exchange:
             self.on_end(self)
 
     def read(self) -> Reading:
-        """What a client is to be told, from the beginning; to be closed."""
+        """Return what a client is to be told, from the beginning; to be closed."""
         self._readings.append(reading := Reading(self))
         return reading
 

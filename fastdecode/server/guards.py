@@ -97,7 +97,7 @@ class HeadAsGet:
 
 
 def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """Return ``app`` as the pages that ``settings`` allow may ask it; ConfigError for lists that are none.
+    """Return ``app`` as the pages that ``settings`` allow may ask it. Raise ConfigError for lists that are none.
 
     Where no origins are named, pages of any may ask a server that only this machine reaches and that has no key.
     """
@@ -118,7 +118,7 @@ def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
 
 
 def _read(name: str, given: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-    """The values of a flag: one each, several with commas, or a JSON list as vLLM takes it."""
+    """Return the values of a flag: one each, several with commas, or a JSON list as vLLM takes it."""
     if not given:
         return tuple(default)
     found: list[str] = []

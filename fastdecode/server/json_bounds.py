@@ -26,7 +26,7 @@ _PAIR_OR_HALF = re.compile(rb"\\(?:u(?i:d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """RequestError where ``data`` is no JSON in UTF-8, or has more values than are read at once."""
+    """Raise RequestError if ``data`` is no JSON in UTF-8, or has more values than are read at once."""
     if len(data) > MOST_NODES:
         _check_size(data)
     try:
@@ -50,8 +50,10 @@ def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> 
 
 
 def _check_size(data: bytes | bytearray) -> None:
-    """RequestError for more than MOST_VALUES or MOST_NODES. Texts are looked at twice only where they seem to be so
-    many values."""
+    """Raise RequestError for more than MOST_VALUES or MOST_NODES.
+
+    Texts are looked at twice only where they seem to be so many values.
+    """
     raw = (bytes(data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES))
     if _too_many(raw) and (found := _too_many(outside_strings(data))):
         raise RequestError(f"the body has more than {found}: send several requests")
@@ -76,7 +78,7 @@ ANY_INTS = frozenset({"prompt"})
 
 
 def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return ``body`` with ints for numbers such as 4.0 where ``kind`` wants ints; all else stays as it is.
+    """Return ``body`` with ints for numbers such as 4.0 if ``kind`` wants ints; all else stays as it is.
 
     JSON has one kind of number, and some clients write 4 so.
     """

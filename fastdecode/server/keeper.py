@@ -90,12 +90,12 @@ class Keeper:
         return sorted(found, key=lambda kept: kept.created)
 
     def held(self, answer_id: str) -> ApiRequest | None:
-        """The one in memory by this name."""
+        """Return the one in memory by this name."""
         held = self._held.get(answer_id)
         return held.request if held else None
 
     async def stored(self, answer_id: str) -> KeptRequest | None:
-        """The one in the store that has ended."""
+        """Return the one in the store that has ended."""
         if answer_id not in self._stored.num_bytes:
             return None
         return await self._write(self._store.read, answer_id)
@@ -189,7 +189,7 @@ class Keeper:
             self.delete(request.answer_id)
 
     def _write(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Call it in the store's thread; None where that fails, which is logged."""
+        """Call it in the store's thread; None if that fails, which is logged."""
         return asyncio.get_running_loop().run_in_executor(self._store.thread, _logging, function, *args)
 
 

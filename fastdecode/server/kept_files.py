@@ -72,7 +72,7 @@ class KeptRequest(msgspec.Struct):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """True if nothing more comes of it."""
         return self.outputs is not None or self.failure is not None
 
 
@@ -85,7 +85,7 @@ def encoded(kept: KeptRequest) -> bytes:
 
 
 def decoded(data: bytes, where: object) -> KeptRequest | None:
-    """What ``encoded`` was given; None, with a line that names ``where``, for what is of another version."""
+    """Return what ``encoded`` was given; None, with a line that names ``where``, for what is of another version."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
@@ -106,7 +106,7 @@ class RequestStore(Protocol):
         """Keep it; returns the bytes that it takes."""
 
     def read(self, answer_id: str) -> KeptRequest | None:
-        """What is kept by that name; None where nothing is, or it cannot be read."""
+        """Return what is kept by that name; None if nothing is, or it cannot be read."""
 
     def delete(self, answer_id: str) -> None:
         """Keep it no longer."""
@@ -163,7 +163,7 @@ class KeptFiles:
 
 
 def kept_outputs(outputs: Sequence[RequestOutput | None]) -> list[list[KeptCompletion]]:
-    """What is kept of the outputs of all prompts, which have ended."""
+    """Return what is kept of the outputs of all prompts, which have ended."""
     return [[_kept(each) for each in output.outputs] for output in outputs if output is not None]
 
 
@@ -174,7 +174,7 @@ def _kept(completion: CompletionOutput) -> KeptCompletion:
 
 
 def kept_prompt_logprobs(outputs: Sequence[RequestOutput | None]) -> list[KeptLogprobs | None]:
-    """What is kept of the log-probabilities of prompts; nothing where none were asked for."""
+    """Return what is kept of the log-probabilities of prompts; nothing where none were asked for."""
     found = [_kept_logprobs(output.prompt_logprobs) for output in outputs if output is not None]
     return found if any(found) else []
 
@@ -189,7 +189,7 @@ def _kept_logprobs(rows: Sequence[dict[int, Logprob] | None] | None) -> KeptLogp
 
 
 def outputs_of(kept: KeptRequest) -> list[RequestOutput]:
-    """The outputs again."""
+    """Return the outputs again."""
     return [
         RequestOutput(
             f"{kept.answer_id}-{number}", text, token_ids, [_completion(*each) for each in enumerate(completions)],

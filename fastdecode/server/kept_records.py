@@ -63,9 +63,9 @@ class _Turns(Executor):
 
 
 def request_store(config: EngineConfig, engine_thread: EngineThread, journal: Journal) -> RequestStore | None:
-    """What keeps API requests beside ``journal``, that of the engine in ``engine_thread``; None without one.
+    """Return what keeps API requests beside ``journal``, that of the engine in ``engine_thread``; None without one.
 
-    ConfigError where the journal's folder cannot be written.
+    ConfigError if the journal's folder cannot be written.
     """
     if config.journal is None:
         return None

@@ -82,7 +82,7 @@ class Live:
             self._observer.watched = self.num_viewers > 0
 
     def event(self) -> bytes:
-        """The present look as a server-sent event; the same for all pages of one period."""
+        """Return the present look as a server-sent event; the same for all pages of one period."""
         now = time.perf_counter()
         if now - self._made_seconds > PERIOD_SECONDS / 2:
             found = {"model": self._service.model.names[0], **look(self._observer, now)}
@@ -119,7 +119,10 @@ async def _wait_for_disconnect(receive: Receive, then: Callable[[], None]) -> No
 
 
 def look(observer: EngineWatch, now: float) -> dict[str, Any]:
-    """The engine at ``now`` (``time.perf_counter``) as plain data. Utilisation: part of the last seconds, 0 to 1."""
+    """Return the engine at ``now`` (``time.perf_counter``) as plain data.
+
+    Utilisation: part of the last seconds, 0 to 1.
+    """
     state, steps = observer.state, _recent(list(observer.steps), now, observer.state.num_running > 0)
     span = _span(steps, now)
     return {
@@ -143,7 +146,7 @@ def _recent(steps: Sequence[TimedStep], now: float, running: bool) -> list[Timed
 
 
 def _span(steps: Sequence[TimedStep], now: float) -> float:
-    """Seconds that rates are over: the window, and what its first step began before it."""
+    """Return seconds that rates are over: the window, and what its first step began before it."""
     began = (step.end_seconds - step.record.wall_seconds for step in steps[:1])
     return max([WINDOW_SECONDS, *(now - each for each in began)])
 
@@ -165,7 +168,7 @@ def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: 
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """The first layers of a step: per stay its lane, state, mini-batch, layer, start and end in milliseconds.
+    """Return the first layers of a step: per stay its lane, state, mini-batch, layer, start and end in milliseconds.
 
     Lane 0 is the S-worker, 1 + i R-worker i; -1 stands for no mini-batch or layer.
     """
@@ -193,6 +196,6 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _num_layers(events: Sequence[Event]) -> int:
-    """Layers of the model: those attended by R-workers; the S-worker's last stay comes after the last layer."""
+    """Return layers of the model: those attended by R-workers; the S-worker's last stay comes after the last layer."""
     attended = [event.interval.layer for event in events if event.lane > 0]
     return 1 + max(attended) if attended else max((event.interval.layer for event in events), default=0)

@@ -122,7 +122,7 @@ def _rank(item: tuple[int, Logprob]) -> int:
 
 
 def _text(token_id: int, entry: Logprob | None) -> str:
-    """The token's text; without a tokenizer its id, as vLLM writes it."""
+    """Return the token's text; without a tokenizer its id, as vLLM writes it."""
     if entry is None or entry.decoded_token is None:
         return f"token_id:{token_id}"
     return entry.decoded_token

@@ -76,7 +76,7 @@ class MessagesRequest(SampledRequest, kw_only=True):
 
 
 def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatRequest:
-    """Return the chat whose answer is the message; RequestError for what is not supported or cannot be."""
+    """Return the chat whose answer is the message. Raise RequestError for what is not supported or cannot be."""
     if request.mcp_servers:
         raise RequestError("mcp_servers is not supported: connect to them from the client, and give their tools")
     choice, messages = request.tool_choice, _system(request.system) + _messages(request.messages)
@@ -172,7 +172,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(block: Any, where: str) -> str:
-    """Return the text of a block; RequestError for one that holds anything else."""
+    """Return the text of a block. Raise RequestError for one that holds anything else."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     source = block.get("source") if kind == "document" else None
     if isinstance(source, Mapping) and source.get("type") == "text":

@@ -59,7 +59,7 @@ class EngineWatch:
 
 
 def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:
-    """What the scheduler knows, with the last step's times, if there was one; in the engine's thread."""
+    """Return what the scheduler knows, with the last step's times, if there was one; in the engine's thread."""
     scheduler, known = engine.scheduler, engine.scheduler.snapshot(with_sequences=False)
     counted, is_limited = scheduler.statistics, scheduler.load_limit.tokens is not None
     limits = scheduler.load_limit.of_workers.tolist() if is_limited else [0.0] * len(engine.r_workers)
@@ -89,7 +89,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
 
 
 def session_of(engine: LLMEngine) -> SessionState | None:
-    """What outlives ``engine``; None where nothing does."""
+    """Return what outlives ``engine``; None if nothing does."""
     if engine.config.journal is None and engine.config.session is None:
         return None
     epoch, journal = max((info.epoch for info in engine.r_workers), default=0), engine.journal

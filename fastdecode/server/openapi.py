@@ -31,7 +31,7 @@ def takes(kind: type[msgspec.Struct]) -> Schema:
 
 
 def document(app: FastAPI, model_names: Sequence[str], vocab_size: int) -> Schema:
-    """What FastAPI makes of the routes, with the bodies' schemas."""
+    """Return what FastAPI makes of the routes, with the bodies' schemas."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     found.setdefault("components", {}).setdefault("schemas", {}).update(_schemas(model_names, vocab_size))
     return found
@@ -122,7 +122,7 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
 
 
 def _of_responses() -> Schema:
-    """What means something else in the body of a response."""
+    """Return what means something else in the body of a response."""
     part = _object(("type", "text"), type={"enum": ["input_text", "output_text"]}, text={"type": "string"})
     item = {**_MESSAGE["properties"], "content": {"anyOf": [{"type": "string"}, _list(part)]}}
     item["role"] = {"enum": ["system", "user", "assistant", "developer"]}
@@ -139,7 +139,7 @@ def _of_responses() -> Schema:
 
 
 def _of_messages() -> Schema:
-    """What means something else in the bodies of Anthropic's API."""
+    """Return what means something else in the bodies of Anthropic's API."""
     blocks = _list(_object(("type", "text"), type={"const": "text"}, text=_TEXT), 1)
     text = {"anyOf": [_TEXT, blocks]}
     told: Schema = {"name": _TEXT, "description": {"type": "string"}, "input_schema": {"type": "object"}}

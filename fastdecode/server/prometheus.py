@@ -86,7 +86,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Return all of them in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def after_step(

@@ -34,13 +34,13 @@ class PromptReader:
     template: Mapping[str, Any]
 
     def read(self, request: CompletionRequest | ChatRequest) -> list[PromptTokens]:
-        """Return the prompts of a request, one or several of a completion; RequestError for what is no prompt."""
+        """Return the prompts of a request, one or several of a completion. Raise RequestError for what is no prompt."""
         if isinstance(request, ChatRequest):
             return [self._encode(self._encode_chat(request.messages, **template_arguments(request)))]
         return [self._encode(prompt, request.add_special_tokens is not False) for prompt in prompts(request)]
 
     def check_room(self, request: CompletionRequest | ChatRequest, found: Sequence[PromptTokens]) -> None:
-        """RequestError where the model has no room for as many tokens as ``request`` wants after its prompts."""
+        """Raise RequestError if the model has no room for as many tokens as ``request`` wants after its prompts."""
         name = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
         wanted, longest = getattr(request, name), max(len(each.token_ids) for each in found)
         if wanted is not None and wanted > self.max_model_len - longest:

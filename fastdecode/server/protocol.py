@@ -142,7 +142,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
-    """The request in a parsed body, and the names of fields that are not understood.
+    """Return the request in a parsed body, and the names of fields that are not understood.
 
     RequestError names the field that is missing, has the wrong type, or is known to be not supported.
     """
@@ -163,7 +163,7 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
 
 
 def prompts(request: CompletionRequest) -> list[Any]:
-    """The prompts of a completion: one, or each of a list of texts or of lists of token ids."""
+    """Return the prompts of a completion: one, or each of a list of texts or of lists of token ids."""
     prompt = request.prompt
     several = isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)
     found = list(prompt or ()) if several else [prompt]
@@ -173,7 +173,7 @@ def prompts(request: CompletionRequest) -> list[Any]:
 
 
 def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The request's over ``defaults``; RequestError or ConfigError for a value that cannot be."""
+    """Return the request's over ``defaults``; RequestError or ConfigError for a value that cannot be."""
     asked = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
     if isinstance(request, ChatRequest):
         asked = {"max_tokens": None, **defaults, **asked, **_chat_params(request)}
@@ -190,7 +190,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
 
 
 def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """What the chat template is told beside the messages; RequestError for what it cannot be told."""
+    """Return what the chat template is told beside the messages. Raise RequestError for what it cannot be told."""
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
     more = request.chat_template_kwargs or {}
@@ -209,14 +209,14 @@ def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
 
 
 def forced_calls_of(request: GenerationRequest) -> ForcedCalls | None:
-    """The calls that a chat forces; RequestError where it cannot."""
+    """Return the calls that a chat forces. Raise RequestError if it cannot."""
     if not isinstance(request, ChatRequest):
         return None
     return forced_calls(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
 
 
 def _chat_params(request: ChatRequest) -> dict[str, Any]:
-    """A chat says apart whether there are ``logprobs`` and how many, and has a newer name for ``max_tokens``."""
+    """Return a chat says apart whether there are ``logprobs`` and how many, and has a newer name for ``max_tokens``."""
     if request.top_logprobs and not request.logprobs:
         raise RequestError("logprobs must be true beside top_logprobs")
     found: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
@@ -226,8 +226,10 @@ def _chat_params(request: ChatRequest) -> dict[str, Any]:
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
-    """The form of the text as SamplingParams take it; nothing where it is free. A ``response_format`` is that of text,
-    and so says nothing of calls."""
+    """Return the form of the text as SamplingParams take it; nothing where it is free.
+
+    A ``response_format`` is that of text, and so says nothing of calls.
+    """
     older = {kind: getattr(request, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
     given = asked_form(request.structured_outputs, older)
     if forced := forced_calls_of(request):

@@ -26,8 +26,10 @@ class Readings:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
-        """``tokenizer``: None where none was loaded. ``chat_template``: None: the tokenizer's. ConfigError for a parser
-        that is not known."""
+        """``tokenizer``:
+
+        None if none was loaded. ``chat_template``: None: the tokenizer's. ConfigError for a parser that is not known.
+        """
         self._tokenizer = tokenizer
         self._syntax: AnswerSyntax | None = None
         if tokenizer is None:
@@ -40,7 +42,7 @@ class Readings:
         self._special_tokens: Mapping[str, int] = tokenizer.special_tokens
 
     def of(self, request: ChatRequest | CompletionRequest, prompts: Sequence[PromptTokens]) -> AnswerReading:
-        """Return how answers of ``request`` are read; RequestError where it forces calls that it cannot."""
+        """Return how answers of ``request`` are read. Raise RequestError if it forces calls that it cannot."""
         if not isinstance(request, ChatRequest):
             return AnswerReading()
         forced, syntax = forced_calls_of(request), self._syntax_for(request)

@@ -31,7 +31,7 @@ class AnswerSyntax:
     id_length: int = 0
 
     def for_request(self, offers_tools: bool) -> AnswerSyntax | None:
-        """Return itself; None where a text of such a request can be nothing but content."""
+        """Return itself; None if a text of such a request can be nothing but content."""
         return None if self.without.is_plain and not offers_tools else self
 
     def is_told(self, prompt: str) -> bool:

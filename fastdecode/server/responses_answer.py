@@ -37,7 +37,7 @@ class ResponseForm:
         return f"resp_{self.answer_id}"
 
     def response(self, status: str, items: Sequence[Event] = (), **more: Any) -> dict[str, Any]:
-        """The response object. ``items``: its output; ``more``: keys in place of those here."""
+        """Return the response object. ``items``: its output; ``more``: keys in place of those here."""
         asked = self.request
         return {
             "id": self.id,
@@ -68,7 +68,7 @@ class ResponseForm:
 
 
 def whole_response(form: ResponseForm, output: RequestOutput) -> dict[str, Any]:
-    """The response of a finished request: what a stream of it ends with."""
+    """Return the response of a finished request: what a stream of it ends with."""
     growing = GrowingResponse(form)
     *_, last = (*growing.begin(), *growing.grow(output.outputs[0]), *growing.end(output))
     response: dict[str, Any] = last["response"]
@@ -159,7 +159,7 @@ class GrowingResponse:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, message: str, code: str) -> Event:
-        """What a stream that fails ends with."""
+        """Return what a stream that fails ends with."""
         return self._event("error", message=message, code=code, param=None)
 
     def _begin_message(self) -> Generator[Event, None, Event]:

@@ -73,13 +73,15 @@ class ResponsesRequest(SampledRequest, kw_only=True):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the answer may be asked for later."""
+        """True if the answer may be asked for later."""
         return bool(self.store or self.background)
 
 
 def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """The chat whose answer is the response, ``messages`` after its instructions; RequestError for what is not
-    supported or cannot be."""
+    """Return the chat whose answer is the response, ``messages`` after its instructions.
+
+    Raise RequestError for what is not supported or cannot be.
+    """
     _refuse_unsupported(request)
     return ChatRequest(
         messages=_with_instructions(request.instructions, messages),
@@ -94,7 +96,7 @@ def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRe
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One system message of the instructions and of the system message that the input begins with."""
+    """Return one system message of the instructions and of the system message that the input begins with."""
     if instructions is None:
         return messages
     is_system = bool(messages) and messages[0]["role"] == "system"
@@ -123,7 +125,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat's messages. Calls belong to the assistant's message before them, as chat templates expect it."""
+    """Return a chat's messages. Calls belong to the assistant's message before them, as chat templates expect it."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
@@ -176,7 +178,7 @@ _ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
 
 
 def _text(content: Any) -> str:
-    """The text of parts, each on lines of its own."""
+    """Return the text of parts, each on lines of its own."""
     if isinstance(content, str):
         return content
     texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
@@ -207,7 +209,7 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """A response names the function beside the type, a chat within it."""
+    """Return a response names the function beside the type, a chat within it."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

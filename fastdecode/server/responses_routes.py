@@ -36,7 +36,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get(RESPONSES)
     async def rest(request: Request) -> Response:
-        """What comes after an event of a stream."""
+        """Return what comes after an event of a stream."""
         last = request.headers.get(LAST_EVENT_ID)
         if last is None:
             raise ApiError(400, "a GET goes on with a stream: send Last-Event-ID, or ask for a response by its id")
@@ -44,7 +44,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get(RESPONSES + "/{response_id}")
     async def response(request: Request, response_id: str) -> Response:
-        """A stored response, or with stream=true its events, those after number starting_after."""
+        """Return a stored response, or with stream=true its events, those after number starting_after."""
         found = await service.archive.response(response_id)
         asked = request.query_params
         if asked.get("stream", "false").lower() in ("true", "1"):
@@ -80,7 +80,7 @@ def _number(name: str, text: str) -> int:
 
 
 def response_of(request: ApiRequest) -> dict[str, Any]:
-    """The response object as it is now."""
+    """Return the response object as it is now."""
     form, exchange = cast(ResponseForm, request.form), request.exchange
     error = exchange.error
     try:

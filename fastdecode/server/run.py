@@ -91,7 +91,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Both signals drain; Ctrl-C again ends at once."""
+        """Yield both signals drain; Ctrl-C again ends at once."""
         loop = asyncio.get_running_loop()
         self._service.engine_thread.attach(loop, self._died)
         numbers = {signal.SIGTERM: 0, signal.SIGINT: 130}
@@ -152,7 +152,7 @@ def _clients_certificates(settings: ServerSettings) -> dict[str, Any]:
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
-    """A bound socket, before anything is loaded: a port that is taken is told at once. ConfigError."""
+    """Return a bound socket, before anything is loaded: a port that is taken is told at once. ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

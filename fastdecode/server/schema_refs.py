@@ -63,7 +63,7 @@ class _Places:
         self._collect(schema, "", "")
 
     def find(self, reference: Any, base: str) -> str | None:
-        """Return the pointer, without its "#", of what ``reference`` names; None where that is not in the schema."""
+        """Return the pointer, without its "#", of what ``reference`` names; None if that is not in the schema."""
         if not isinstance(reference, str):
             return None
         own = base.partition("#")[0] + reference if reference.startswith("#") else _joined(base, reference)

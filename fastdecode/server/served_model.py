@@ -38,18 +38,18 @@ class ServedModel:
             raise ApiError(404, f"the model {name!r:.200} does not exist: {', '.join(self.names)} does", param="model")
 
     def cards(self) -> list[dict[str, Any]]:
-        """What is served, a card for each of its names."""
+        """Return what is served, a card for each of its names."""
         told = {"object": "model", "created": self._created, "owned_by": "fastdecode", "root": self.folder}
         told |= {"parent": self._base, "max_model_len": self.max_model_len}
         return [{"id": name, **told} for name in self.names]
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Token ids of the text or the conversation; ApiError or RequestError."""
+        """Return token ids of the text or the conversation; ApiError or RequestError."""
         self.check_name(request.model)
         return self.reader.tokenize(request)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
+        """Return the text of each token by itself."""
         return [self.detokenize([token_id]) for token_id in token_ids]
 
     def detokenize(self, token_ids: list[int]) -> str:

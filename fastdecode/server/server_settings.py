@@ -137,17 +137,17 @@ class ServerSettings:
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """Keys of which a request must send one; none where the server is open."""
+        """Keys of which a request must send one; none if the server is open."""
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """What clients may call the model, by itself ``model``."""
+        """Return what clients may call the model, by itself ``model``."""
         given = [self.served_model_name] if isinstance(self.served_model_name, str) else self.served_model_name
         names = (name.strip() for each in given for name in each.split(","))
         return tuple(dict.fromkeys(filter(None, names))) or (model,)
 
     def check_certificate(self) -> None:
-        """ConfigError where TLS is asked for and its files are not a key and a certificate that belong together."""
+        """Raise ConfigError if TLS is asked for and its files are not a key and a certificate that belong together."""
         if self.ssl_certfile is None or self.ssl_keyfile is None:
             return
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
@@ -170,7 +170,7 @@ class ServerSettings:
             ) from None
 
     def _check_clients_certificates(self, context: ssl.SSLContext) -> None:
-        """ConfigError where certificates of authorities, or ciphers, are not such."""
+        """Raise ConfigError if certificates of authorities, or ciphers, are not such."""
         for name, load in (("ssl_ca_certs", context.load_verify_locations), ("ssl_ciphers", context.set_ciphers)):
             if value := getattr(self, name):
                 try:
@@ -185,7 +185,7 @@ class ServerSettings:
         return self.default_chat_template_kwargs | ({} if template is None else {"chat_template": template})
 
     def read_chat_template(self) -> str | None:
-        """The template's text; ConfigError where it is neither a file nor a template."""
+        """Return the template's text. Raise ConfigError if it is neither a file nor a template."""
         given = self.chat_template
         if given is None or "{" in given:
             return given

@@ -211,7 +211,7 @@ class Service:
             logger.info("idle: free memory goes back to the system")
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
-        """How tokens are chosen, and how many sequences that makes."""
+        """Return how tokens are chosen, and how many sequences that makes."""
         params = self.model.readings.sampling_params(request, self.model.generation_defaults)
         return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
 
@@ -231,7 +231,7 @@ class Service:
         return form_of(asked, chat, exchange.params, name, exchange.exchange_id, echoes, created, tokenizer, reading)
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
-        """The request that was kept, with its outputs where it has ended; not in the engine."""
+        """Return the request that was kept, with its outputs where it has ended; not in the engine."""
         asked: Asked = msgspec.convert(kept.body, KINDS[kept.route])
         chat = chat_meant(asked, kept.messages)
         found = [PromptTokens(*each) for each in kept.prompts]

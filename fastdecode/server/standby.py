@@ -45,7 +45,7 @@ def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[
 
 
 def url_of(listener: socket.socket, settings: ServerSettings) -> str:
-    """Where clients reach it."""
+    """Return where clients reach it."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -43,7 +43,7 @@ class GenerationResponse(Response):
         self._is_kept = service.keeper is not None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of the finished exchange."""
+        """Return the answer of the finished exchange."""
         raise NotImplementedError
 
     def events(self) -> AsyncIterator[bytes]:
@@ -51,11 +51,11 @@ class GenerationResponse(Response):
         raise NotImplementedError
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
-        """The event of a stream that has begun and fails; ``body`` is in OpenAI's error shape."""
+        """Return the event of a stream that has begun and fails; ``body`` is in OpenAI's error shape."""
         raise NotImplementedError
 
     def refusal(self, error: Exception) -> Response:
-        """The answer where nothing was sent yet; ``error`` is in no shape."""
+        """Return the answer where nothing was sent yet; ``error`` is in no shape."""
         return error_response(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +121,7 @@ class TextResponse(GenerationResponse):
     last = b"data: [DONE]\n\n"
 
     def __init__(self, service: Service, request: ApiRequest, after: str | None = None) -> None:
-        """RequestError for a place that is none."""
+        """Raise RequestError for a place that is none."""
         asked = cast(GenerationRequest, request.asked)
         self._form = cast(AnswerForm, request.form)
         self._options = asked.stream_options or StreamOptions()
@@ -185,7 +185,7 @@ class TextStreamPlace:
     """
 
     def __init__(self, form: AnswerForm, num_choices: int, name: str | None = None) -> None:
-        """RequestError where ``name`` is no place in such a stream."""
+        """Raise RequestError if ``name`` is no place in such a stream."""
         self.choices = [GrowingChoice(form, index) for index in range(num_choices)]
         self.told_usage = name == "all"
         states = [] if name is None else ["0."] * num_choices if self.told_usage else name.split(",")
@@ -243,7 +243,7 @@ class ResponsesResponse(GenerationResponse):
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """``content`` as JSON."""
+    """Return ``content`` as JSON."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
@@ -254,13 +254,13 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: Exception) -> Response:
-    """The same as a response."""
+    """Return the same as a response."""
     status, body = error_answer(error)
     return json_response(body, status, error.headers if isinstance(error, ApiError) else None)
 
 
 def _event(content: dict[str, Any], event_id: str | None = None, kind: str | None = None) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     head = f"id: {event_id}\n" if event_id else ""
     head += f"event: {kind}\n" if kind else ""
     return head.encode() + b"data: " + msgspec.json.encode(content) + b"\n\n"

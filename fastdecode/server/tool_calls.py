@@ -35,7 +35,7 @@ class ForcedCalls:
 def forced_calls(
     tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool = True
 ) -> ForcedCalls | None:
-    """What ``tool_choice`` forces; None where the text is free. ``parallel``: several calls may come at once.
+    """Return what ``tool_choice`` forces; None if the text is free. ``parallel``: several calls may come at once.
 
     RequestError for a choice that is not understood, and for tools among which it cannot be made.
     """
@@ -54,7 +54,7 @@ def forced_calls(
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """The JSON schema of each function's arguments, by name."""
+    """Return the JSON schema of each function's arguments, by name."""
     if not tools:
         raise RequestError("tool_choice: a call cannot be forced without tools")
     found: dict[str, Mapping[str, Any]] = {}
@@ -85,7 +85,7 @@ def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
 
 
 def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> StructuredOutputsParams:
-    """A list of calls. Each function's schema is a definition, to which its references lead."""
+    """Return a list of calls. Each function's schema is a definition, to which its references lead."""
     schemas = enumerate(functions.values())
     definitions = {f"{number}": localized(schema, f"#/$defs/{number}") for number, schema in schemas}
     calls = [
@@ -138,7 +138,7 @@ class CallReader:
 
 
 def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
-    """Return name, arguments as JSON text and end of the call at ``start``; None where it is not complete."""
+    """Return name, arguments as JSON text and end of the call at ``start``; None if it is not complete."""
     if text.find("}", start) < 0:
         return None
     try:

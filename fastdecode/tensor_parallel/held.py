@@ -21,8 +21,11 @@ def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence
 
 
 def common(parts: Parts, block_size: int) -> tuple[HeldSequence, ...]:
-    """Sequences that every part has, each as long as all have it. Two share a block where they do so in every part: a
-    step that one part had begun and another had not may have parted them in one."""
+    """Return sequences that every part has, each as long as all have it.
+
+    Two share a block where they do so in every part: a step that one part had begun and another had not may have parted
+    them in one.
+    """
     numbers: dict[tuple[int, ...], int] = {}
     found = []
     for name in sorted(set.intersection(*(set(part) for part in parts))):

@@ -50,7 +50,7 @@ class Lifelines:
         self._listener.close()
 
     def describe(self, error: Exception | None = None) -> str:
-        """Who is gone."""
+        """Return who is gone."""
         deadline = time.monotonic() + NAMING_SECONDS
         while not self.lost and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -80,9 +80,9 @@ class Lifelines:
 
 
 def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
-    """Another rank's end: this process ends when rank 0's does, until what is returned is called.
+    """Return another rank's end: this process ends when rank 0's does, until what is returned is called.
 
-    RankLostError where rank 0 is not there.
+    RankLostError if rank 0 is not there.
     """
     try:
         line = socket.create_connection((host, port))

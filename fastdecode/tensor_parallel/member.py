@@ -37,7 +37,7 @@ class Group(AttentionBackend, Protocol):
         """``close``, and what R-workers keep for an S-worker after this one stays."""
 
     def give_up(self, worker: int) -> None:
-        """Between steps: forget R-worker ``worker`` and what it holds; it may join anew."""
+        """Between steps: forget R-worker ``worker`` and what it holds; it may join again."""
 
 
 class Member:
@@ -55,7 +55,7 @@ class Member:
         self._exported: np.ndarray | None = None
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """All groups for the heads of their ranks; the logical R-workers."""
+        """Return all groups for the heads of their ranks; the logical R-workers."""
         ranks = range(self.rank.size)
         turns: list[Sequence[int]] = [ranks[:1], ranks[1:]] if self._in_turn else [ranks]
         groups = [each for turn in turns for each in self._open_groups(turn, layout)]
@@ -79,8 +79,11 @@ class Member:
         self._compare(begin)
 
     def end_step(self) -> StepReport:
-        """The groups' reports as one. What is lost in one group is given up in the others; WorkerLostError on all ranks
-        where one group has nothing left."""
+        """Return the groups' reports as one.
+
+        What is lost in one group is given up in the others; WorkerLostError on all ranks where one group has nothing
+        left.
+        """
         messages = self._exchange(lambda: report_message(self.pool.end_step(), time.perf_counter()), soon=True)
         now = time.perf_counter()
         for rank, message in enumerate(messages):
@@ -132,7 +135,7 @@ class Member:
         self.pool.dismiss(worker)
 
     def _open_groups(self, ranks: Sequence[int], layout: KVLayout) -> list[dict[str, Any]]:
-        """What those of ``ranks`` say of themselves."""
+        """Return what those of ``ranks`` say of themselves."""
         opens = self.rank.index in ranks
         answers = self._compare(lambda: {"infos": list(map(asdict, self.pool.open(layout)))} if opens else {})
         return [answers[rank] for rank in ranks]
@@ -152,7 +155,7 @@ class Member:
         return [each.told for each in self._exchange(lambda: Message("done", do()))]
 
     def _exchange(self, make: Callable[[], Message], soon: bool = False) -> list[Message]:
-        """What ``make`` makes on each rank, an error of any raised on all; ``soon``: see ``Rank.all_gather``."""
+        """Return what ``make`` makes on each rank, an error of any raised on all; ``soon``: see ``Rank.all_gather``."""
         try:
             answer = make()
         except FastDecodeError as error:

@@ -166,8 +166,11 @@ class TensorParallelBackend:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """RankLostError where a rank goes meanwhile. Whatever fails within the layers ends the job, too, and so does
-        an error that is none of ours: other ranks do not know of it."""
+        """Raise RankLostError if a rank goes meanwhile.
+
+        Whatever fails within the layers ends the job, too, and so does an error that is none of ours: other ranks do
+        not know of it.
+        """
         self._check()
         try:
             yield

@@ -27,7 +27,7 @@ class Message:
     arrays: Sequence[np.ndarray] = ()
 
     def encode(self) -> bytes:
-        """The message as bytes."""
+        """Return the message as bytes."""
         arrays = [(NAMES[array.dtype], array.shape) for array in self.arrays]
         header = json.dumps({"kind": self.kind, "told": self.told, "arrays": arrays}).encode()
         parts = [len(header).to_bytes(HEADER_LENGTH_BYTES, "little"), header]
@@ -35,7 +35,7 @@ class Message:
 
     @staticmethod
     def decode(data: bytes) -> Message:
-        """The inverse of ``encode``."""
+        """Return the inverse of ``encode``."""
         start = HEADER_LENGTH_BYTES + int.from_bytes(data[:HEADER_LENGTH_BYTES], "little")
         header = json.loads(data[HEADER_LENGTH_BYTES:start])
         arrays = []
@@ -59,7 +59,7 @@ def step_message(
 
 
 def read_step(message: Message) -> ScheduledStep:
-    """The inverse of ``step_message``."""
+    """Return the inverse of ``step_message``."""
     num_workers = message.told["num_workers"]
     controls = tuple(tuple(map(tuple, array.tolist())) for array in message.arrays[:num_workers])
     rest = iter(message.arrays[num_workers:])
@@ -80,7 +80,7 @@ def report_message(report: StepReport, now: float) -> Message:
 
 
 def read_report(message: Message, seconds_ahead: float) -> StepReport:
-    """The inverse of ``report_message``; ``seconds_ahead``: of this rank's clock before the other's."""
+    """Return the inverse of ``report_message``; ``seconds_ahead``: of this rank's clock before the other's."""
     times = iter(message.arrays)
     workers = []
     for (transfer, num_bytes, free, leaving), start, end in zip(message.told["workers"], times, times, strict=True):

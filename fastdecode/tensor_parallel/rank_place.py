@@ -53,10 +53,10 @@ class RankPlace:
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """This process's place among ``size`` ranks that something started; None where they are yet to be started.
+    """This process's place among ``size`` ranks that something started; None if they are yet to be started.
 
     A launcher that started one process has started no ranks: jobs of one task, and containers whose platform sets
-    WORLD_SIZE to 1, leave it to the engine. ConfigError where they are another number, or do not know where to meet.
+    WORLD_SIZE to 1, leave it to the engine. ConfigError if they are another number, or do not know where to meet.
     """
     for starter, names in STARTERS.items():
         index, count, local_index, local_size = (environment.get(name, "") for name in names)

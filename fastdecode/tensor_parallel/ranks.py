@@ -19,7 +19,8 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine.compose.backends import make_backend, make_prompt_backend, pool_layout
+from fastdecode.engine.compose.backends import make_backend, pool_layout
+from fastdecode.engine.compose.own_caches import make_prompt_backend
 from fastdecode.engine.compose.setup import pin_s_worker
 from fastdecode.journal.records import Run
 from fastdecode.kinds.layout import KVLayout
@@ -71,8 +72,10 @@ class Ranks:
         return TensorParallelBackend(member, self._lifelines)
 
     def tell(self, run: Run) -> None:
-        """Have the other ranks know the journal's ``run``, which they name to their R-workers; RankLostError where one
-        is gone."""
+        """Have the other ranks know the journal's ``run``, which they name to their R-workers.
+
+        Raise RankLostError if one is gone.
+        """
         try:
             self.rank.broadcast(Message("run", asdict(run)).encode())
         except RuntimeError as error:  # of torch.distributed
@@ -134,7 +137,7 @@ def follow(config: EngineConfig) -> None:
 
 
 def begin_ranks(config: EngineConfig) -> Ranks | None:
-    """The ranks that ``config`` asks for, on the first of them; None for one."""
+    """Return the ranks that ``config`` asks for, on the first of them; None for one."""
     return Ranks(config) if config.tensor_parallel_size > 1 else None
 
 
@@ -187,10 +190,10 @@ class Follower:
             self._cleanup.callback(backend.close)
             prompts = PromptCache(backend)
         self._pool = pool
-        self._s_worker = SWorker(model.model, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
+        self._s_worker = SWorker(model.code, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
         self._computes = {
             "model": self._s_worker,
-            "random": RandomPrompts(model.model, model.layout, pool, StateClock()),
+            "random": RandomPrompts(model.code, model.layout, pool, StateClock()),
         }
         if config.speculative and config.speculative.method == "early_exit":
             first = model.first_layers(config.speculative.num_layers)

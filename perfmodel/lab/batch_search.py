@@ -24,7 +24,7 @@ class BatchSearch:
     planner: Planner
 
     def knee(self) -> int:
-        """The smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8).
+        """Return the smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8).
 
         With a pool that is there, the tokens per second of all stages stand for E(B), and the pool must hold the batch.
         """
@@ -33,7 +33,7 @@ class BatchSearch:
         return max(1, largest(self._fits_pool, knee))
 
     def within(self, limits: ServiceLimits) -> int | None:
-        """Return the largest batch up to the knee that keeps to ``limits``; None where no batch does.
+        """Return the largest batch up to the knee that keeps to ``limits``; None if no batch does.
 
         Throughput rises with the batch up to the knee, so this batch is the best one within the limits.
         """
@@ -49,7 +49,10 @@ class BatchSearch:
         return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
 
     def largest_mini_batch(self, latency_limit_seconds: float) -> int:
-        """The largest batch whose sequences take at most that long, R-workers balanced (eq. 7, with every stage)."""
+        """Return the largest batch whose sequences take at most that long, R-workers balanced (eq.
+
+        7, with every stage).
+        """
         if not latency_limit_seconds > 0:
             raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
         output_len, smallest = self.planner.workload.output_len, self.smallest()
@@ -89,7 +92,7 @@ class BatchSearch:
         return planner.num_r_workers is None or planner.memory_r_workers(in_flight) <= planner.num_r_workers
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
-        """Say whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
+        """Return whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
         planner = self.planner
         indivisible = equations.indivisible_seconds(
             planner.r_part.seconds_per_token, planner.workload.shared_prefix_len, planner.r_part.call_seconds

@@ -44,8 +44,10 @@ def check_weights(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> None
 
 
 def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | None:
-    """Return the fewest GPUs, a power of two, that hold the weights; None where 64 do not. ``gpu`` is a whole
-    ``group``'s."""
+    """Return the fewest GPUs, a power of two, that hold the weights; None if 64 do not.
+
+    ``gpu`` is a whole ``group``'s.
+    """
     one, link = usable_bytes(gpu) / group.size, group.link or gpu_peer_link(gpu)
     count = 1
     while count <= MOST_GPUS:
@@ -72,7 +74,7 @@ class GpuOnly:
     lone_step_seconds: float | None = None
 
     def service(self, price_per_million_tokens: float | None = None) -> Service | None:
-        """Return this way to serve as its users see it; None where no sequence can run."""
+        """Return this way to serve as its users see it; None if no sequence can run."""
         if self.step_seconds is None or self.ttft_seconds is None:
             return None
         return Service(
@@ -97,7 +99,7 @@ class GpuStepTime:
     read_share: float = 1.0
 
     def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
-        """Seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``.
+        """Return seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``.
 
         Only the rows that are sampled, ``output_tokens``, meet the head; all rows unless given.
         """
@@ -115,7 +117,7 @@ class GpuStepTime:
 
     @property
     def capacity_tokens(self) -> int:
-        """Cached tokens that fit beside the weights; 0 where not even those do."""
+        """Cached tokens that fit beside the weights; 0 if not even those do."""
         return equations.roofline_max_batch_size(
             usable_bytes(self.gpu), held_bytes(self.shape, self.group), self.kv_bytes_per_token
         )

@@ -9,6 +9,7 @@ from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.lab.cache_room import CacheRoom, round_up
 from fastdecode.perfmodel.load import Load, barrier, mean_parts
 from fastdecode.perfmodel.service import prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
@@ -91,15 +92,16 @@ class Planner:
         if mini_batch_size < 1:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        interval = self._interval(in_flight)
+        interval = self.cache_room.interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
-        needed = self.num_r_workers or max(_round_up(self.enough_r_workers(mini_batch_size)), self.placing.copies)
+        needed = self.num_r_workers or max(round_up(self.enough_r_workers(mini_batch_size)), self.placing.copies)
         if self.num_r_workers and for_memory > needed:
             raise PlanError(
                 f"{needed} R-worker(s) cannot hold {in_flight} sequences in flight ({self.placing.copies} of each), "
                 f"{for_memory} could: take a smaller mini-batch, or give more --kv-cache-memory"
             )
-        self._check_places(in_flight)
+        if self.states:
+            self.states.check_places(in_flight, self.placing.copies, self.state_bytes_per_sequence)
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
         return Plan(
             mini_batch_size=mini_batch_size,
@@ -107,9 +109,9 @@ class Planner:
             num_mini_batches=self.num_mini_batches,
             num_r_workers_exact=exact,
             r_workers_set_by="pool" if self.num_r_workers else "memory" if for_memory > needed else "bandwidth",
-            micro_batch_size=_round_up(equations.micro_batch_size(in_flight, self.workload.output_len, interval)),
+            micro_batch_size=round_up(equations.micro_batch_size(in_flight, self.workload.output_len, interval)),
             interval_steps=interval,
-            kv_load_limit=self._load_limit(in_flight),
+            kv_load_limit=self.cache_room.load_limit(in_flight),
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes_read_per_token=self.kv_bytes_read_per_token,
             r_workers_bound_by=self.r_part.bound_by or None,
@@ -126,16 +128,6 @@ class Planner:
             ttft_seconds=self.first_token_seconds(in_flight, chosen.num_r_workers),
             **vars(chosen),
         )
-
-    def _check_places(self, in_flight: int) -> None:
-        """PlanError where the S-worker keeps states, and has not room for those of ``in_flight`` sequences."""
-        if self.states and not self.has_places(in_flight):
-            raise PlanError(
-                f"the S-worker's memory has room for {self.states.num_places:.0f} states of "
-                f"{self.state_bytes_per_sequence / 1e6:.4g} MB, and {in_flight} sequences in flight "
-                f"({self.placing.copies} of each) have {in_flight * self.placing.copies}: take a smaller mini-batch, "
-                "or --state-on r"
-            )
 
     def balanced_r_workers(self, mini_batch_size: int) -> float:
         """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
@@ -191,7 +183,7 @@ class Planner:
         model, load = self.step_model(num_r_workers), self.load(rows, in_flight, kv_tokens, num_r_workers)
         stages, seconds = model.stages(load), model.seconds(load)
         rate = in_flight / seconds
-        hosts = _round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
+        hosts = round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
         per_stage = self.num_layers * self.num_mini_batches
         return Candidate(
             num_r_workers=num_r_workers,
@@ -265,27 +257,16 @@ class Planner:
         """Whether the S-worker, where it keeps states, has room for those of ``in_flight`` sequences."""
         return self.states is None or in_flight * self.placing.copies <= self.states.num_places
 
-    def _interval(self, in_flight: int) -> int:
-        return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
-
-    def _load_limit(self, in_flight: int) -> int:
-        """The schedule's peak, with whole sequences in each micro-batch; never below one whole sequence, which could
-        otherwise never run."""
-        output_len = self.workload.output_len
-        before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
-        interval = self._interval(in_flight)
-        whole = _round_up(equations.micro_batch_size(in_flight, output_len, interval)) * output_len / interval
-        peak = equations.peak_load_stabilized(whole, output_len, interval, before)
-        return _round_up(max(peak, self.workload.seq_len))
-
     def memory_r_workers(self, in_flight: int) -> int:
-        """Equation 9 at the schedule's peak; every R-worker holds a shared prefix of its own. What second copies hold
-        is theirs alone, a shared prefix too."""
-        shared, copies = self.workload.shared_prefix_len, self.placing.copies - 1
-        peak_context = self._load_limit(in_flight) / in_flight
-        held = peak_context - shared + copies * peak_context + self.placing.copies * self.state_tokens
-        needed = _round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
-        return max(needed, self.placing.copies)
+        """Return the R-workers whose memory holds the batch at the schedule's peak."""
+        return self.cache_room.memory_r_workers(in_flight)
+
+    @property
+    def cache_room(self) -> CacheRoom:
+        """The room that the schedule's peak takes on R-workers."""
+        return CacheRoom(
+            self.workload, self.capacity_tokens, self.state_tokens, self.placing.copies, self.interval_steps
+        )
 
     @property
     def state_tokens(self) -> float:
@@ -305,8 +286,3 @@ def _r_worker_bandwidth(planner: Planner) -> float | None:
     if planner.kv_bytes_read_per_token is None:
         return None
     return planner.kv_bytes_read_per_token / planner.num_layers / planner.r_part.seconds_per_token / 1e9
-
-
-def _round_up(number: float) -> int:
-    """Up, but not for the last bits of a division."""
-    return math.ceil(number - 1e-9 * abs(number))

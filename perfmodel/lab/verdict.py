@@ -14,7 +14,7 @@ MARGIN = 1.2
 
 @dataclass(frozen=True)
 class Verdict:
-    """``use_fastdecode`` is None where nothing is known of the GPU alone; ``sentence`` says it in words."""
+    """``use_fastdecode`` is None if nothing is known of the GPU alone; ``sentence`` says it in words."""
 
     use_fastdecode: bool | None
     sentence: str
@@ -60,7 +60,7 @@ def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> 
 
 
 def _alone(alone: GpuOnly, limits: ServiceLimits) -> str:
-    """Say what the GPU alone does, as a clause."""
+    """Return what the GPU alone does, as a clause."""
     service = alone.service()
     if service:
         return f"the GPU alone serves {users(service.users)} at {milliseconds(service.tpot_seconds)} per token"

@@ -1,8 +1,7 @@
-"""Checkpoints as they are published: weights in FP8, MXFP4, AWQ, GPTQ or compressed-tensors.
+"""Published checkpoints with weights in FP8, MXFP4, AWQ, GPTQ or compressed-tensors.
 
-Where weights are unpacked as they are read, transformers asks for one tensor after another. Each is read, multiplied by
-its scales and rounded to the model's dtype then: beside the model
-there are never more than the few tensors that are under way.
+Where weights are unpacked, transformers requests one tensor after another. Each is then read, multiplied by its scales
+and rounded to the model's dtype. So beside the model, only a few tensors are in memory at a time.
 """
 
 from __future__ import annotations
@@ -24,42 +23,45 @@ from fastdecode.core.machine import return_free_memory
 from fastdecode.sworker.model.formats import Layout, Layouts, check
 
 MAPPED_BYTES = 1 << 25
-"""Bytes that are read of a file until it is opened again; what they took, and what unpacking took, is free then."""
+"""Bytes read from a file before it is opened again, which frees its pages and those of unpacking."""
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-"""Kinds of checkpoints that are unpacked here."""
+"""Kinds of checkpoints that this module unpacks."""
 
 
 Codes = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""Reads the int8 codes of a weight, and the scale of each output."""
+"""A function that reads the int8 codes of a weight, and the scale of each output."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is not read yet; ``weight[...]`` reads and unpacks it, as transformers asks for tensors."""
+    """A weight that is not read yet.
+
+    ``weight[...]`` reads and unpacks it, which is how transformers requests tensors.
+    """
 
     read: Callable[[], torch.Tensor]
 
     def __getitem__(self, _: Any) -> torch.Tensor:
-        """Return the whole tensor; a part of it is never asked for."""
+        """Return the whole tensor; transformers never requests a part."""
         return self.read()
 
 
 class Files:
-    """The tensors of safetensors files, which are mapped into memory: of one file at a time, and a part of that."""
+    """The tensors of safetensors files, mapped into memory one file at a time, and in parts."""
 
     def __init__(self, files: list[str]) -> None:
-        """Note which file has which tensor."""
+        """Record which file has which tensor."""
         self.places: dict[str, str] = {}
         for file in files:
             with safe_open(file, "pt") as handle:
                 self.places |= dict.fromkeys(handle.keys(), file)
         self._file, self._num_bytes = "", 0
         self._handle: Any = None
-        self._lock = Lock()  # transformers reads in threads where the user has it so
+        self._lock = Lock()  # transformers reads in threads if the user configures it
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor that lies in the file still: what has been read of a file stays until all such are gone."""
+        """Return a tensor that is still in the file. Pages read from a file stay until all such tensors are gone."""
         file = self.places[name]
         with self._lock:
             if file != self._file or self._num_bytes > MAPPED_BYTES:
@@ -111,7 +113,7 @@ class Packed:
 
 
 def quantization(hf_config: Any) -> dict[str, Any]:
-    """Return the configuration's ``quantization_config`` as a dictionary; {} where weights are plain."""
+    """Return the configuration's ``quantization_config`` as a dictionary; {} for plain weights."""
     for config in (hf_config, hf_config.get_text_config()):
         if found := vars(config).get("quantization_config"):
             return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
@@ -147,7 +149,7 @@ def published_codes(model: str, revision: str | None, settings: Mapping[str, Any
 
 
 def _is_w8a8(group: Mapping[str, Any]) -> bool:
-    """Say whether weights have a scale per output, and rows one each that comes with the row."""
+    """Return whether weights have a scale per output, and activations a dynamic scale per row."""
     weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
     int8 = all(
         each.get("num_bits") == 8 and each.get("type") == "int" and each.get("symmetric") for each in (weights, rows)
@@ -160,7 +162,7 @@ def _codes(files: Files, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def packed_files(model: str, revision: str | None) -> list[str]:
-    """The checkpoint's safetensors, of a folder or fetched from the hub."""
+    """Return the checkpoint's safetensors files, in a folder or fetched from the hub."""
     given = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **given)
     names = [SAFE_WEIGHTS_NAME]

@@ -57,7 +57,7 @@ def files_digest(model: str, revision: str | None) -> str:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of the model's weights as they lie in memory, packed ones as packed."""
+    """Return the bytes of the model's weights as they lie in memory, packed ones as packed, shared ones once."""
     return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(model))
 
 

@@ -1,4 +1,4 @@
-"""Loading an unmodified transformers causal LM whose attention will be ours."""
+"""Loads an unmodified transformers causal LM whose attention is ours."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.run.staging import DTYPE_NAME, TORCH_DTYPE
 
 WITH_PICTURES = ("kimi_k25", "mistral4")
-"""Models of text that transformers lists among those of pictures and text."""
+"""Text models that transformers lists among models of images and text."""
 
 ONE_BY_ONE = ("HF_DEACTIVATE_ASYNC_LOAD", "1")
-"""Has transformers read a checkpoint's tensors one by one, where the user has not said otherwise. By default threads
-read ahead as far as they get, so the experts of all layers lie in memory before the first are put together: 1.8 times
-the weights, measured with FP8."""
+"""Makes transformers read a checkpoint's tensors one by one, unless the user decides otherwise.
+
+Its threads would read ahead without limit. The experts of all layers would then be in memory before the first are
+joined: 1.8 times the weights, measured with FP8.
+"""
 
 ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
-"""Keys of rotary embeddings, which transformers has in one attribute."""
+"""Keys of rotary embeddings, which transformers keeps in one attribute."""
 
 
 def load_hf_config(config: EngineConfig) -> Any:
-    """The model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
+    """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
     lora.check_folder(Path(config.model))
     with _one_clear_error(config.model):
         name, named = gguf.source(config.model)
@@ -59,20 +61,22 @@ def load_hf_config(config: EngineConfig) -> Any:
 
 
 def auto_class(model_type: str) -> Any:
-    """The class of transformers that builds and loads models of this type."""
+    """Return the class of transformers that builds and loads models of this type."""
     return AutoModelForImageTextToText if model_type in WITH_PICTURES else AutoModelForCausalLM
 
 
 def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
-    """The whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own), wherever it was loaded:
-    ``place_model`` is to follow."""
+    """Return the whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own).
+
+    It stays on the device where it was loaded; call ``place_model`` next.
+    """
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
     with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
-            with device:  # random numbers come much faster from a GPU
+            with device:  # a GPU makes random numbers much faster
                 model = auto_class(hf_config.model_type).from_config(
                     hf_config,
                     dtype=dtype,
@@ -122,29 +126,23 @@ def _weights_source(
     if named:  # a GGUF file
         return loads, name, named | remote | {"revision": config.revision}, packing.Packing("plain")
     form = packing.choose(config, hf_config, device)
-    form, named, kind = packing.arguments(config, hf_config, form, dtype, device, partial(_skeleton, hf_config, remote))
+    skeleton = partial(packing.skeleton, loads, hf_config, remote)
+    form, named, kind = packing.arguments(config, hf_config, form, dtype, device, skeleton)
     if kind:  # transformers' automatic classes take no weights but files
         return kind, None, named, form
     return loads, name, named | remote | {"revision": config.revision}, form
 
 
-def _skeleton(hf_config: Any, remote: dict[str, Any]) -> torch.nn.Module:
-    """The model without memory."""
-    with torch.device("meta"):
-        model: torch.nn.Module = auto_class(hf_config.model_type).from_config(hf_config, **remote)
-    return model
-
-
 def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
-    """``model``, or the part of ``rank``, of tensor parallelism, on ``config.device``."""
-    with _one_clear_error(config.model):  # a device may be too small
+    """Return ``model``, or its part for ``rank`` of tensor parallelism, on ``config.device``."""
+    with _one_clear_error(config.model):  # the device may be too small
         if rank:
             sharding.shard(model, hf_config, rank)
         return model.to(resolve_device(config.device))
 
 
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
-    """Make our attention known to transformers; returns what is left to do to a loaded model."""
+    """Register our attention with transformers; return a function for what remains to do with a loaded model."""
     register_attention()
     if hf_config.model_type in ("llama4", "llama4_text"):
         from fastdecode.sworker.adapters.own_positions import use_given_positions
@@ -159,20 +157,25 @@ def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is a GPU where torch has one it can use, else the CPU; ConfigError for ``cuda`` without one."""
+    """Return the device of ``name``: "auto" is a usable GPU, else the CPU. Raise ConfigError for "cuda" without one."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError(f"device: 'cuda' was asked for, and torch {torch.__version__} finds no GPU it can use")
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
+def multiplies_int8(config: EngineConfig) -> bool:
+    """Return whether linear layers multiply integers: ``int8`` on the CPU. On a GPU torchao packs weights."""
+    return config.quantization == "int8" and resolve_device(config.device).type == "cpu"
+
+
 def device_name(config: EngineConfig) -> str:
-    """The GPU that ``config`` would use; "" for the CPU."""
+    """Return the GPU that ``config`` would use; "" for the CPU."""
     return torch.cuda.get_device_name() if resolve_device(config.device).type == "cuda" else ""
 
 
 def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
-    """``auto`` is the checkpoint's dtype, float32 where it names none."""
+    """Return the dtype of ``name``: "auto" is the checkpoint's, or float32 if it names none."""
     if name != "auto":
         return TORCH_DTYPE[name]
     dtype = getattr(hf_config, "dtype", None) or torch.float32
@@ -180,7 +183,7 @@ def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
 
 
 def max_position_embeddings(hf_config: Any) -> int:
-    """The longest sequence the model was made for, in tokens."""
+    """Return the longest sequence the model was made for, in tokens."""
     text_config = hf_config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"):
         if (getattr(text_config, name, None) or 0) > 0:
@@ -189,19 +192,19 @@ def max_position_embeddings(hf_config: Any) -> int:
 
 
 def most_positions(hf_config: Any) -> int:
-    """Return the longest sequence that a user may ask for, in tokens: a scaling of rotary frequencies may add to it."""
+    """Return the longest sequence that a user may ask for, in tokens. A rotary scaling may extend it."""
     return rope.reach(hf_config.get_text_config(), max_position_embeddings(hf_config))
 
 
 def num_layers(config: EngineConfig) -> int:
-    """Layers of the whole model, before ``hf_overrides``."""
+    """Return the number of layers of the whole model, before ``hf_overrides``."""
     return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
 
 
 def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
-    """The sizes of the model that ``config`` loads, as the performance model sees them.
+    """Return the sizes of the model that ``config`` loads, as the performance model sees them.
 
-    UnsupportedModelError for a kind of model that its equations do not know.
+    Raise UnsupportedModelError for a kind of model that its equations do not cover.
     """
     hf_config = hf_config or load_hf_config(config)
     device = resolve_device(config.device)
@@ -209,12 +212,11 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     plain = {name: value for name, value in hf_config.to_dict().items() if name != "quantization_config"}
     dtype = DTYPE_NAME[resolve_dtype(config.dtype, hf_config)]
     shape = replace(read_shape(plain, config.model), dtype=dtype, weight_bits=bits)
-    return replace(shape, multiplies_int8=config.quantization == "int8" and device.type == "cpu")
+    return replace(shape, multiplies_int8=multiplies_int8(config))
 
 
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
-    """Set known configuration keys; per-layer lists are cut, or repeated, to a smaller or larger
-    ``num_hidden_layers``."""
+    """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
     for name, value in overrides.items():
         if name in ROPE_NAMES:
             rope.override(hf_config.get_text_config(), name, value)
@@ -226,7 +228,7 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
         except Exception as error:
             raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {_one_line(error)}") from error
     text_config = hf_config.get_text_config()
-    layer_types = vars(text_config).get("layer_types")  # some models compute it instead
+    layer_types = vars(text_config).get("layer_types")  # some models compute it
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
@@ -234,7 +236,7 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _one_clear_error(model: str) -> Iterator[None]:
-    """Whatever loading raises becomes one line that names the model."""
+    """Turn any error of loading into one line that names the model."""
     try:
         yield
     except (ModelLoadError, UnsupportedModelError, ConfigError):
@@ -264,14 +266,14 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The first line of an error, and the second where the first only announces it."""
+    """Return the first line of an error, with the second if the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 @contextlib.contextmanager
 def _refusing_strangers(hf_config: Any) -> Iterator[None]:
-    """Models with attention tables of their own do not know our name."""
+    """Refuse models whose own attention tables do not know our name."""
     try:
         yield
     except KeyError as error:
@@ -282,7 +284,7 @@ def _refusing_strangers(hf_config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and advice."""
+    """Silence transformers' progress bars and advice."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

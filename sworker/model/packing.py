@@ -164,6 +164,13 @@ def arguments(
     return packing, {"state_dict": packed.weights()}, type(model)
 
 
+def skeleton(loads: Any, hf_config: Any, named: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model that ``loads`` makes, without memory."""
+    with torch.device("meta"):
+        model: torch.nn.Module = loads.from_config(hf_config, **named)
+    return model
+
+
 def say_kept(model: torch.nn.Module, name: str, packing: Packing) -> None:
     """Log, as a warning so that it is seen, that weights stay packed, with their bytes and the reason."""
     logger.warning(

@@ -1,7 +1,7 @@
-"""The probe that tells which models can be split into S-part and R-part.
+"""The probe that tells whether a model can be split into S-part and R-part.
 
-It is one forward that proves that every layer reaches our attention, and reads off the model's KV layout; what the
-configuration alone tells, before anything is loaded, is in `refusals.py`.
+It is one forward that checks that every layer reaches our attention, and reads the model's KV layout. Checks of the
+configuration alone, before loading, are in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -16,48 +16,34 @@ import torch
 
 from fastdecode.core.errors import ModelLoadError, UnsupportedModelError
 from fastdecode.kinds import Layer
-from fastdecode.kinds.kind import MAX_HEAD_DIM
-from fastdecode.kinds.latent import Weights
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.sworker.adapters.calls import DENSE, INDEX_ARGUMENTS, Calls, Rule
 from fastdecode.sworker.adapters.masks import MaskProbe, ProbedGreenlet, asking_for_masks, cached_windows
-from fastdecode.sworker.model.refusals import ADAPTER, OTHER_MASK, STATE, refuse
+from fastdecode.sworker.model.code import ModelCode
+from fastdecode.sworker.model.recorder import Recorder
+from fastdecode.sworker.model.refusals import ADAPTER, STATE, refuse
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.prompts import Sight
 from fastdecode.sworker.run.staging import DTYPE_NAME
 
 MORE_ROWS = 21
-"""Beside the first 16 in the forward that tells whether rows repeat."""
+"""Rows after the first 16 in the forward that tests whether rows repeat."""
 
 TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
-"""Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
+"""Rows 0 and 3 have the same token at the same position among other rows, so their logits must be equal."""
 
 LONGEST_TEXT = 1 << 14
-"""Tokens that a model's embeddings and first projections are given, to see what masks make of a text."""
-
-HARMLESS = frozenset(
-    [
-        "dropout",
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "output_attentions",
-        "output_router_logits",
-        "logits_to_keep",
-    ]
-)
-"""Keyword arguments of attention calls that do not change what is computed here."""
+"""Most tokens that are embedded and projected to examine the masks of a text."""
 
 
-def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLayout:
-    """Run a packed row through ``model`` and return what its attention calls said.
+def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
+    """Run a packed row through a model's code and return what its attention calls said.
 
     ``kv_dtype`` "auto" is the model's. UnsupportedModelError when the model does not call us exactly once per
     layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention; ModelLoadError when
     its weights give no finite logits.
     """
-    recorder, logits = _probe(model, hf_config)
+    recorder, logits = _probe(code, hf_config)
     _check_calls(hf_config, recorder, hf_config.get_text_config().num_hidden_layers)
     if not bool(logits.isfinite().all()):
         raise ModelLoadError(
@@ -73,10 +59,10 @@ def probe_layout(model: torch.nn.Module, hf_config: Any, kv_dtype: str) -> KVLay
     return KVLayout(recorder.in_order(), model_dtype, kv_dtype, weights=recorder.weights())
 
 
-def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
-    """Refuse a model whose calls are not one per layer, or whose ``generate`` forgets what its masks show."""
+def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
+    """Refuse a model without exactly one call per layer, or whose ``generate`` drops tokens that its masks show."""
     num_calls = recorder.num_calls
-    if recorder.has_states:  # layers may have a state and attention, or neither
+    if recorder.has_states:  # a layer may have a state and attention, or neither
         return
     if sorted(recorder.layers) != list(range(num_layers)) or num_calls != num_layers:
         most = f", and counts {len(recorder.layers)} layers there" if num_calls == num_layers else ""
@@ -89,8 +75,8 @@ def _check_calls(hf_config: Any, recorder: _Recorder, num_layers: int) -> None:
             refuse(hf_config, what, "a model whose forward and generate agree")
 
 
-def repeats_rows(model: torch.nn.Module, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
-    """Say whether ``model`` gives rows the same bits in forwards of ``counts`` rows and of more, attention apart.
+def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
+    """Say whether ``code`` gives rows the same bits in forwards of ``counts`` rows and of more, attention apart.
 
     Products may take another order of additions among other numbers of rows; then a sequence that is computed again
     among others rounds differently, which shows in 16 bits.
@@ -99,7 +85,7 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any, counts: Sequence[int] =
     vocab_size = int(hf_config.get_text_config().vocab_size)
     tokens = torch.arange(7, 7 + num_rows) * 31 % vocab_size
     more, *several = (
-        _forward(model, hf_config, ModelGreenlet, _Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
+        _forward(code, hf_config, ModelGreenlet, Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
         for count in (num_rows, *counts)
     )
     return all(torch.equal(few, more[: len(few)]) for few in several)
@@ -107,7 +93,7 @@ def repeats_rows(model: torch.nn.Module, hf_config: Any, counts: Sequence[int] =
 
 @torch.inference_mode()
 def varying_layers(model: torch.nn.Module) -> list[str]:
-    """Return the layers whose products give a row other bits among 16 rows than among more, numbers as ``*``."""
+    """Return layers whose products round a row differently among 16 rows than among more; ``*`` replaces numbers."""
     tried: dict[tuple[object, ...], bool] = {}
     found: dict[str, None] = {}
     for name, module in model.named_modules():
@@ -126,42 +112,42 @@ def _varies(module: torch.nn.Module, width: int, dtype: torch.dtype) -> bool:
     rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(dtype)
     try:
         few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
-    except Exception:  # no product of rows
+    except Exception:  # this is no product of rows
         return False
     return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 
 
-def probe_layers(model: torch.nn.Module, hf_config: Any) -> tuple[Layer, ...]:
-    """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
-    recorder, _ = _probe(model, hf_config)
+def probe_layers(code: ModelCode, hf_config: Any) -> tuple[Layer, ...]:
+    """Return the layers of a forward's attention calls, in order. Raise UnsupportedModelError if it fails."""
+    recorder, _ = _probe(code, hf_config)
     return recorder.in_order()
 
 
-def _probe(model: torch.nn.Module, hf_config: Any) -> tuple[_Recorder, torch.Tensor]:
-    """Record a forward over the probe row, whose masks are known from one over a plain text; and its logits."""
+def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
+    """Run a forward over the probe row; return its record and logits. A forward over a plain text gives its masks."""
     rows = MaskProbe()
-    with asking_for_masks(model):
-        recorder = _Recorder(hf_config, rows, _sights(model, hf_config))
-        return recorder, _forward(model, hf_config, partial(ProbedGreenlet, masks=rows), recorder.record)
+    with asking_for_masks(code.module):
+        recorder = Recorder(hf_config, rows, _sights(code, hf_config))
+        return recorder, _forward(code, hf_config, partial(ProbedGreenlet, masks=rows), recorder.record)
 
 
-def _sights(model: torch.nn.Module, hf_config: Any) -> list[Sight | None]:
-    """The rule of each mask that a forward asks for, in order; the forward ends at its first attention call."""
+def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
+    """Return the rule of each mask that a forward requests, in order. The forward ends at its first attention call."""
     length = len(TOKENS)
     while True:
         texts = MaskProbe()
         with contextlib.suppress(_FirstCallError):
             tokens = (TOKENS * length)[:length]
-            _forward(model, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
+            _forward(code, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
         sights = [asked.sight() for asked in texts.asked]
         needed = max((asked.reach for asked in texts.asked), default=0)
         if None not in sights or not length < needed <= LONGEST_TEXT:
             return sights
-        length = needed  # masks that look up their text's tokens need them all
+        length = needed  # masks that depend on their text's tokens need them all
 
 
 class _FirstCallError(Exception):
-    """A forward came to its first attention call, with all its masks made."""
+    """A forward reached its first attention call, with all its masks made."""
 
 
 def _stop(*_: Any, **__: Any) -> NoReturn:
@@ -169,21 +155,20 @@ def _stop(*_: Any, **__: Any) -> NoReturn:
 
 
 def _forward(
-    model: torch.nn.Module,
+    code: ModelCode,
     hf_config: Any,
     kind: Callable[..., ModelGreenlet],
     attend: Callable[..., torch.Tensor],
     token_ids: Sequence[int] = TOKENS,
     places: Sequence[int] = POSITIONS,
 ) -> torch.Tensor:
-    """Logits [rows, vocab] of the probe row, its attention answered by ``attend``, in a greenlet of ``kind``."""
-    device = next(model.parameters()).device
-    tokens, positions = (torch.tensor([ids], device=device) for ids in (token_ids, places))
-    asked = {"use_cache": False, "logits_to_keep": torch.tensor([0, *range(len(token_ids))], device=device)}
-    running = kind(lambda: model(input_ids=tokens, position_ids=positions, **asked), attend)
+    """Return logits [rows, vocab] of the probe row, with attention by ``attend`` in a greenlet of ``kind``."""
+    tokens, positions = (torch.tensor([ids], device=code.device) for ids in (token_ids, places))
+    rows = torch.tensor([0, *range(len(token_ids))], device=code.device)
+    running = kind(lambda: code.logits(tokens, positions, rows), attend)
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = running.switch().logits[0]
+            logits: torch.Tensor = running.switch()
     except (UnsupportedModelError, _FirstCallError):
         raise
     except Exception as error:
@@ -192,116 +177,3 @@ def _forward(
     if len(logits) != 1 + len(token_ids):
         refuse(hf_config, "heeds no logits_to_keep", "logits of the rows that sample")
     return logits[1:]
-
-
-class _Recorder:
-    """Answers attention calls with the values themselves and notes shapes and scoring rules."""
-
-    def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
-        """``masks``: those that the forward asks for; ``sights``: the rule of each, None where it is none we know."""
-        self.hf_config = hf_config
-        self.layers: dict[int, Layer] = {}
-        self._indexes: dict[int, Layer] = {}
-        self._weights: dict[int, Weights] = {}
-        self._picked: set[int] = set()
-        self.num_calls = 0
-        self.has_states = False
-        self.dtype = torch.float32
-        self._masks = masks or MaskProbe()
-        self._sights = sights
-
-    def record(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        alibi_slopes: tuple[float, ...] = (),
-        is_picked: bool = False,
-        calls: Calls = DENSE,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """One layer's call, or that of an index; see :func:`fastdecode.sworker.run.pipeline.attend` for shapes."""
-        if not calls.caches_rows:
-            self.dtype, self.has_states = key.dtype, True
-            self._note(self.num_calls, module, calls, calls.layer(query, key, value, Rule(scale=1.0)))
-            return calls.answer(module, query, key, value)
-        self._check(module, query, key, kwargs)
-        sight = Sight(sliding_window or 0) if attention_mask is None else self._sight(attention_mask)
-        number = self.num_calls if self.has_states else int(getattr(module, "layer_idx", self.num_calls))
-        self.dtype = query.dtype
-        if is_picked:
-            self._picked.add(number)
-        rule = Rule(
-            scale=query.shape[3] ** -0.5 if scaling is None else float(scaling),
-            window=sight.window,
-            soft_cap=float(softcap or 0.0),
-            sinks=() if s_aux is None else tuple(s_aux.float().tolist()),
-            alibi_slopes=alibi_slopes,
-            chunked=sight.chunked,
-        )
-        self._note(number, module, calls, calls.layer(query, key, value, rule))
-        return calls.answer(module, query, key, value)
-
-    def _note(self, number: int, module: Any, calls: Calls, layer: Layer) -> None:
-        """Layer ``number`` is ``layer``, or has it as its index."""
-        (self._indexes if layer.ranks_tokens else self.layers)[number] = layer
-        self.num_calls += not layer.ranks_tokens
-        if weights := calls.weights(module):
-            self._weights[number] = weights
-
-    def in_order(self) -> tuple[Layer, ...]:
-        """The layers as they are called, indexes before those that see what they pick."""
-        return tuple(layer for _, layer in self._numbered())
-
-    def weights(self) -> dict[int, Weights]:
-        """What makes the weights that R-workers multiply, by the places of their layers in order."""
-        places = {number: place for place, (number, layer) in enumerate(self._numbered()) if not layer.ranks_tokens}
-        return {places[number]: weights for number, weights in self._weights.items()}
-
-    def _numbered(self) -> list[tuple[int, Layer]]:
-        found: list[tuple[int, Layer]] = []
-        index = -1
-        for number, layer in sorted(self.layers.items()):
-            if number in self._indexes:
-                index = len(found)
-                found.append((number, self._indexes[number]))
-            found.append((number, layer.reading(index) if number in self._picked else layer))
-        return found
-
-    @staticmethod
-    def answer(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, calls: Calls = DENSE,
-        **__: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """Each query head's values, [1, T, num_heads, value_head_dim]; of a recurrent layer its first channels."""
-        return calls.answer(module, query, key, value)
-
-    def _sight(self, mask: torch.Tensor) -> Sight:
-        """The rule of the mask that came with a call: ``generate`` heeds it, whatever window the call names."""
-        number = self._masks.find(mask)
-        if number is None:
-            refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)", OTHER_MASK)
-        sight = self._sights[number] if number < len(self._sights) else None
-        if sight is None:
-            refuse(
-                self.hf_config, "asks for a mask that is neither causal nor a sliding window nor chunked", OTHER_MASK
-            )
-        return sight
-
-    def _check(self, module: Any, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        if getattr(module, "is_causal", True) is False or kwargs.pop("is_causal", True) is False:
-            refuse(self.hf_config, "attends in both directions", "attention that is causal")
-        if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
-            refuse(self.hf_config, "does not hand over one key and value per token")
-        unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
-        if unknown:
-            needs = "an adapter of its indexer (`sworker/adapters/index.py`)" if {*unknown} & {*INDEX_ARGUMENTS} else ""
-            refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}", needs)
-        if key.shape[3] > MAX_HEAD_DIM:
-            refuse(self.hf_config, f"has keys of {key.shape[3]} dims", f"more than {MAX_HEAD_DIM} in the kernels")

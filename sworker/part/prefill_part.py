@@ -1,4 +1,4 @@
-"""One part of a prompt through the unmodified model, on a prefill worker: its rows attend to the keys before them."""
+"""A prefill worker's forward of one prompt part through the unmodified model. Its rows attend to earlier keys."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ import torch.nn.functional as F
 from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.core.step import Chunk, MiniBatch
 from fastdecode.sworker.adapters.calls import DENSE, Calls
+from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.part.attention import PartAttention
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.staging import pack, rows_of, to_numpy
 
 Exchange = Callable[[int, np.ndarray, np.ndarray], PromptKV]
-"""Called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].
+"""A function called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].
 
-Returns those of the prompt from position 0 to the part's end, or, where all parts gather all, to the prompt's end. It
-may wait, and raises what ends the computation.
+It returns those of the prompt from position 0 to the part's end; if all parts gather all, to the prompt's end. It may
+wait, and its exceptions end the computation.
 """
 
 Advance = Callable[[int, torch.Tensor], torch.Tensor]
-"""Called at each recurrent layer with its number and the part's payload rows, [rows, 1, elements]; returns their o.
+"""A function called at each recurrent layer with its number and payload rows, [rows, 1, elements]; it returns their o.
 
-It may wait for the state after the parts before, and raises what ends the computation.
+It may wait for the state after earlier parts, and its exceptions end the computation.
 """
 
 
 def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
-    """RuntimeError: nothing advances states."""
+    """Raise RuntimeError, since nothing advances states."""
     raise RuntimeError(f"layer {layer} is recurrent, and nothing advances its state by {len(rows)} rows")
 
 
 def compute_part(
-    model: torch.nn.Module,
+    code: ModelCode,
     attention: PartAttention,
     token_ids: Sequence[int],
     start: int,
@@ -45,14 +46,13 @@ def compute_part(
     exchange: Exchange,
     advance: Advance = no_states,
 ) -> np.ndarray | None:
-    """Run tokens ``token_ids``, at positions ``start`` and on, through ``model``.
+    """Run tokens ``token_ids``, at positions ``start`` and on, through a model's code.
 
     Returns the last row's logits, [vocab_size] in the model's dtype as numpy carries it, where ``samples`` asks for
     them. Arrays cross in the model's dtype; 16-bit floats as uint16.
     """
-    device = next(model.parameters()).device
     chunk = Chunk(0, 0, start, token_ids, attends=False, samples=samples, is_decode=False)
-    packed = pack(MiniBatch.of([chunk]), device)
+    packed = pack(MiniBatch.of([chunk]), code.device)
     layers = itertools.count()
 
     def attend(
@@ -74,13 +74,7 @@ def compute_part(
         return F.pad(own, (0, 0, 0, 0, 0, len(q) - packed.num_rows))[None]
 
     def run() -> torch.Tensor:
-        output = model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            use_cache=False,
-            logits_to_keep=packed.logits_rows,
-        )
-        return output.logits[0, : packed.num_sampled]
+        return code.logits(packed.input_ids, packed.position_ids, packed.logits_rows)[: packed.num_sampled]
 
     with torch.inference_mode():
         logits = ModelGreenlet(run, attend).switch()

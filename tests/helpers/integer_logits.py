@@ -13,8 +13,9 @@ import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import SModel
+from fastdecode.sworker.model.recorder import Recorder
 from fastdecode.sworker.model.sharding import Rendezvous, leave
-from fastdecode.sworker.model.support import _forward, _Recorder
+from fastdecode.sworker.model.support import _forward
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 
 TOKENS = [(7 + 31 * place) % 500 for place in range(64)]
@@ -26,7 +27,7 @@ def digests(model: SModel) -> list[str]:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         one, many = (
-            _forward(model.model, model._hf_config, ModelGreenlet, _Recorder(model._hf_config).answer, TOKENS[:count],
+            _forward(model.code, model._hf_config, ModelGreenlet, Recorder(model._hf_config).answer, TOKENS[:count],
                      range(count)).float()
             for count in (1, 64)
         )  # fmt: skip

@@ -17,6 +17,7 @@ from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import StepPlan, StepReport
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.model.transformers_code import TransformersCode
 from fastdecode.sworker.run.pipeline import ATTENTION_NAME, ModelGreenlet, register_attention
 from fastdecode.sworker.run.s_worker import SWorker
 from fastdecode.sworker.run.staging import rows_of
@@ -33,6 +34,11 @@ class Tiny:
     model: LlamaForCausalLM
     plain: LlamaForCausalLM
     layout: KVLayout
+
+    @property
+    def code(self) -> TransformersCode:
+        """The model's code, as the S-worker runs it."""
+        return TransformersCode(self.model)
 
 
 def make_tiny() -> Tiny:
@@ -58,7 +64,7 @@ def make_tiny() -> Tiny:
         LlamaForCausalLM._from_config(deepcopy(config), attn_implementation=ATTENTION_NAME).eval().requires_grad_(False)
     )
     model.load_state_dict(plain.state_dict())
-    return Tiny(model, plain, probe_layout(model, model.config, "auto"))
+    return Tiny(model, plain, probe_layout(TransformersCode(model), model.config, "auto"))
 
 
 @dataclass
@@ -70,7 +76,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.backend.open(self.tiny.layout)
-        self.worker = SWorker(self.tiny.model, self.tiny.layout, self.backend, StateClock())
+        self.worker = SWorker(self.tiny.code, self.tiny.layout, self.backend, StateClock())
 
     def begin(
         self, *mini_batches: Sequence[Chunk], controls: Sequence[tuple[int, int, int, int]] = ()

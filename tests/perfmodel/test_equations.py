@@ -19,11 +19,12 @@ from fastdecode.core.protocols import StepTime
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.equations import token_budget
 from fastdecode.perfmodel.hardware import Figure, kernel_bytes_per_second, parse_link
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport
 from fastdecode.perfmodel.step_model import StepModel
 
 LENGTHS = st.integers(1, 5000)

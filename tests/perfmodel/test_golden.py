@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, Transport
 
 R_SECONDS = 0.1239e-6
 """One R-worker (socket), per cached token and layer of the 7B model."""

@@ -15,6 +15,7 @@ from helpers.tiny_configs import tiny_config
 from fastdecode.cli.main import main
 from fastdecode.core.errors import PlanError, UnsupportedModelError
 from fastdecode.perfmodel.hardware import kernel_bytes_per_second
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.gpu_only import GpuServer
@@ -24,7 +25,7 @@ from fastdecode.perfmodel.model_config import read_shape
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, RPart, Transport, beside_states
 from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.sworker.model.loader import auto_class
 

@@ -17,14 +17,15 @@ from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.dtypes import KV_BITS
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.perfmodel.hardware import kernel_bytes_per_second
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.model_config import find_shape, read_shape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.presets import find_cpu_host
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import host_r_part
 from fastdecode.sworker import SModel
 from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.model.transformers_code import TransformersCode
 from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
 
 BILLIONS = {
@@ -257,7 +258,7 @@ def test_windows_are_those_that_the_model_asks_its_attention_for(name: str) -> N
     model = model_zoo.build_model(name)
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)
-    layers = probe_layout(model, model.config, "auto").layers
+    layers = probe_layout(TransformersCode(model), model.config, "auto").layers
     windows = tuple(layer.window for layer in layers)
     assert read_shape(model.config.to_dict(), name).windows == (windows if any(windows) else ())
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.perfmodel.equations import largest
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.gpu_only import GpuOnly, GpuServer
@@ -19,7 +20,7 @@ from fastdecode.perfmodel.lab.verdict import judge
 from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.sizing import Prices, Workload
-from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, Transport
 
 LLAMA_7B = BUILT_IN["llama-7b"]
 A10, EPYC = find_gpu("a10"), find_cpu_host("epyc-7452")

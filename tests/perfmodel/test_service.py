@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fastdecode.cli.main import main
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.gpu_only import GpuOnly, GpuServer
@@ -18,7 +19,7 @@ from fastdecode.perfmodel.lab.verdict import judge
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.service import CHUNK_TOKENS, ServiceLimits, prompt_chunks
 from fastdecode.perfmodel.sizing import Prices, Workload
-from fastdecode.perfmodel.stages import GpuSPart, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart
 
 LLAMA = BUILT_IN["llama-7b"]
 NAMES = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, PlanError, ProfileError
 from fastdecode.perfmodel.hardware import Figure
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.measurements import SPartPoint
@@ -29,7 +30,7 @@ from fastdecode.perfmodel.rank_costs import (
     replicated_bytes,
 )
 from fastdecode.perfmodel.sizing import NO_PRICES, Prices, Workload
-from fastdecode.perfmodel.stages import GpuSPart, Transport, host_r_part
+from fastdecode.perfmodel.stages import GpuSPart, Transport
 
 OPT_175B, A10, EPYC = BUILT_IN["opt-175b"], find_gpu("a10"), find_cpu_host("epyc-7452")
 RATE, ONCE = 1e9, 1e-5

@@ -72,7 +72,7 @@ def test_formats_that_the_engine_keeps_packed_count_so(tmp_path: Path, capsys: p
     assert "weights in awq: they stay packed on the GPU, 5.73" in capsys.readouterr().out
     assert main([*words, "llama-3-8b", "--weights", "awq", "--tensor-parallel-size", "2"]) == 0
     assert "the S-worker unpacks them to bfloat16, 16.06 GB" in capsys.readouterr().out
-    assert main([*words, "gpt-oss-120b", "--tensor-parallel-size", "1"]) == 0
+    assert main([*words, "gpt-oss-120b", "--weights", "mxfp4", "--tensor-parallel-size", "1"]) == 0
     assert "they stay packed on the GPU, 6" in capsys.readouterr().out
 
 

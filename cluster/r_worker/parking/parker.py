@@ -1,8 +1,8 @@
-"""Parks and wakes the sequences of one R-worker: pieces cross between its cache and its disk from one step to the next.
+"""Parks and wakes the sequences of one R-worker: pieces are copied between cache and disk between steps.
 
-Out of the cache the R-worker's own thread copies a piece, and another one, the disk's, writes it. Into the cache its
-threads read pieces straight from the file, and check them while they are at hand; what the system does not have in its
-memory the disk's thread fetches before.
+To park, the R-worker's own thread copies a piece out of the cache, and the disk's thread writes it. To wake, its
+threads read pieces straight from the file and check them. The disk's thread first fetches what is not in the page
+cache.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,29 +22,25 @@ from fastdecode import _rworker
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.jobs import FAILURES, ParkJob, WakeJob
 from fastdecode.cluster.r_worker.parking.room import Room
 from fastdecode.cluster.wire.messages import fingerprint
-from fastdecode.core.errors import CapacityError, ChainError
+from fastdecode.core.errors import ChainError
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
 from fastdecode.kinds.layout import KVLayout
 
-READ_AHEAD = 4
-"""Pieces that the disk's thread fetches before they are wanted, where they are not in memory."""
-
-AT_ONCE_BYTES = 1 << 23
-"""Of pieces that are read into the cache between two looks at the time."""
-
 CHAINS_AHEAD, LEAST_AHEAD_BYTES = 2, 1 << 26
-"""Memory that is committed before it is needed has room for so many of the longest chain, and so many bytes."""
+"""Memory committed in advance: room for so many of the longest chain, and so many bytes."""
 
-FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
 
 log = logging.getLogger("fastdecode.r_worker")
 
 
 def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
-    """A hash of how blocks of ``worker``, whose cache has this layout, lie in memory: that of one of known tokens.
-    So a build that lays them out otherwise reads no chain of this one."""
+    """Return a hash of the memory layout of ``worker``'s blocks, made by storing known tokens.
+
+    So a build with another layout reads no chain of this one.
+    """
     size = RWorkerSize(worker.block_bytes, 1)
     probe = make_rworker(replace(layout.absorbed, isa=worker.isa), worker.block_size, size)
     tokens = np.resize(np.arange(251, dtype=np.uint8), worker.block_size * layout.kv_bytes_per_token)
@@ -58,7 +51,7 @@ def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
 
 
 class Parker:
-    """One thing at a time, for one S-worker; another request gives up the one that is under way."""
+    """Parks and wakes one sequence at a time, for one S-worker. Another request cancels the current one."""
 
     def __init__(self, worker: _rworker.RWorker, directory: ParkDirectory, layout: KVLayout) -> None:
         self._worker, self._directory, self._layout = worker, directory, layout
@@ -66,7 +59,7 @@ class Parker:
         self._room = Room(worker, self._threads)
         self._keep_room(at_once=True)
         self._fingerprint = ""
-        self._job: _Parking | _Waking | None = None
+        self._job: ParkJob | WakeJob | None = None
         self._asked: tuple[Any, ...] = ()
         self._dropped: tuple[bytes, ...] = ()
 
@@ -79,7 +72,7 @@ class Parker:
         return list(self._directory.chains(self._fingerprint))
 
     def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
-        """See ``Parks.park``. What an R-worker gives up for the room is said with the first answer."""
+        """See ``Parks.park``. The first answer lists the chains that the R-worker drops to make room."""
         if self._asked != (asked := (sequence_id, chain)):
             self._give_up()
             head = self._head(chain)
@@ -96,7 +89,7 @@ class Parker:
             except OSError as error:
                 return self._failed(str(error))
             self._room.stop()
-            self._asked, self._job = asked, _Parking(self._worker, self._threads, sequence_id, head, writer)
+            self._asked, self._job = asked, ParkJob(self._worker, self._threads, sequence_id, head, writer)
         return self._go_on(self._path(chain.name), patience_ms)
 
     def wake(self, patience_ms: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
@@ -113,20 +106,20 @@ class Parker:
         return self._go_on(path, patience_ms)
 
     def close(self) -> None:
-        """Wait for the disk, and give up what is under way."""
+        """Wait for the disk, and cancel the work in progress."""
         self._room.stop()
         self._give_up()
         self._threads.shutdown()
 
     def _go_on(self, path: Path, patience_ms: int) -> Parked:
-        """Do what can be done in that time."""
+        """Do what can be done within ``patience_ms``."""
         job = self._job
         if job is None:
             return self._failed("nothing is under way")
         try:
             if not job.advance(time.monotonic() + patience_ms / 1000):
                 return self._answer(Progress.UNDER_WAY, job.num_tokens)
-            if isinstance(job, _Parking):
+            if isinstance(job, ParkJob):
                 self._directory.add(path)
             else:
                 self._directory.use(path)
@@ -138,7 +131,7 @@ class Parker:
         self._keep_room()
         return self._answer(Progress.DONE, job.num_tokens)
 
-    def _open(self, path: Path, sequence_id: int, num_blocks: int, name: bytes) -> _Waking:
+    def _open(self, path: Path, sequence_id: int, num_blocks: int, name: bytes) -> WakeJob:
         reader = ChainReader(path)
         num_tokens, head = num_blocks * self._worker.block_size, reader.head
         if (head.fingerprint, reader.marks[-1]) != (self._fingerprint, name):
@@ -147,7 +140,7 @@ class Parker:
         if not 0 < num_tokens <= head.num_tokens or (num_tokens % PIECE_TOKENS and num_tokens != head.num_tokens):
             reader.close()
             raise ValueError(f"wake: {num_tokens} tokens are no pieces of {head.num_tokens}")
-        return _Waking(self._worker, self._threads, sequence_id, num_tokens, reader)
+        return WakeJob(self._worker, self._threads, sequence_id, num_tokens, reader)
 
     def _head(self, chain: Chain) -> Head:
         layout, worker = self._layout, self._worker
@@ -160,7 +153,7 @@ class Parker:
         return self._directory.path(self._fingerprint, name)
 
     def _lost(self, path: Path, error: Exception) -> Parked:
-        """Say why; a file that is not what was written is removed, so that it is not tried again."""
+        """Return the failure and log the reason. A damaged file is removed, so that it is not tried again."""
         if isinstance(error, ChainError):
             self._directory.drop(path.name)
         return self._failed(str(error))
@@ -174,7 +167,7 @@ class Parker:
         return Parked(progress, num_tokens, self._directory.num_bytes, dropped)
 
     def _keep_room(self, at_once: bool = False) -> None:
-        """Have memory for chains that may be woken, where there is one."""
+        """Commit memory for chains that may be woken, if there are any."""
         if largest := self._directory.largest:
             self._room.keep(max(CHAINS_AHEAD * largest, LEAST_AHEAD_BYTES), at_once)
 
@@ -182,135 +175,3 @@ class Parker:
         job, self._job, self._asked = self._job, None, ()
         if job:
             job.close()
-
-
-class _Job:
-    """Work of which the disk's thread does one part at a time. ``num_tokens``: that it has done."""
-
-    def __init__(self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int) -> None:
-        self.num_tokens = 0
-        self._worker, self._threads, self._sequence_id = worker, threads, sequence_id
-        self._pending: deque[Future[Any]] = deque()
-
-    def _come(self, deadline: float) -> Any:
-        """Return what the disk's thread has done next; TimeoutError where it has not by ``deadline``."""
-        value = self._pending[0].result(max(0.0, deadline - time.monotonic()))
-        self._pending.popleft()
-        return value
-
-    def _settle(self) -> None:
-        """Wait for the disk's thread."""
-        for each in self._pending:
-            with suppress(*FAILURES):
-                each.result()
-
-
-class _Parking(_Job):
-    """A sequence on its way to the disk."""
-
-    def __init__(
-        self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int, head: Head, writer: ChainWriter
-    ) -> None:
-        super().__init__(worker, threads, sequence_id)
-        self._head, self._writer, self._next = head, writer, 0
-        self._is_written = False
-
-    def advance(self, deadline: float) -> bool:
-        """True once the file is in its place."""
-        try:
-            while True:
-                if self._pending:
-                    self._come(deadline)
-                if self._is_written:
-                    return True
-                self._begin_next()
-        except NotYet:
-            return False
-
-    def _begin_next(self) -> None:
-        number = self._next
-        if number == self._head.num_pieces:
-            self._pending.append(self._threads.submit(self._writer.finish))
-            self._is_written = True
-            return
-        count = self._head.piece_tokens(number)
-        piece = self._worker.export_blocks(self._sequence_id, number * PIECE_TOKENS, count)
-        self._pending.append(self._threads.submit(self._writer.append, piece))
-        self._next, self.num_tokens = number + 1, number * PIECE_TOKENS + count
-
-    def close(self) -> None:
-        """Leave nothing of a file that is not whole."""
-        self._settle()
-        self._writer.discard()
-
-
-class _Waking(_Job):
-    """A sequence on its way back: ``num_wanted`` tokens."""
-
-    def __init__(
-        self,
-        worker: _rworker.RWorker,
-        threads: ThreadPoolExecutor,
-        sequence_id: int,
-        num_wanted: int,
-        reader: ChainReader,
-    ) -> None:
-        super().__init__(worker, threads, sequence_id)
-        self._num_wanted, self._reader = num_wanted, reader
-        self._num_pieces, self._next = -(-num_wanted // PIECE_TOKENS), 0
-        self._most = max(worker.num_threads, AT_ONCE_BYTES // reader.head.piece_bytes(0))
-        self._num_fetched = 0
-
-    def advance(self, deadline: float) -> bool:
-        """True once all tokens are in the cache."""
-        try:
-            while True:
-                self._take(self._num_cached() or self._fetch(deadline))
-                if self._next == self._num_pieces:
-                    return True
-                if time.monotonic() > deadline:
-                    return False
-        except NotYet:
-            return False
-
-    def _take(self, count: int) -> None:
-        """Read the next pieces into the cache, where they are in memory by now."""
-        numbers = range(self._next, self._next + count)
-        counts = [min(PIECE_TOKENS, self._num_wanted - number * PIECE_TOKENS) for number in numbers]
-        places = [(tokens, *self._reader.place(number)) for number, tokens in zip(numbers, counts, strict=True)]
-        try:
-            found = self._worker.read_blocks(self._sequence_id, self.num_tokens, self._reader.fileno(), places)
-        finally:
-            self.num_tokens = self._length()
-        for number, checksum in zip(numbers, found, strict=True):
-            self._reader.check(number, checksum)
-        self._next += count
-
-    def _length(self) -> int:
-        """Tokens that the sequence has, right ones or not."""
-        try:
-            return self._worker.sequence_length(self._sequence_id)
-        except KeyError:
-            return 0
-
-    def _num_cached(self) -> int:
-        """How many of the next pieces, at most as many as are read at once, are in memory."""
-        end = min(self._next + self._most, self._num_pieces)
-        return next((n for n in range(self._next, end) if not self._reader.is_cached(n)), end) - self._next
-
-    def _fetch(self, deadline: float) -> int:
-        """Have the disk's thread fetch the next piece, and then those after it; 1 once that one is there."""
-        first = self._num_fetched - len(self._pending)
-        self._num_fetched = max(self._num_fetched, self._next)
-        while self._num_fetched < min(self._next + READ_AHEAD, self._num_pieces):
-            self._pending.append(self._threads.submit(self._reader.fetch, self._num_fetched))
-            self._num_fetched += 1
-        while self._pending and first <= self._next:
-            self._come(deadline)
-            first += 1
-        return 1
-
-    def close(self) -> None:
-        """Close the file."""
-        self._settle()
-        self._reader.close()

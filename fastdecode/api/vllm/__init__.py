@@ -1,1 +1,1 @@
-"""What vLLM calls things: every setting, flag, method and environment variable of its that is not one of ours."""
+"""vLLM's settings, flags, methods and environment variables that have no counterpart here."""

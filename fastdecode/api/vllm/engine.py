@@ -1,4 +1,4 @@
-"""vLLM's settings of an engine (``EngineArgs``, ``LLM``, and the flags of ``vllm serve``) that no field here has."""
+"""vLLM's engine settings (``EngineArgs``, ``LLM``, and flags of ``vllm serve``) that have no field here."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ WITHOUT_EFFECT = without_effect({
     "requests may ask for as many as there are": "max_logprobs",
     "one process reads all requests": "renderer_num_workers",
 })  # fmt: skip
-"""Settings of how vLLM works inside, or of media: no text changes without them."""
+"""Settings of vLLM's internals, or of media. Ignoring them changes no text."""
 
 REFUSED = refused([
     ("additional_config aux_output_config", "nothing here takes any"),
@@ -144,4 +144,4 @@ REFUSED = refused([
     ("enable_prompt_adapter? max_prompt_adapters max_prompt_adapter_token prompt_adapters*",
      "there are no prompt adapters: give lora_modules"),
 ])  # fmt: skip
-"""Settings without which the engine would do something else than was asked, each with what to do instead."""
+"""Settings that the engine cannot follow, each with what to do instead."""

@@ -1,4 +1,4 @@
-"""vLLM's environment variables: those that are taken, and what is said about others that are set."""
+"""vLLM's environment variables: those that are used, and a note about others that are set."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ INSTEAD = {
     "VLLM_PORT": "give --port",
     "VLLM_USE_MODELSCOPE": "models come from Hugging Face, or from a folder",
 }
-"""Variables that users set for what a flag does here."""
+"""Variables for which a flag exists here."""
 
 _OF_KUBERNETES = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
-"""What Kubernetes sets in every container where a Service is called vllm."""
+"""Variables that Kubernetes sets in every container if a Service is called vllm."""
 
 
 def said() -> str:
-    """Return one sentence about vLLM's variables that are set and have no effect; "" where there are none."""
+    """Return one sentence about vLLM's variables that are set and have no effect; "" if there are none."""
     names = sorted(
         name for name, value in os.environ.items() if name.startswith("VLLM_") and _is_a_setting(name, value)
     )

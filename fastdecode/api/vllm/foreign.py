@@ -1,4 +1,4 @@
-"""A setting of vLLM that no field here has: accepted without effect, or refused with what to do instead."""
+"""A vLLM setting without a field here: accepted without effect, or refused with advice."""
 
 from __future__ import annotations
 
@@ -14,36 +14,42 @@ class Foreign:
     """One setting of vLLM, which is also a flag of ``vllm serve``.
 
     ``values``: how many words follow its flag: "none" (a switch), "one", "many", or "maybe" one. ``neutral``: values
-    that ask for nothing. ``shorts``: other flags of the same setting.
+    that are the same as leaving it out. ``shorts``: other flags of the same setting.
     """
 
     name: str
     refused: bool
     text: str
-    """Why it has no effect, or what to do instead."""
+    """The reason why it has no effect, or what to do instead."""
     values: str = "one"
     neutral: tuple[Any, ...] = ()
     shorts: tuple[str, ...] = ()
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Return whether the setting with ``value`` says the same as one that is left out."""
+        """Return whether ``value`` means the same as leaving the setting out."""
         off = value is False and True not in self.neutral
         return value is None or off or value in ("", [], {}) or value in self.neutral or _number(value) in self.neutral
 
 
 def without_effect(rows: Mapping[str, str]) -> dict[str, Foreign]:
-    """Return settings by name; ``rows`` has names, as ``_read`` takes them, by the reason why they have no effect."""
+    """Return settings without effect, by name. ``rows`` maps names, in the notation of ``_read``, to the reason."""
     return {each.name: each for why, names in rows.items() for each in _read(names, False, why)}
 
 
 def refused(rows: Iterable[tuple[Any, ...]]) -> dict[str, Foreign]:
-    """Return settings by name; a row has names, as ``_read`` takes them, a cure, and values that ask for nothing."""
+    """Return refused settings, by name.
+
+    A row has names in the notation of ``_read``, the advice, and neutral values.
+    """
     return {each.name: each for names, cure, *neutral in rows for each in _read(names, True, cure, tuple(neutral))}
 
 
 def _read(names: str, is_refused: bool, text: str, neutral: tuple[Any, ...] = ()) -> list[Foreign]:
-    """Read names: a mark says how many words follow a flag ("?" none, "*" many, "~" maybe one; unmarked one), "+" that
-    a switch is on by itself, and words that begin with "-" are more flags of the name before them."""
+    """Return the settings that ``names`` lists.
+
+    A mark after a name says how many words follow its flag: "?" none, "*" many, "~" at most one, no mark exactly one.
+    "+" marks a switch that is on by default. Words that begin with "-" are more flags of the name before them.
+    """
     found: list[Foreign] = []
     for word in names.split():
         if word.startswith("-"):
@@ -57,7 +63,7 @@ def _read(names: str, is_refused: bool, text: str, neutral: tuple[Any, ...] = ()
 
 
 def _number(value: Any) -> Any:
-    """Return the number that a flag's text says, else the value."""
+    """Return the number that the text of a flag stands for; otherwise the value itself."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

@@ -1,4 +1,4 @@
-"""vLLM's methods, names and sampling fields that Python code for it uses, and how ``SamplingParams`` takes the last."""
+"""vLLM's methods, names and sampling fields for Python code, and how ``SamplingParams`` handles them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NAMES = {
     "ScoringRequestOutput": TEXTS_ONLY,
     "initialize_ray_cluster": "give r_workers='ray:N'",
 }
-"""What can be imported from vLLM, and not from here."""
+"""Names that can be imported from vLLM, but not from here."""
 
 SAMPLING_IGNORED = without_effect({
     "texts are not watermarked": "watermarking",
@@ -100,9 +100,9 @@ Params = TypeVar("Params", bound=type)
 
 
 def takes_vllms_fields(kind: Params) -> Params:
-    """Have a frozen dataclass take the fields that vLLM's ``SamplingParams`` has besides.
+    """Make a frozen dataclass accept vLLM's additional fields of ``SamplingParams``.
 
-    It says what to do instead of setting a field, where vLLM's parameters may be changed.
+    Setting a field afterwards raises an error that says what to do instead; vLLM's parameters are mutable.
     """
     made: Any = kind
     init, known = made.__init__, made.__dataclass_fields__
@@ -121,7 +121,10 @@ def takes_vllms_fields(kind: Params) -> Params:
 
 
 def _ours(fields: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` without vLLM's; ConfigError for one that would give another text, or that nobody knows."""
+    """Return ``fields`` without those that only vLLM has.
+
+    Raise ConfigError for an unknown field, or one that would change the text.
+    """
     if fields.keys() <= known.keys():
         return fields
     found = {name: value for name, value in fields.items() if name in known}
@@ -139,5 +142,5 @@ def _ours(fields: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _says_n(name: str, fields: dict[str, Any]) -> bool:
-    """Return whether it is a best_of that asks for no more than n."""
+    """Return whether ``name`` is best_of with a value of at most n."""
     return name == "best_of" and fields[name] == fields.get("n", 1)

@@ -1,4 +1,4 @@
-"""vLLM's flags of its server (``vllm serve``) that are no settings of an engine, and that no field here has."""
+"""vLLM's server flags (``vllm serve``) that are no engine settings and have no field here."""
 
 from __future__ import annotations
 

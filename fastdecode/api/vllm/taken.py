@@ -1,4 +1,4 @@
-"""vLLM's settings and flags that mean here what they mean there."""
+"""vLLM's settings and flags that mean the same here."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ TAKEN = dict.fromkeys(
     "spec_tokens": "as speculative_config.num_speculative_tokens",
     "speculative_config": "methods ngram, draft_model, early_exit",
 }  # fmt: skip
-"""What a setting takes besides, by its name."""
+"""What a setting accepts in addition, by its name."""

@@ -1,4 +1,4 @@
-"""vLLM's spellings of values that settings here have under another name."""
+"""vLLM's spellings of values that have another name here."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DTYPES = {"half": "float16", "float": "float32"}
 DTYPE_SETTINGS = ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype")
 
 LOAD_FORMATS = dict.fromkeys(("safetensors", "hf", "gguf", "fastsafetensors", "instanttensor", "mistral"), "auto")
-"""Formats that are found out by the files themselves."""
+"""Load formats that the loader detects from the files."""
 
 COUNTS = ("max_model_len", "max_num_batched_tokens", "kv_load_limit", "kv_shard_tokens")
-"""Settings that may be texts such as "4k"."""
+"""Settings that may be written as "4k"."""
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -24,7 +24,7 @@ _DRAFT_SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens
 
 
 def read_count(text: str) -> int:
-    """Return the number of "4096", "4k" (4,000), "4K" (4,096) or "1.5m", as vLLM reads them.
+    """Return the integer of "4096", "4k" (4,000), "4K" (4,096) or "1.5m", as vLLM reads them.
 
     Raises:
         ValueError: one line that says what would be right.
@@ -43,9 +43,9 @@ def read_count(text: str) -> int:
 
 
 def translate(name: str, value: Any) -> Any:
-    """Return the value of the setting ``name`` as it is spelt here; ConfigError where there is no such value."""
+    """Return the value of setting ``name`` in our spelling. Raise ConfigError if there is no such value."""
     if name in DTYPE_SETTINGS and value is not None:
-        return _dtype(name, str(value).removeprefix("torch."))  # dtypes of torch too
+        return _dtype(name, str(value).removeprefix("torch."))  # a torch.dtype is accepted too
     if name in COUNTS:
         return _count(name, value)
     if name == "kv_cache_memory_bytes" and isinstance(value, str):
@@ -62,7 +62,7 @@ def translate(name: str, value: Any) -> Any:
 
 
 def drafts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with what vLLM's shortcuts and defaults say of drafts in ``speculative_config``."""
+    """Return ``settings`` with vLLM's shortcuts for draft tokens merged into ``speculative_config``."""
     given = {name: value for name, value in settings.items() if name not in _DRAFT_SHORTCUTS}
     shortcuts = {_DRAFT_SHORTCUTS[name]: settings[name] for name in _DRAFT_SHORTCUTS if settings.get(name) is not None}
     config = given.get("speculative_config")

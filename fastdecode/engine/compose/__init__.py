@@ -1,1 +1,1 @@
-"""Composition: an engine's parts are made and joined here, and nowhere else."""
+"""Composition: the only place where an engine's parts are made and joined."""

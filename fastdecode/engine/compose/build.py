@@ -13,10 +13,8 @@ from functools import partial
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
 from fastdecode.core.errors import BackendError
-from fastdecode.core.held import KnownTokens
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
-from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
@@ -24,20 +22,17 @@ from fastdecode.cycle import Companion, Membership, Parking
 from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine.compose.backends import (
     check_room,
-    common_isa,
-    journal_copies,
     keep_states_here,
-    layer_cache_maker,
     make_backend,
-    make_draft_backend,
     make_prefill_backend,
-    make_prompt_backend,
     parks_of,
     place_on_ray,
     pool_layout,
     prepare,
     with_key_of,
 )
+from fastdecode.engine.compose.outliving import make_journal, resume_session
+from fastdecode.engine.compose.own_caches import common_isa, layer_cache_maker, make_draft_backend, make_prompt_backend
 from fastdecode.engine.compose.setup import (
     make_parking,
     make_scheduler,
@@ -47,15 +42,13 @@ from fastdecode.engine.compose.setup import (
 )
 from fastdecode.engine.compose.ways import check_ways
 from fastdecode.engine.live import LiveRequests, LiveWorld
-from fastdecode.journal.journal import Journal, KeptJournal, next_run
-from fastdecode.journal.places import Folder
-from fastdecode.journal.pulse import Listening, Pulse
+from fastdecode.journal.journal import next_run
+from fastdecode.journal.pulse import Listening
 from fastdecode.journal.records import Run
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.prefills.policy import make_prefill_policy
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
-from fastdecode.scheduler.prefix.adopted import Held
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.part.attention import TIMED_ROWS
 from fastdecode.sworker.run.s_worker import Lead
@@ -203,8 +196,9 @@ def _put_together(
     scheduler = make_scheduler(
         config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy, pool.state_room
     )
-    journal = _make_journal(config, model, pool, run, cleanup)
-    _go_on(scheduler, pool.r_workers, journal, config.keep_session > 0)
+    fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
+    journal = make_journal(config, fingerprint, pool.backend, pool.r_workers, run, cleanup)
+    resume_session(scheduler, pool.r_workers, journal, config.keep_session > 0)
     method = config.prefill_parallel
     prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
@@ -214,68 +208,6 @@ def _put_together(
     return Parts(
         config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation, parking
     )
-
-
-def _make_journal(config: EngineConfig, model: SModel, pool: _Pool, run: Run, cleanup: ExitStack) -> Journal:
-    """What keeps requests and tokens for an engine after this one, where ``config`` asks for it. Where R-workers have
-    the session of one before, which may only be stopped, its journal is taken from it."""
-    if config.journal is None:
-        return Journal()
-    fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
-    takes_over = config.stands_by or any(worker.held for worker in pool.r_workers)
-    folder = config.journal_folder
-    place = Folder(folder, takes_over) if folder else journal_copies(pool.backend)
-    cleanup.callback(place.close)
-    journal = KeptJournal(place, fingerprint, run.name, max(worker.epoch for worker in pool.r_workers))
-    cleanup.callback(journal.close)
-    if folder is None and not journal.was_found and (names := [each.name for each in pool.r_workers if each.kept_of]):
-        logger.warning(
-            "session %s: R-worker %s has kept sequences, and the journal is gone with the R-workers that had it: "
-            "requests of the engine before this one are not known",
-            config.session, ", ".join(names),
-        )  # fmt: skip
-    if folder and config.session is not None:
-        cleanup.callback(Pulse(folder).close)
-    return journal
-
-
-def _go_on(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, keeps: bool) -> None:
-    """Adopt what R-workers hold of sequences that ``journal`` knows; from here on note what an engine after this one
-    has to know, where R-workers are to keep it (``keeps``)."""
-    scheduler.store.names.is_wanted = keeps
-    held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
-    placing = scheduler.limits.placing
-    in_one_place = not placing.twice and placing.segment_tokens == UNLIMITED
-    known = journal.cached_tokens(in_one_place)
-    if held:
-        _adopt(scheduler, r_workers, held, journal, known)
-    elif keeps and any(each.token_ids for each in known.values()):
-        logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
-    if keeps and not in_one_place:
-        # else rows that attended on an R-worker which is lost in their first step would count as right until its end
-        adopted = {each.sequence_id: scheduler.store.adopted.num_adopted(each.sequence_id) for each in known.values()}
-        journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
-
-
-def _adopt(
-    scheduler: Scheduler, r_workers: list[RWorkerInfo], held: Held, journal: Journal, known: dict[int, KnownTokens]
-) -> None:
-    """Keep what R-workers hold of sequences of ``known`` tokens, and have them forget the rest."""
-    ends = (1 + each.cache_id for several in held.values() for each in several)
-    journal.next_sequence_id = max(journal.next_sequence_id, *ends)
-    lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
-    ours = {index: several for index, several in held.items() if _wrote(journal, r_workers[index])}
-    foreign = {index: several for index, several in held.items() if index not in ours}
-    scheduler.store.prefixes.adopt(foreign, {}, lowest_name)
-    for index, num_tokens in scheduler.store.prefixes.adopt(ours, known, lowest_name).items():
-        r_workers[index] = replace(r_workers[index], held=())
-        name = r_workers[index].name
-        logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)
-
-
-def _wrote(journal: Journal, r_worker: RWorkerInfo) -> bool:
-    """Whether ``r_worker`` has kept what it has of the run that wrote ``journal``, and not of one before or after."""
-    return r_worker.kept_of.rpartition(" ")[2] in ("", journal.before)
 
 
 def _make_prompts(
@@ -296,8 +228,8 @@ def _make_s_worker(
     clock = StateClock()
     if pool.ranks:
         lead = pool.ranks.lead
-        return SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts, lead=lead, in_order=True)
-    s_worker = SWorker(model.model, model.layout, pool.backend, clock, prompts=prompts)
+        return SWorker(model.code, model.layout, pool.backend, clock, prompts=prompts, lead=lead, in_order=True)
+    s_worker = SWorker(model.code, model.layout, pool.backend, clock, prompts=prompts)
     if not config.enforce_eager:
         s_worker.capture_graphs(num_mini_batches, config.max_num_seqs)
     return s_worker

@@ -44,7 +44,7 @@ def pin_s_worker(config: EngineConfig) -> int:
 
 
 def s_thread_count(config: EngineConfig) -> int:
-    """Threads of a matrix product of the S-worker: one per core it has, unless told."""
+    """Return threads of a matrix product of the S-worker: one per core it has, unless told."""
     return config.s_threads or len(config.s_core_list or usable_cores())
 
 
@@ -106,7 +106,7 @@ def _of_states_here(room: StateRoom | None, block_bytes: int) -> dict[str, int]:
 
 
 def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy | None:
-    """What decides how many tokens are drafted; None where none are to be."""
+    """Return what decides how many tokens are drafted; None if none are to be."""
     if not limits.num_speculative_tokens:
         return None
     return BalancedDrafts(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
@@ -127,7 +127,7 @@ def make_parking(
 
 
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
-    """Prompt tokens that may attend on the S-worker.
+    """Return prompt tokens that may attend on the S-worker.
 
     None of a hybrid's, whose states R-workers have. Unless told otherwise none, where all R-workers share its cores:
     there is nothing to overlap.
@@ -149,7 +149,7 @@ def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_g
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
-    """What each R-worker measured it can read, where all of them did; else they count as equal."""
+    """Return what each R-worker measured it can read, where all of them did; else they count as equal."""
     measured = tuple(worker.read_gb_per_s for worker in r_workers)
     return measured if all(measured) else (1.0,) * len(measured)
 
@@ -186,7 +186,7 @@ def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_toke
 
 
 def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
-    """The faster of two steps that compute ``num_tokens`` of a prompt, on R-worker ``index``."""
+    """Return the faster of two steps that compute ``num_tokens`` of a prompt, on R-worker ``index``."""
     attends = s_worker.layout.cannot("scratch") is not None
     chunk = Chunk(TRIAL_ID, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
@@ -221,7 +221,10 @@ def with_absorption(config: EngineConfig) -> EngineConfig:
 def live_step_model(
     config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
 ) -> StepModel:
-    """The steps of this engine by ``config.profile``; ProfileError where that is another machine's or model's."""
+    """Return the steps of this engine by ``config.profile``.
+
+    Raise ProfileError if that is another machine's or model's.
+    """
     profile = load_profile(str(config.profile))
     check_own(profile, this_machine(model.device_name, profile.machine.r_worker, r_workers[0].isa))
     shape, spec = model.shape, config.r_worker_spec
@@ -245,7 +248,7 @@ def live_step_model(
 
 
 def _r_workers_per_core(config: EngineConfig, r_workers: Sequence[RWorkerInfo]) -> int:
-    """How many R-workers of this machine take turns on a core."""
+    """Return how many R-workers of this machine take turns on a core."""
     if not config.r_worker_spec.on_this_machine:
         return 1
     cores = config.r_core_list or usable_cores()

@@ -1,4 +1,4 @@
-"""Refusals of settings that ask for a way which a model's layers cannot be put through."""
+"""Checks that refuse settings which a model's layers do not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.kinds import Way
 from fastdecode.kinds.layout import KVLayout
 
 Asks = Callable[[EngineConfig, bool], bool]
-"""Says whether settings, and a model on a GPU, ask for a way."""
+"""Returns whether settings, with the model on a GPU or not, use a feature."""
 
 
 def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
@@ -54,11 +54,11 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
         lambda config, _: config.state_on != "s" and config.state_memory is not None,
     ),
 )
-"""Each way, the setting that asks for it, and whether it does."""
+"""Each feature, its setting, and the test whether it is used."""
 
 
 def check_ways(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
-    """Raise ConfigError for a setting that asks for what the layers of ``layout`` cannot be put through."""
+    """Raise ConfigError for a setting whose feature the layers of ``layout`` do not support."""
     if reason := layout.cannot_lie_in(config.block_size):
         raise ConfigError(f"block_size: {reason}")
     for way, setting, asks in ASKED:

@@ -13,13 +13,13 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 
 
 def figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
-    """One line per figure, with its efficiency and source."""
+    """Return one line per figure, with its efficiency and source."""
     values = {field.name: getattr(preset, field.name) for field in fields(preset)}
     return tuple(f"{preset.name} {name}: {value}" for name, value in values.items() if isinstance(value, Figure))
 
 
 def rank_lines(group: RankGroup) -> tuple[str, ...]:
-    """Say what the collectives rest on."""
+    """Return what the collectives rest on."""
     if group.size == 1 or group.link is None:
         return ()
     link = group.link
@@ -30,7 +30,7 @@ def rank_lines(group: RankGroup) -> tuple[str, ...]:
 
 
 def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
-    """Say what a cached token costs R-workers: memory, reading, arithmetic."""
+    """Return what a cached token costs R-workers: memory, reading, arithmetic."""
     layer = shape.layer_layout
     operations = 2 * layer.multiply_adds() / layer.token_bytes(kv_dtype)
     return (
@@ -41,7 +41,7 @@ def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str
 
 
 def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
-    """Say who multiplies K and V of latents, and what that costs."""
+    """Return who multiplies K and V of latents, and what that costs."""
     if shape.latent is None:
         return ()
     row = f"{shape.num_layers * shape.attending_row_bytes / 1e6:.3g} MB of a token on the link"
@@ -52,7 +52,7 @@ def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
 
 
 def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Say what windows or an index leave of the reading, and that they leave all of the memory."""
+    """Return what windows or an index leave of the reading, and that they leave all of the memory."""
     windows = sorted({window for window in shape.windows if window})
     if not windows:
         return ()
@@ -70,7 +70,7 @@ def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
 
 
 def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Say what the states of recurrent layers take beside the cache, and who keeps them."""
+    """Return what the states of recurrent layers take beside the cache, and who keeps them."""
     if not shape.state:
         return ()
     size = shape.state_bytes_per_sequence
@@ -84,7 +84,7 @@ def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
 
 
 def _state_place(planner: Planner) -> str:
-    """Say who keeps states."""
+    """Return who keeps states."""
     if not planner.states:
         return "R-workers keep states (--state-on r)"
     places = planner.states.num_places

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
-    """Every combination of the lists; ConfigError names the flag that cannot work."""
+    """Return every combination of the lists. A ConfigError names the flag that cannot work."""
     from fastdecode.perfmodel.lab.measure.attention_shape import ContextLen, sweep
 
     whole = (

@@ -91,6 +91,6 @@ def measure_perplexity(
 
 
 def cut(token_ids: Sequence[int], window: int) -> list[list[int]]:
-    """Windows that share their border token, so that every token but the first is predicted once."""
+    """Return windows that share their border token, so that every token but the first is predicted once."""
     starts = range(0, len(token_ids) - 1, window - 1)
     return [list(token_ids[start : start + window]) for start in starts]

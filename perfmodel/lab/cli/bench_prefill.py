@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench_config(config: EngineConfig, longest: int) -> EngineConfig:
-    """``config`` for prompts that share nothing; ConfigError where one has no place."""
+    """``config`` for prompts that share nothing. Raise ConfigError if one has no place."""
     if config.max_model_len is not None and config.max_model_len <= longest:
         raise ConfigError(
             f"prefill_lens: {longest} tokens and one more do not fit max_model_len {config.max_model_len}"
@@ -139,7 +139,7 @@ def _print(rows: list[PrefillRow]) -> None:
 
 
 def wholes(name: str, text: str, least: int) -> list[int]:
-    """A flag's list of whole numbers, ascending, each once; ConfigError where it is none."""
+    """Return a flag's list of whole numbers, ascending, each once. Raise ConfigError if it is none."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 and int(part) >= least for part in parts):
         raise ConfigError(f"{name} must be whole numbers of at least {least} with commas between, not {text!r}")

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_engine_flags(args: argparse.Namespace) -> None:
-    """ConfigError for what plain transformers would ignore."""
+    """Raise ConfigError for what plain transformers would ignore."""
     given = [name for name in ("plot_timeline", "plot_steps", "measure_overlap", "trace") if getattr(args, name)]
     given += ["request_rate"] if not math.isinf(args.request_rate) else []
     if given:

@@ -26,7 +26,7 @@ MOST_R_WORKERS = 100_000
 
 
 def check_context(shape: ModelShape | None, tokens: float, name: str) -> None:
-    """ConfigError where a context is longer than the model's."""
+    """Raise ConfigError if a context is longer than the model's."""
     if shape and shape.max_context and tokens > shape.max_context:
         raise ConfigError(
             f"{name}: {tokens:,.0f} tokens of prompt and output are beyond the {shape.max_context:,} of {shape.name}"
@@ -34,7 +34,7 @@ def check_context(shape: ModelShape | None, tokens: float, name: str) -> None:
 
 
 def check_r_workers(number: int | None) -> None:
-    """ConfigError for more R-workers than a plan counts."""
+    """Raise ConfigError for more R-workers than a plan counts."""
     if number is not None and number > MOST_R_WORKERS:
         raise ConfigError(f"num_r_workers must be at most {MOST_R_WORKERS:,}, not {number:,}")
 

@@ -18,7 +18,7 @@ from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import write_profile
 
 if TYPE_CHECKING:
-    from fastdecode.perfmodel.lab.measure.calibrator import CalibrationPlan
+    from fastdecode.perfmodel.lab.measure.calibration_plan import CalibrationPlan
 
 
 def add_command(commands: Any) -> None:
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = args.tensor_parallel_size
     check_own_ranks(num_ranks)
     config = replace(engine_config(args), tensor_parallel_size=1)
-    from fastdecode.perfmodel.lab.measure.calibrator import Calibrator, full_plan, quick_plan
+    from fastdecode.perfmodel.lab.measure.calibration_plan import full_plan, quick_plan
+    from fastdecode.perfmodel.lab.measure.calibrator import Calibrator
     from fastdecode.sworker.model.loader import device_name, model_shape
 
     shape = model_shape(config)
@@ -92,7 +93,7 @@ def without_prefill_workers(config: EngineConfig) -> EngineConfig:
 
 
 def check_own_ranks(num_ranks: int) -> None:
-    """ConfigError where something started ranks: measuring starts them itself, more than once."""
+    """Raise ConfigError if something started ranks: measuring starts them itself, more than once."""
     from fastdecode.tensor_parallel.rank_place import find_place
 
     if num_ranks > 1 and find_place(num_ranks):
@@ -102,7 +103,7 @@ def check_own_ranks(num_ranks: int) -> None:
 def _with_ranks(
     profile: HardwareProfile, config: EngineConfig, plan: CalibrationPlan, num_ranks: int
 ) -> HardwareProfile:
-    """The profile with the S-part of ``num_ranks`` ranks."""
+    """Return the profile with the S-part of ``num_ranks`` ranks."""
     from fastdecode.perfmodel.lab.measure.rank_calibrator import RankCalibration, calibrate_ranks
 
     ranks = RankCalibration(num_ranks, plan.batch_sizes, plan.s_threads[-1], plan.rounds, plan.most_tries)
@@ -128,7 +129,7 @@ def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[
 
 
 def summary_lines(profile: HardwareProfile) -> list[str]:
-    """The measurements as lines of text."""
+    """Return the measurements as lines of text."""
     lines = [f"{profile.shape.name} on {profile.machine.s_worker}, R-workers {profile.machine.r_worker}"]
     for ranks, threads in sorted({(point.tensor_parallel_size, point.threads) for point in profile.s_part}):
         points = [p for p in profile.s_part if (p.tensor_parallel_size, p.threads) == (ranks, threads)]
@@ -183,7 +184,7 @@ def prefill_lines(profile: HardwareProfile) -> list[str]:
 
 
 def _links(config: EngineConfig) -> tuple[str, ...]:
-    """Both kinds of R-workers of this machine, the one asked for first; or each of those elsewhere."""
+    """Return both kinds of R-workers of this machine, the one asked for first; or each of those elsewhere."""
     spec = config.r_worker_spec
     if spec.addresses:
         return spec.addresses
@@ -191,7 +192,7 @@ def _links(config: EngineConfig) -> tuple[str, ...]:
 
 
 def _state_lines(profile: HardwareProfile) -> list[str]:
-    """What one recurrent layer takes, and the bytes of its states read and written in a second."""
+    """Return what one recurrent layer takes, and the bytes of its states read and written in a second."""
     if profile.shape.state is None:
         return []
     state_bytes = profile.shape.state_bytes_per_sequence / profile.shape.state.num_layers

@@ -24,7 +24,7 @@ REFUSED_TYPES = frozenset(
 
 
 def check_runs(name_or_path: str | None) -> None:
-    """UnsupportedModelError where the engine refuses every model of a type."""
+    """Raise UnsupportedModelError if the engine refuses every model of a type."""
     kind = _model_type(name_or_path)
     if kind in REFUSED_TYPES:
         raise UnsupportedModelError(
@@ -33,7 +33,7 @@ def check_runs(name_or_path: str | None) -> None:
 
 
 def engine_cannot(case: PlanCase) -> str | None:
-    """Return why no engine runs the plan, in the words of the layers' kinds; None where one does."""
+    """Return why no engine runs the plan, in the words of the layers' kinds; None if one does."""
     if not case.args.model or case.inputs.shape is None:
         return None
     for way in _ways(case):

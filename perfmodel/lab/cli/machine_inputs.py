@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fastdecode.api.settings import parse_bytes
-from fastdecode.core.errors import ConfigError, PlanError
-from fastdecode.core.placing import AskedPlacing
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.hardware import Gpu, parse_link
+from fastdecode.perfmodel.host_r_part import host_r_part
 from fastdecode.perfmodel.lab.cli.assumptions import (
     absorption_lines,
     figures,
@@ -22,59 +22,38 @@ from fastdecode.perfmodel.lab.cli.assumptions import (
 from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
 from fastdecode.perfmodel.lab.cli.named_machine import NamedMachine, named_machine, per_host
+from fastdecode.perfmodel.lab.cli.planner_inputs import (
+    PlanInputs,
+    asked_memory,
+    asked_state_memory,
+    asked_workload,
+    beside_weights,
+    gpu_server,
+    make_planner,
+    of_read_rows,
+    rank_group,
+)
 from fastdecode.perfmodel.lab.cli.shape_inputs import (
     asked_shape,
     file_bits,
-    gpu_kv_bytes,
     kv_dtype_of,
-    mean_row_bytes,
     named_shape,
     profiled_shape,
     weight_lines,
 )
-from fastdecode.perfmodel.lab.gpu_only import GpuServer, check_weights, held_bytes, pair_seconds, usable_bytes
+from fastdecode.perfmodel.lab.gpu_only import check_weights, held_bytes, pair_seconds, usable_bytes
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.machine_words import gpu_of
 from fastdecode.perfmodel.measurements import HERE
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import load_profile
-from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, gpu_peer_link, network_peer_link, rank_shape
-from fastdecode.perfmodel.sizing import NO_PRICES, Prices, Workload
-from fastdecode.perfmodel.stages import (
-    GpuSPart,
-    MeasuredSPart,
-    RPart,
-    SPart,
-    Transport,
-    beside_states,
-    host_r_part,
-)
+from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, network_peer_link, rank_shape
+from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart
 from fastdecode.perfmodel.states_here import StatesHere
-from fastdecode.perfmodel.storage_costs import StorageCosts
 
 HOST_MEMORY_FRACTION = 0.8
 """The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""
-
-
-@dataclass(frozen=True)
-class PlanInputs:
-    """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named, and
-    ``gpu_name`` empty; so is ``host_name`` where no host was.
-    ``list_prices``: of the presets, where they are known; no plan is chosen by them. ``one_host``: R-workers
-    run on the GPU's own host, so there is one machine. ``shape``: the whole model's; None
-    where it is not known."""
-
-    planner: Planner
-    server: GpuServer | None
-    kv_cache_dtype: str
-    title: str
-    assumptions: tuple[str, ...]
-    gpu_name: str = ""
-    host_name: str = ""
-    list_prices: Prices = NO_PRICES
-    one_host: bool = False
-    shape: ModelShape | None = None
 
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
@@ -110,50 +89,58 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
                 f"({', '.join('--' + flag.replace('_', '-') for flag in BARE_FLAGS)})"
             )
     shape, machine = asked_shape(args), named_machine(args)
-    host, one, group = machine.host, machine.gpu, rank_group(args, machine.gpu)
-    gpu, of_rank = one.times(group.size), rank_shape(shape, group.size)
+    group = rank_group(args, machine.gpu)
+    gpu, of_rank = machine.gpu.times(group.size), rank_shape(shape, group.size)
     kv_dtype = kv_dtype_of(args, shape)
-    memory = _beside_weights(
-        parse_bytes("kv_cache_memory", args.kv_cache_memory or int(HOST_MEMORY_FRACTION * host.memory_bytes)), of_rank
-    )
-    rank = GpuSPart(of_rank, one)
-    workload = _workload(args)
-    share = workload.read_share(shape.windows, shape.chunked)
-    r_part = host_r_part(of_rank, kv_dtype, host, share, workload.prompt_context)
-    s_part = RankSPart(rank, shape, group) if group.size > 1 else rank
-    planner = _planner(
-        args, of_rank, kv_dtype, s_part, r_part, machine.hops(group.size),
-        shape.sent_share * machine.trip_latency_seconds, memory=memory,
-        r_workers_per_host=host.r_workers_per_host, states=_gpu_states(args, shape, gpu, group),
-        pair_seconds=pair_seconds(shape, gpu), overlapped=args.overlapped_transport,
-    )  # fmt: skip
-    planner = machine.at_home(replace(planner, waits_for_slowest=True))
+    given = args.kv_cache_memory or int(HOST_MEMORY_FRACTION * machine.host.memory_bytes)
+    memory = beside_weights(parse_bytes("kv_cache_memory", given), of_rank)
+    planner = _named_planner(args, shape, machine, group, kv_dtype, memory)
     check_weights(shape, gpu, group)
-    server = _server(planner, replace(shape, weight_bits=file_bits(args)), kv_dtype, gpu, group)
-    assumptions = (
-        *_machine_lines(args, machine, gpu),
-        *weight_lines(args, shape),
-        *rank_lines(group),
-        *token_lines(of_rank, kv_dtype, planner),
-        *absorption_lines(of_rank),
-        *window_lines(shape, planner),
-        *state_lines(of_rank, planner),
-        f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
-        *machine.price_lines(),
-    )
-    title = f"{shape.name} on {gpu.name} and {host.name}"
     return PlanInputs(
         planner,
-        server,
+        gpu_server(planner, replace(shape, weight_bits=file_bits(args)), kv_dtype, gpu, group),
         kv_dtype,
-        title,
-        assumptions,
+        f"{shape.name} on {gpu.name} and {machine.host.name}",
+        (
+            *_machine_lines(args, machine, gpu),
+            *weight_lines(args, shape),
+            *rank_lines(group),
+            *token_lines(of_rank, kv_dtype, planner),
+            *absorption_lines(of_rank),
+            *window_lines(shape, planner),
+            *state_lines(of_rank, planner),
+            f"{memory / 1e9:.4g} GB of KV per R-worker, {planner.r_workers_per_host} R-worker(s) per host",
+            *machine.price_lines(),
+        ),
         gpu.counted_name,
-        host.name,
+        machine.host.name,
         machine.list_prices(group.size),
         machine.link_bytes_per_second is None,
         shape,
     )
+
+
+def _named_planner(
+    args: argparse.Namespace, shape: ModelShape, machine: NamedMachine, group: RankGroup, kv_dtype: str, memory: int
+) -> Planner:
+    """Return the planner of a GPU and hosts that are known by their figures, ``memory`` bytes of KV per R-worker."""
+    gpu, of_rank, workload = machine.gpu.times(group.size), rank_shape(shape, group.size), asked_workload(args)
+    rank, share = GpuSPart(of_rank, machine.gpu), workload.read_share(shape.windows, shape.chunked)
+    planner = make_planner(
+        args,
+        of_rank,
+        kv_dtype,
+        RankSPart(rank, shape, group) if group.size > 1 else rank,
+        host_r_part(of_rank, kv_dtype, machine.host, share, workload.prompt_context),
+        machine.hops(group.size),
+        shape.sent_share * machine.trip_latency_seconds,
+        memory=memory,
+        r_workers_per_host=machine.host.r_workers_per_host,
+        states=_gpu_states(args, shape, gpu, group),
+        pair_seconds=pair_seconds(shape, gpu),
+        overlapped=args.overlapped_transport,
+    )
+    return machine.at_home(replace(planner, waits_for_slowest=True))
 
 
 def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
@@ -168,14 +155,14 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     shape = profiled_shape(args, profile).absorbing(args.latent_absorption == "r").keeping_states(args.state_on == "s")
     kv_dtype = kv_dtype_of(args, shape)
     r_part = profile.measured_r_part(kv_dtype, shape=shape, num_ranks=args.tensor_parallel_size)
-    memory = _memory(args)
+    memory = asked_memory(args)
     if memory:
-        memory = _beside_weights(memory, rank_shape(shape, args.tensor_parallel_size))
+        memory = beside_weights(memory, rank_shape(shape, args.tensor_parallel_size))
     link, num_ranks = profile.transport(), args.tensor_parallel_size
     rates = (parse_link(args.link) / num_ranks,) if args.link else link.hop_bytes_per_second
-    planner = _planner(
+    planner = make_planner(
         args, rank_shape(shape, num_ranks), kv_dtype, _profiled_s_part(args, profile, shape),
-        _of_read_rows(
+        of_read_rows(
             args, shape, r_part, profile.measured_scan(kv_dtype) if shape.index else None,
             profile.measured_state(kv_dtype) if shape.state else None,
         ),
@@ -186,7 +173,7 @@ def _from_profile(args: argparse.Namespace) -> PlanInputs:
     one = gpu_of(args.gpu) if args.gpu else None
     group = rank_group(args, one) if one else ALONE
     gpu = one.times(group.size) if one else None
-    server = _server(planner, shape, kv_dtype, gpu, group) if gpu else None
+    server = gpu_server(planner, shape, kv_dtype, gpu, group) if gpu else None
     machine = profile.machine
     whose = (
         f"measured on {machine.host} with fastdecode {machine.fastdecode_version}: S-worker {machine.s_worker}, "
@@ -216,80 +203,23 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
         raise ConfigError("link, kv_cache_memory and kv_cache_dtype need --model beside bare numbers, for its sizes")
     if shape and shape.num_layers != args.num_layers:
         raise ConfigError(f"num_layers is {args.num_layers}, and {shape.name} has {shape.num_layers}")
-    rows = max(round(args.mini_batch_size * _workload(args).rows_per_output_token), 1)
+    rows = max(round(args.mini_batch_size * asked_workload(args).rows_per_output_token), 1)
     s_part = MeasuredSPart((rows,), (args.s_part_seconds,), (0.0,))
     kv_dtype = kv_dtype_of(args, shape) if shape else "auto"
     rates = (parse_link(args.link),) if args.link else ()
-    planner = _planner(
-        args, shape, kv_dtype, s_part, _of_read_rows(args, shape, RPart(args.r_part_seconds_per_token)), rates,
-        memory=_memory(args), r_workers_per_host=per_host(args, 1),
+    planner = make_planner(
+        args, shape, kv_dtype, s_part, of_read_rows(args, shape, RPart(args.r_part_seconds_per_token)), rates,
+        memory=asked_memory(args), r_workers_per_host=per_host(args, 1),
     )  # fmt: skip
     assumptions = ("S and R times as given", *(window_lines(shape, planner) if shape else ()))
     return PlanInputs(planner, None, kv_dtype, shape.name if shape else "bare numbers", assumptions)
-
-
-def _beside_weights(memory: int, shape: ModelShape) -> int:
-    """What K and V that R-workers multiply leave of an R-worker's memory."""
-    weights = shape.kv_layout(shape.dtype).weight_bytes
-    if memory <= weights:
-        raise PlanError(
-            f"latent_absorption: K and V of {shape.name} take {weights:,} bytes of each R-worker, of {memory:,}: "
-            f"give more --kv-cache-memory, or s"
-        )
-    return memory - weights
-
-
-def _planner(
-    args: argparse.Namespace,
-    shape: ModelShape | None,
-    kv_dtype: str,
-    s_part: SPart,
-    r_part: RPart,
-    hop_bytes_per_second: tuple[float, ...],
-    latency_seconds: float = 0.0,
-    memory: int | None = None,
-    r_workers_per_host: int = 1,
-    states: StatesHere | None = None,
-    pair_seconds: float = 0.0,
-    overlapped: bool | None = None,
-) -> Planner:
-    workload = _workload(args)
-    kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
-    share = shape.read_share(kv_dtype, workload.read_share(shape.windows, shape.chunked)) if shape else 1.0
-    row_bytes = mean_row_bytes(shape, workload) if shape else 0.0
-    return Planner(
-        workload=workload,
-        num_layers=shape.num_layers if shape else args.num_layers,
-        s_part=s_part,
-        r_part=r_part,
-        transport=Transport(
-            row_bytes,
-            hop_bytes_per_second,
-            latency_seconds,
-            not args.exposed_transport if overlapped is None else overlapped,
-        ),
-        num_mini_batches=2 if args.num_mini_batches is None else args.num_mini_batches,
-        capacity_tokens=memory / kv_bytes if memory and kv_bytes else math.inf,
-        r_workers_per_host=r_workers_per_host,
-        prices=Prices(args.gpu_price, args.cpu_price, args.tensor_parallel_size),
-        interval_steps=args.interval_steps,
-        kv_bytes_per_token=kv_bytes,
-        num_ranks=args.tensor_parallel_size,
-        placing=AskedPlacing.of(args).uncut,
-        read_share=share,
-        num_r_workers=args.num_r_workers,
-        storage=StorageCosts.of(shape, r_part),
-        state_bytes_per_sequence=shape.state_bytes_per_sequence if shape else 0,
-        states=states,
-        pair_seconds=pair_seconds,
-    )
 
 
 def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: RankGroup) -> StatesHere | None:
     """States on the GPUs of ``group``, taken as one: in what the weights leave of their memory, at its rate."""
     if shape.own_states is None:
         return None
-    memory = _state_memory(args) or usable_bytes(gpu) - held_bytes(shape, group)
+    memory = asked_state_memory(args) or usable_bytes(gpu) - held_bytes(shape, group)
     return StatesHere.of_bandwidth(shape, gpu.kv_bytes_per_second.achieved, memory)
 
 
@@ -299,19 +229,9 @@ def _profiled_states(
     """States that the S-worker advances as R-workers of its machine were measured to; no profile has its memory."""
     if shape.own_states is None:
         return None
-    memory = _state_memory(args)
+    memory = asked_state_memory(args)
     places = memory // shape.state_bytes_per_sequence if memory else math.inf
     return StatesHere.as_measured(shape, profile.measured_state(kv_dtype, r_worker=HERE), places)
-
-
-def _state_memory(args: argparse.Namespace) -> int | None:
-    return parse_bytes("state_memory", args.state_memory) if args.state_memory else None
-
-
-def rank_group(args: argparse.Namespace, gpu: Gpu) -> RankGroup:
-    """The ranks on that GPU each, linked as ``--rank-link`` says, or as the GPU is made."""
-    link = network_peer_link(parse_link(args.rank_link)) if args.rank_link else gpu_peer_link(gpu)
-    return RankGroup(args.tensor_parallel_size, link)
 
 
 def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: ModelShape) -> SPart:
@@ -329,52 +249,9 @@ def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: 
     return RankSPart(profile.measured_s_part(shape=shape).times(1 / num_ranks, 1 / num_ranks), shape, group)
 
 
-def _server(planner: Planner, shape: ModelShape, kv_dtype: str, gpu: Gpu, group: RankGroup) -> GpuServer:
-    """The GPUs alone, whose memory must hold the weights, as the S-worker's must."""
-    held = gpu_kv_bytes(shape, kv_dtype, planner.read_share)
-    server = GpuServer(shape, gpu, held[0], replace(planner.workload, remote_prompts=False), group, held[1])
-    server.check_weights()
-    return server
-
-
-def _of_read_rows(
-    args: argparse.Namespace,
-    shape: ModelShape | None,
-    r_part: RPart,
-    scan: RPart | None = None,
-    state: tuple[float, float] | None = None,
-) -> RPart:
-    """An R-part that was measured over whole contexts, with the tokens that windows, or an index, leave; beside the
-    ``scan`` of the index by the layers that have one of their own, or the seconds of a call and of a sequence's
-    ``state`` in those that are recurrent."""
-    if shape is None:
-        return r_part
-    if (shape.state and state is None) or (shape.index and scan is None):
-        does = "advances states" if shape.state else "scans an index"
-        raise ConfigError(
-            f"{shape.name} {does}, which nothing given here has the time of: name --gpu and --cpu, or a profile of it"
-        )
-    share = _workload(args).read_share(shape.windows, shape.chunked)
-    own = replace(r_part, seconds_per_token=share * r_part.seconds_per_token)
-    if shape.state and state:
-        return beside_states(own, shape, state, _workload(args).prompt_context)
-    if scan is None or shape.index is None:
-        return own
-    return own.beside_scan(scan, shape.index.num_layers / shape.num_layers)
-
-
-def _workload(args: argparse.Namespace) -> Workload:
-    remote_prompts = getattr(args, "num_prefill_workers", None) is not None
-    return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len, remote_prompts)
-
-
 def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
     """And the host's own time in a step, as measured."""
     (none, per_row), (one, _) = (profile.step_overhead_seconds(None, number, planner.num_ranks) for number in (0, 1))
     return replace(
         planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none
     )
-
-
-def _memory(args: argparse.Namespace) -> int | None:
-    return parse_bytes("kv_cache_memory", args.kv_cache_memory) if args.kv_cache_memory else None

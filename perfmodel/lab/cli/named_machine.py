@@ -26,8 +26,10 @@ PCIE_LINK = "pcie"
 
 @dataclass(frozen=True)
 class NamedMachine:
-    """``link_bytes_per_second``: of the network; None where R-workers are on the GPU's own host. ``contention``: of an
-    S-worker and R-workers on the same cores."""
+    """``link_bytes_per_second``: of the network; None if R-workers are on the GPU's own host.
+
+    ``contention``: of an S-worker and R-workers on the same cores.
+    """
 
     gpu: Gpu
     host: CpuHost
@@ -35,7 +37,7 @@ class NamedMachine:
     contention: Contention = NO_CONTENTION
 
     def hops(self, num_ranks: int) -> tuple[float, ...]:
-        """Rates of the hops between a rank and its R-workers: PCIe, and its part of the network."""
+        """Return rates of the hops between a rank and its R-workers: PCIe, and its part of the network."""
         pcie = self.gpu.host_bytes_per_second
         return (pcie,) if self.link_bytes_per_second is None else (pcie, self.link_bytes_per_second / num_ranks)
 
@@ -47,7 +49,7 @@ class NamedMachine:
         return HOST_TRIP_SECONDS if self.link_bytes_per_second is None else NETWORK_TRIP_SECONDS
 
     def waits(self, overlapped: bool) -> str:
-        """Say what a layer waits for beside the work of both sides."""
+        """Return what a layer waits for beside the work of both sides."""
         trip = f"{self.trip_latency_seconds * 1e6:.0f} us for a layer's way there and back (docs/performance.md)"
         hidden = "hidden behind work (--overlapped-transport)" if overlapped else "not hidden, as the paper measured"
         return f"{trip}; transfers are {hidden}; each layer waits for the slowest R-worker (arXiv 2601.21351)"
@@ -60,7 +62,7 @@ class NamedMachine:
         return replace(planner, num_r_workers=number, contention=self.contention)
 
     def links(self, gpu: Gpu) -> str:
-        """Say what lies between S-worker and R-workers."""
+        """Return what lies between S-worker and R-workers."""
         pcie = f"PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s"
         if self.contention != NO_CONTENTION:
             return "S-worker and R-workers share the same cores: what one does, the other cannot"
@@ -69,18 +71,18 @@ class NamedMachine:
         return f"link {self.link_bytes_per_second / 1e9:.4g} GB/s, {pcie} (nominal)"
 
     def list_prices(self, num_gpus: int) -> Prices:
-        """Return the list prices of the presets; None where they are not known. A rented GPU comes with its host."""
+        """Return the list prices of the presets; None if they are not known. A rented GPU comes with its host."""
         gpu, host = self.gpu.price, self.host.price
         included = 0.0 if self.link_bytes_per_second is None else None  # who rents a GPU gets its host
         return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
 
     def price_lines(self) -> tuple[str, ...]:
-        """Say whose list prices they are, and when."""
+        """Return whose list prices they are, and when."""
         return tuple(f"{each.name}: {each.price}" for each in (self.gpu, self.host) if each.price)
 
 
 def named_machine(args: argparse.Namespace) -> NamedMachine:
-    """Return the machine that the flags name; ConfigError for words that are not understood."""
+    """Return the machine that the flags name. Raise ConfigError for words that are not understood."""
     gpu, is_gpu = _gpu(args.gpu)
     host = host_of(args)
     if not is_gpu and not args.cpu == HERE_WORD:
@@ -104,7 +106,7 @@ def one_gpu_or_cpu(words: str) -> Gpu:
 
 
 def one_gpu(words: str) -> Gpu:
-    """Return the GPU of a preset's name, of numbers, or of this machine; ConfigError where it has none."""
+    """Return the GPU of a preset's name, of numbers, or of this machine. Raise ConfigError if it has none."""
     gpu, is_gpu = _gpu(words)
     if not is_gpu:
         raise ConfigError("gpu: there is no GPU here; name one, or give numbers")
@@ -141,7 +143,7 @@ def per_host(args: argparse.Namespace, unless_given: int) -> int:
 
 
 def _shared_host(host: CpuHost, number: int) -> CpuHost:
-    """A host with so many R-workers; what more than one per NUMA node get is a part of it."""
+    """Return a host with so many R-workers; what more than one per NUMA node get is a part of it."""
     part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
     read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
     return replace(

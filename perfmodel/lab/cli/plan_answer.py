@@ -19,8 +19,10 @@ from fastdecode.perfmodel.sizing import Plan, Prices
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """``found``: figures of the plan's features, by the names of their variants. ``unlimited``: the plan without limits
-    on users' times, None where these cost nothing."""
+    """``found``: figures of the plan's features, by the names of their variants.
+
+    ``unlimited``: the plan without limits on users' times, None if these cost nothing.
+    """
 
     case: PlanCase
     found: dict[str, Any]
@@ -44,19 +46,19 @@ class PlanAnswer:
 
     @property
     def uses_list_prices(self) -> bool:
-        """True where no price was given, and lists have one of the GPU."""
+        """True if no price was given, and lists have one of the GPU."""
         return self.case.planner.prices.gpu_per_hour is None and self.prices.gpu_per_hour is not None
 
     @property
     def alone_service(self) -> Service | None:
-        """The GPU alone as its users see it; None where it was not compared or cannot run a sequence."""
+        """The GPU alone as its users see it; None if it was not compared or cannot run a sequence."""
         if self.alone is None:
             return None
         return self.alone.service(self.prices.per_million_tokens(0, self.alone.output_tokens_per_second))
 
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
-    """Plan as the flags ask, and compare; PlanError where no plan can be."""
+    """Plan as the flags ask, and compare. Raise PlanError if no plan can be."""
     check_runs(args.model)
     args = with_enough_gpus(args)
     case, found = examine(PlanCase.of(args))

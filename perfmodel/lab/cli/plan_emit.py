@@ -57,7 +57,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
 
 
 def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
-    """ConfigError for what the format does not start."""
+    """Raise ConfigError for what the format does not start."""
     if args.tensor_parallel_size > 1:
         raise ConfigError(f"tensor_parallel_size: --emit {args.emit} has an S-worker of one rank")
     if num_prefill_workers and args.emit in ("kubernetes", "ray"):
@@ -79,7 +79,7 @@ def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
 
 
 def _r_cores(args: argparse.Namespace) -> int | None:
-    """Return the cores of an R-worker; None where the plan does not say."""
+    """Return the cores of an R-worker; None if the plan does not say."""
     return host_of(args).cores if args.cpu else None
 
 
@@ -104,7 +104,10 @@ def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model_words(args: argparse.Namespace) -> str:
-    """The flag, with a space behind it. A model known here by name alone is asked of the shell that runs the line."""
+    """Return the flag, with a space behind it.
+
+    A model known here by name alone is asked of the shell that runs the line.
+    """
     if not args.model:
         return ""
     if args.model.lower() in BUILT_IN:
@@ -119,7 +122,7 @@ def _model_path(model: str) -> str:
 
 
 def _kv_cache_memory(case: PlanCase) -> str | None:
-    """Return the memory that was asked for, else the one that the plan gave a preset; None where it counted on none."""
+    """Return the memory that was asked for, else the one that the plan gave a preset; None if it counted on none."""
     tokens, kv_bytes = case.planner.capacity_tokens, case.planner.kv_bytes_per_token
     found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
     return case.args.kv_cache_memory or found

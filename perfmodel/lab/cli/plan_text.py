@@ -48,7 +48,7 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
 
 
 def _cost(answer: PlanAnswer) -> str:
-    """Say what a million tokens cost either way."""
+    """Return what a million tokens cost either way."""
     own, alone = answer.service.price_per_million_tokens, answer.alone_service
     other = alone.price_per_million_tokens if alone else None
     if own is None and other is None:
@@ -66,7 +66,7 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _hosts(plan: Plan, name: str) -> str:
-    """Say how many hosts and R-workers a plan takes."""
+    """Return how many hosts and R-workers a plan takes."""
     hosts = f"{plan.num_hosts} host{'s' * (plan.num_hosts != 1)}{f' ({name})' if name else ''}"
     return f"{hosts} with {plan.total_r_workers} R-worker{'s' * (plan.total_r_workers != 1)}"
 
@@ -116,7 +116,7 @@ def _title(case: PlanCase) -> str:
 
 
 def _binding(plan: Plan) -> str:
-    """Say what binds R-workers, and by how much."""
+    """Return what binds R-workers, and by how much."""
     if plan.r_workers_arithmetic_over_reads is None:
         return ""
     more = plan.r_workers_arithmetic_over_reads

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, read_inputs
+from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
+from fastdecode.perfmodel.lab.cli.planner_inputs import PlanInputs
 from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
 from fastdecode.perfmodel.lab.cli.variants.variant import with_enough_gpus
 from fastdecode.perfmodel.lab.gpu_only import GpuServer
@@ -65,7 +66,7 @@ def _text(milliseconds: float | None, sessions: int) -> str:
 
 
 def _inputs(args: argparse.Namespace, context: int) -> PlanInputs | None:
-    """Plan for sessions that have so many cached tokens; None where not one fits an R-worker."""
+    """Plan for sessions that have so many cached tokens; None if not one fits an R-worker."""
     words: dict[str, Any] = {
         "seq_len": context + 1.0,
         "prompt_len": float(context),

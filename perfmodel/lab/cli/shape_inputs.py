@@ -39,7 +39,7 @@ def asked_shape(args: argparse.Namespace) -> ModelShape:
 
 
 def file_bits(args: argparse.Namespace) -> float:
-    """Return the bits of a layer's weight in the checkpoint; 0 where they are those of the model's dtype."""
+    """Return the bits of a layer's weight in the checkpoint; 0 if they are those of the model's dtype."""
     if args.weights:
         return FORMATS[args.weights]
     return named_shape(args.model).weight_bits if args.model else 0.0
@@ -52,7 +52,7 @@ def _kept_bits(args: argparse.Namespace) -> float:
 
 
 def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
-    """Say what is unpacked, and what that takes."""
+    """Return what is unpacked, and what that takes."""
     bits = file_bits(args)
     if not bits:
         return ()
@@ -67,13 +67,13 @@ def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]
 
 
 def check_state_flags(args: argparse.Namespace) -> None:
-    """ConfigError where ``--state-memory`` is for states that lie on R-workers."""
+    """Raise ConfigError if ``--state-memory`` is for states that lie on R-workers."""
     if args.state_memory and args.state_on == "r":
         raise ConfigError("state_memory: it is for states that lie with the S-worker (state_on s); leave it out")
 
 
 def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
-    """The profile's model, or the one asked for where only its layers' number and KV heads are others."""
+    """Return the profile's model, or the one asked for where only its layers' number and KV heads are others."""
     if args.model is None:
         return profile.shape
     shape = asked_shape(args)
@@ -82,7 +82,7 @@ def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelS
 
 
 def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[float, float]:
-    """Bytes of a token that GPUs alone hold, and the part of them that a step reads.
+    """Return bytes of a token that GPUs alone hold, and the part of them that a step reads.
 
     They free what no window sees; what an index did not pick may be picked in the next step.
     """
@@ -91,7 +91,7 @@ def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[f
 
 
 def mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
-    """A prompt's rows attend on the S-worker, and send k and v alone; those of hybrids attend on R-workers."""
+    """Return a prompt's rows attend on the S-worker, and send k and v alone; those of hybrids attend on R-workers."""
     if shape.state:
         return shape.attending_row_bytes
     of_prompt = 1.0 - 1.0 / workload.rows_per_output_token

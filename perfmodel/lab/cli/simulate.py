@@ -136,7 +136,7 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
 
 
 def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
-    """The workload at ``rate``, every step kept."""
+    """Return the workload at ``rate``, every step kept."""
     requests = inputs.workload.at(rate)
     steps: list[StepRecord] = []
     simulator = inputs.simulator(steps.append)

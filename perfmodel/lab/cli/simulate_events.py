@@ -37,7 +37,7 @@ def add_event_flags(group: Any) -> None:
 
 
 def read_timeline(args: argparse.Namespace, num_r_workers: int) -> Callable[[], Timeline] | None:
-    """Return what makes the events of one run after another, the same each time; None where nothing is to happen.
+    """Return what makes the events of one run after another, the same each time; None if nothing is to happen.
 
     ConfigError names the flag, or the line of the file, that cannot be.
     """
@@ -64,7 +64,7 @@ def _listed(args: argparse.Namespace, num_r_workers: int) -> list[WorkerEvent]:
 
 
 def event_report(simulator: Simulator) -> dict[str, Any] | None:
-    """Return what happened in a run and what it cost; None where nothing could."""
+    """Return what happened in a run and what it cost; None if nothing could."""
     if simulator.interruptions is None:
         return None
     world, pauses = simulator.world, simulator.interruptions.pauses()
@@ -83,7 +83,7 @@ def event_report(simulator: Simulator) -> dict[str, Any] | None:
 
 
 def compared(events: dict[str, Any], report: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
-    """``events`` with the rates of both runs: ``report`` is of the run with them, ``without`` of the other."""
+    """Return ``events`` with the rates of both runs: ``report`` is of the run with them, ``without`` of the other."""
     names = ("output_tokens_per_second", "tokens_per_second", "elapsed_time")
     rates = {name: report[name] for name in names} | {f"{name}_without": without[name] for name in names}
     whole = without[names[0]]

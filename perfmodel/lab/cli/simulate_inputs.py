@@ -7,30 +7,35 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.flags import PLACING, SCHEDULE
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.placing import AskedPlacing
-from fastdecode.core.state_room import COUNTED_BLOCKS, StateRoom
 from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
-from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, rank_group, read_inputs
+from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
 from fastdecode.perfmodel.lab.cli.named_machine import one_gpu
+from fastdecode.perfmodel.lab.cli.planner_inputs import rank_group
 from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes, named_shape
 from fastdecode.perfmodel.lab.cli.simulate_events import read_timeline
+from fastdecode.perfmodel.lab.cli.simulate_limits import (
+    asked_limits,
+    asked_speeds,
+    plan_words,
+    scratch_tokens_of,
+    state_blocks_of,
+    with_states_here,
+)
 from fastdecode.perfmodel.lab.cli.variants.prefill_workers import prefill_forecast
 from fastdecode.perfmodel.lab.cli.variants.ranges import check_uncut
 from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import read_drafting
 from fastdecode.perfmodel.lab.cli.workload_inputs import UNBOUNDED_TOKENS, read_workload
 from fastdecode.perfmodel.lab.draft_times import Drafting
 from fastdecode.perfmodel.lab.gpu_only import GpuStepTime, check_weights
-from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.lab.simulate import (
     GpuMachine,
     Machine,
@@ -154,7 +159,7 @@ def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> 
 def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, num_mini_batches: int) -> float:
     """Return the seconds of a full batch at the mean KV load, or over all ages where sequences start together."""
     given = vars(args) | {"num_mini_batches": num_mini_batches}
-    plan_args = argparse.Namespace(**given | _plan_words(argparse.Namespace(**given), workload))
+    plan_args = argparse.Namespace(**given | plan_words(argparse.Namespace(**given), workload))
     planner = read_inputs(plan_args).planner
     model = planner.step_model(args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers)
     described, seats = planner.workload, min(args.max_num_seqs, len(workload))
@@ -178,7 +183,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     shape, group = asked_shape(args), rank_group(args, one_gpu(args.gpu))
     gpu = one_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
-    words = _plan_words(args, workload)
+    words = plan_words(args, workload)
     rows = Workload(words["seq_len"], words["prompt_len"], words["output_len_cv"]).read_share(
         shape.windows, shape.chunked
     )
@@ -191,13 +196,13 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
             f"gpu: beside the weights of {shape.name} {gpu.name} has room for {step_time.capacity_tokens} cached "
             f"tokens, and one KV block has {args.block_size} (--tensor-parallel-size takes more GPUs)"
         )
-    limits = _limits(args, workload, (blocks,), 0, _state_blocks(args, shape.state_bytes_per_sequence / held))
+    limits = asked_limits(args, workload, (blocks,), 0, state_blocks_of(args, shape.state_bytes_per_sequence / held))
     title = f"{shape.name} on {gpu.name} alone"
     return SimulationInputs(GpuMachine(step_time), limits, args.schedule, workload, rate, title, ())
 
 
 def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -> SimulationInputs:
-    plan_args = argparse.Namespace(**vars(args) | _plan_words(args, workload))
+    plan_args = argparse.Namespace(**vars(args) | plan_words(args, workload))
     inputs = read_inputs(plan_args)
     planner = inputs.planner
     workers = args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers
@@ -209,13 +214,13 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
     capacity = planner.capacity_tokens
     blocks = UNBOUNDED_TOKENS if math.isinf(capacity) else int(capacity) // args.block_size
     balanced = model.balanced_kv_tokens_each(args.max_num_seqs)
-    speeds = _speeds(args.r_worker_speeds, workers)
+    speeds = asked_speeds(args.r_worker_speeds, workers)
     kv_bytes = planner.kv_bytes_per_token or 0
     per_moved = args.seconds_per_moved_token or (kv_bytes / MOVED_BYTES_PER_SECOND or math.inf)
     drafting = read_drafting(args, inputs)
     limits = replace(
-        _limits(
-            args, workload, (blocks,) * workers, _scratch_tokens(inputs), _state_blocks(args, planner.state_tokens)
+        asked_limits(
+            args, workload, (blocks,) * workers, scratch_tokens_of(inputs), state_blocks_of(args, planner.state_tokens)
         ),
         num_speculative_tokens=drafting.num_speculative_tokens if drafting else 0,
         balanced_kv_tokens=balanced,
@@ -227,7 +232,7 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         else placing.chosen(args.max_model_len or workload.longest, (blocks,) * workers, args.block_size, balanced),
         hosts=tuple(str(index // planner.r_workers_per_host) for index in range(workers)),
     )
-    limits = _with_states_here(args, planner, limits)
+    limits = with_states_here(args, planner, limits)
     machine = SplitMachine(model, planner.read_share * planner.num_ranks * kv_bytes, speeds, per_moved)
     of_each = f" of each of {planner.num_ranks} ranks" if planner.num_ranks > 1 else ""
     title = f"{inputs.title}, {workers} R-worker(s){of_each}"
@@ -238,86 +243,3 @@ def _split(args: argparse.Namespace, workload: SimulatedWorkload, rate: float) -
         machine, limits, args.schedule, workload, rate, title, inputs.assumptions, prefill, num_prefill, drafting,
         read_timeline(args, workers), inputs.server.best().service() if inputs.server else None,
     )  # fmt: skip
-
-
-def _speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:
-    """One above 0 for each R-worker; ConfigError otherwise."""
-    if text is None:
-        return None
-    try:
-        speeds = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"r_worker_speeds must be numbers such as 1,2,1,2, not {text!r}") from None
-    if len(speeds) != num_r_workers or not all(0 < speed < math.inf for speed in speeds):
-        raise ConfigError(
-            f"r_worker_speeds needs a number above 0 for each of {num_r_workers} R-worker(s), not {text!r}"
-        )
-    return speeds
-
-
-def _state_blocks(args: argparse.Namespace, state_tokens: float) -> int:
-    """Blocks that states take which have the room of so many cached tokens."""
-    return math.ceil(state_tokens / args.block_size)
-
-
-def _with_states_here(args: argparse.Namespace, planner: Planner, limits: Limits) -> Limits:
-    """``limits`` of states that the S-worker keeps, if it does; CapacityError, as an engine's, where it has no room."""
-    if planner.states is None or planner.kv_bytes_per_token is None:
-        return limits
-    size, places = planner.state_bytes_per_sequence, planner.states.num_places
-    worth = math.ceil(size / planner.kv_bytes_per_token / args.block_size)
-    limits = replace(limits, state_blocks=COUNTED_BLOCKS, state_worth_blocks=worth)
-    if math.isinf(places):
-        return limits
-    return replace(limits, kept_states=StateRoom.of(int(places) * size, size, args.max_num_seqs, args.kv_replicas).kept)
-
-
-def _limits(
-    args: argparse.Namespace,
-    workload: SimulatedWorkload,
-    num_blocks: tuple[int, ...],
-    scratch_tokens: int,
-    state_blocks: int,
-) -> Limits:
-    return Limits(
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        num_mini_batches=args.num_mini_batches,
-        scratch_tokens=scratch_tokens,
-        max_model_len=args.max_model_len or workload.longest,
-        block_size=args.block_size,
-        num_blocks=num_blocks,
-        bandwidths=(1.0,) * len(num_blocks),
-        kv_load_limit=args.kv_load_limit,
-        micro_batch_interval=args.micro_batch_interval,
-        prefix_caching=args.enable_prefix_caching,
-        state_blocks=state_blocks,
-    )
-
-
-def _plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[str, Any]:
-    """The workload as ``plan`` describes it, by its means; what a simulation does not ask for is left out."""
-    prompts, outputs = workload.prompt_lens, np.array(workload.output_lens)
-    return {
-        "seq_len": float(prompts.mean() + outputs.mean()),
-        "prompt_len": float(prompts.mean()),
-        "output_len_cv": float(outputs.std() / outputs.mean()),
-        "shared_prefix_len": 0.0,
-        "mini_batch_size": max(1, min(args.max_num_seqs, len(workload)) // args.num_mini_batches),
-        "interval_steps": None,
-        "gpu_price": None,
-        "cpu_price": None,
-    }
-
-
-def _scratch_tokens(inputs: PlanInputs) -> int:
-    """Prompt tokens that the S-worker holds in the engine's share of the memory its weights leave."""
-    if inputs.server is None:
-        return UNBOUNDED_TOKENS
-    shape = inputs.server.shape
-    if shape.state:  # R-workers compute the prompts of hybrids
-        return 0
-    own_dtype = GpuStepTime(
-        shape, inputs.server.gpu, shape.kv_layout(shape.dtype).kv_bytes_per_token, inputs.server.group
-    )
-    return int(own_dtype.capacity_tokens * SCRATCH_SHARE)

@@ -24,7 +24,7 @@ from fastdecode.scheduler import SchedulerStatistics
 class Simulation:
     """The outcome of a run. ``elapsed_seconds`` is simulated, ``wall_seconds`` is the time it took to simulate.
 
-    ``doubled``: second copies made between steps. ``events``: what happened to workers and what it cost, None where
+    ``doubled``: second copies made between steps. ``events``: what happened to workers and what it cost, None if
     nothing could.
     """
 
@@ -41,7 +41,7 @@ class Simulation:
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
-    """All keys of ``bench throughput`` but ``config``, and what only a simulation knows."""
+    """Return all keys of ``bench throughput`` but ``config``, and what only a simulation knows."""
     finished = [_output(request) for request in simulation.requests if request.finished]
     run = ThroughputRun(
         simulation.elapsed_seconds, finished, simulation.steps, simulation.statistics, simulation.kv_load_limit
@@ -65,7 +65,7 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
 
 
 def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report for people: what users feel first, then as ``bench throughput`` prints it."""
+    """Yield the report for people: what users feel first, then as ``bench throughput`` prints it."""
     each, users = report["tpot_seconds"], report["users"]
     if each["mean"]:
         yield (

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Configuration], bool]:
-    """The configurations that the flags ask for, and whether an offline run comes after them."""
+    """Return the configurations that the flags ask for, and whether an offline run comes after them."""
     from fastdecode.perfmodel.lab.measure.rank_calibrator import rank_configurations
     from fastdecode.perfmodel.lab.measure.validation import configurations, range_configurations
 
@@ -133,7 +133,7 @@ def _shown(row: ValidatedRow, num_heads: int) -> ValidatedRow:
 
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
-    """The profile's model, its S-worker on the CPU."""
+    """Return the profile's model, its S-worker on the CPU."""
     from fastdecode.sworker.model.loader import model_shape
 
     config = EngineConfig(
@@ -150,7 +150,7 @@ def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> Engin
 
 
 def table_line(row: ValidatedRow, num_heads: int) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     each, drift = row.configuration, row.drift
     predicted, measured = row.predicted_step_seconds, row.measured_step_seconds
     s_error = row.predicted_s_seconds / row.measured_s_seconds - 1.0
@@ -165,7 +165,7 @@ def table_line(row: ValidatedRow, num_heads: int) -> str:
 
 
 def error_line(rows: Sequence[ValidatedRow]) -> str:
-    """Median and worst."""
+    """Return the median and worst."""
     errors = np.abs([row.error for row in rows])
     worst = rows[int(np.argmax(errors))].configuration
     unsteady = sum(row.moved > MOST_DRIFT for row in rows)
@@ -177,7 +177,7 @@ def error_line(rows: Sequence[ValidatedRow]) -> str:
 
 
 def row_figures(row: ValidatedRow) -> dict[str, Any]:
-    """One object of ``--output-json``."""
+    """Return one object of ``--output-json``."""
     each = row.configuration
     names = ("name", "r_workers", "kv_dtype", "num_kv_heads", "batch_size", "context_len", "kv_shard_tokens")
     figures = {name: value for name, value in vars(row).items() if name not in ("configuration", "drift")}

@@ -60,5 +60,5 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_bench_flags(args: argparse.Namespace) -> None:
-    """Log vLLM's flags of benchmarks without effect; ConfigError for one that would measure something else."""
+    """Log vLLM's flags of benchmarks without effect. Raise ConfigError for one that would measure something else."""
     check_foreign(vars(args), foreign={name: OF_BENCHES[name] for name in args.foreign_flags})

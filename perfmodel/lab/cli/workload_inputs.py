@@ -53,7 +53,7 @@ def read_workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
 
 
 def _spec(args: argparse.Namespace) -> WorkloadSpec:
-    """The workload flags, checked as ``bench throughput`` checks them."""
+    """Return the workload flags, checked as ``bench throughput`` checks them."""
     given = {name: getattr(args, name) for name in WorkloadSpec.__dataclass_fields__}
     if args.dataset_path and args.dataset_name != "trace":
         raise ConfigError(f"dataset_path: dataset {args.dataset_name!r} reads no file; it is for --dataset-name trace")

@@ -34,7 +34,7 @@ class AttentionBench:
         check_memory(caches, self.cache_bytes)
 
     def measure(self, shape: AttentionShape) -> dict[str, Any]:
-        """One row, its keys those of ``bench attention``'s JSON. One call before the measured ones warms up.
+        """Return one row, its keys those of ``bench attention``'s JSON. One call before the measured ones warms up.
 
         A cache of another dtype takes turns with a bfloat16 one: of as many sequences where their number is given, else
         of as many bytes.
@@ -52,7 +52,7 @@ class AttentionBench:
         return cache
 
     def _peaks_for(self, shape: AttentionShape) -> _rworker.Peaks:
-        """The last ones where they fit: they hold memory, so there is one at a time."""
+        """Return the last ones where they fit: they hold memory, so there is one at a time."""
         if self._peaks is None or self._peaks_of != (shape.threads, shape.isa):
             self._peaks = None
             cores = usable_cores()[: shape.threads]
@@ -227,7 +227,7 @@ class RowPrinter:
 
 
 def to_json(rows: Sequence[dict[str, Any]]) -> str:
-    """A JSON array of rows."""
+    """Return a JSON array of rows."""
     return json.dumps(list(rows), indent=2, allow_nan=False)
 
 

@@ -50,7 +50,10 @@ class FilledCache:
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
 
     def call(self, q_len: int | None = None) -> tuple[float, float]:
-        """Seconds to plan a step, and of the layer: its submit and wait. ``q_len``: new tokens, if not the shape's."""
+        """Return seconds to plan a step, and of the layer: its submit and wait.
+
+        ``q_len``: new tokens, if not the shape's.
+        """
         q_len = self.shape.q_len if q_len is None else q_len
         spans, rows = self._spans.copy(), len(self.lengths) * q_len
         spans[:, 2] = q_len
@@ -64,7 +67,7 @@ class FilledCache:
         return planned - start, done - planned
 
     def commit_and_check(self) -> float:
-        """The last call: its rows stay, and the largest error of some sequences' o is returned.
+        """Return the last call: its rows stay, and the largest error of some sequences' o is returned.
 
         Norm-wise, per row and head, against float64 attention over the cache as it is stored; of an index, of the best
         scores, beside the largest.
@@ -159,7 +162,7 @@ class FilledCache:
 
 
 def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
-    """The first, the middle and the last sequence, as far as CHECKED_BYTES go."""
+    """Return the first, the middle and the last sequence, as far as CHECKED_BYTES go."""
     chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))[:CHECKED_SEQUENCES]
     token_bytes = shape.layout.layers[0].kv_elements * 4
     spent = np.cumsum(lengths[chosen]) * token_bytes
@@ -228,6 +231,6 @@ def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest ‖got − want‖ / ‖want‖ over the last axis."""
+    """Return the largest ‖got − want‖ / ‖want‖ over the last axis."""
     error = np.linalg.norm(got.astype(np.float64) - want, axis=-1)
     return float((error / np.maximum(np.linalg.norm(want, axis=-1), 1e-30)).max())

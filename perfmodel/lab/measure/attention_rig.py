@@ -61,7 +61,7 @@ class AttentionRig:
         self._context_len = context_len
 
     def step(self, pause_seconds: float = 0.0) -> CallTimes:
-        """A token for every sequence, ``pause_seconds`` before each layer; they then attend to one more."""
+        """Return a token for every sequence, ``pause_seconds`` before each layer; they then attend to one more."""
         num_layers = len(self.layout.layers)
         trips = np.zeros(num_layers)
         begin = time.perf_counter()

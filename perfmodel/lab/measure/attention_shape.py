@@ -97,7 +97,7 @@ class AttentionShape:
 
     @property
     def beside(self) -> AttentionShape | None:
-        """The same with a bfloat16 cache; none where it has one."""
+        """The same with a bfloat16 cache; none if it has one."""
         return None if self.kv_cache_dtype == "bfloat16" else replace(self, kv_cache_dtype="bfloat16")
 
     @property
@@ -152,7 +152,7 @@ class AttentionShape:
         return drawn[: int(np.searchsorted(np.cumsum(drawn), wanted)) + 1]
 
     def tokens_needed(self, lengths: np.ndarray) -> int:
-        """Cached tokens one call must read, the shared ones once."""
+        """Return the cached tokens one call must read, the shared ones once."""
         return int(lengths.sum()) - self.shared_tokens * (len(lengths) - 1)
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import numpy as np
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.engine_fields import KV_CACHE_DTYPES
 from fastdecode.core.dtypes import WIRE_DTYPE
-from fastdecode.core.machine import usable_cores
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.perfmodel.calibration import Anchor, steadily
 from fastdecode.perfmodel.deployment import this_machine
 from fastdecode.perfmodel.lab.measure.attention_rig import AttentionRig
+from fastdecode.perfmodel.lab.measure.calibration_plan import CalibrationPlan
 from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig, InstantBackend
 from fastdecode.perfmodel.lab.measure.samples import (
     ANCHOR_CONTEXT,
@@ -213,91 +212,3 @@ def _with_weights(layout: KVLayout) -> KVLayout:
             rows = np.zeros((layer.num_heads, *layer.weight_rows), WIRE_DTYPE[layout.model_dtype])
             weights[number] = lambda rows=rows: rows
     return replace(layout, weights=weights)
-
-
-CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256)
-"""With both sides of 128 rows, where the S-worker changes its matrix products; beyond 256 a CPU only multiplies."""
-
-GPU_BATCH_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
-@dataclass(frozen=True)
-class CalibrationPlan:
-    """``s_threads`` and ``r_threads``: of S-worker and R-workers here, each measured alone. ``r_shapes``: (sequences,
-    context). ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, which is repeated up to
-    ``most_tries`` times while its anchor moves. ``num_ranks``: latents are measured with the heads of one of so many
-    too. ``contended``: (S threads, R threads) measured beside each other."""
-
-    batch_sizes: tuple[int, ...]
-    s_threads: tuple[int, ...]
-    r_threads: tuple[int, ...]
-    kv_dtypes: tuple[str, ...]
-    groups: tuple[int, ...]
-    r_shapes: tuple[tuple[int, int], ...]
-    links: tuple[str, ...]
-    message_rows: tuple[int, ...]
-    contended: tuple[tuple[int, int], ...]
-    rounds: int
-    most_tries: int
-    num_ranks: int = 1
-
-    @property
-    def is_here(self) -> bool:
-        """True where the R-workers run on this machine."""
-        return bool({"inproc", "spawn"} & set(self.links))
-
-    @property
-    def r_workers(self) -> tuple[str, ...]:
-        """As the profile calls them."""
-        return (HERE,) if self.is_here else self.links
-
-    @property
-    def num_measurements(self) -> int:
-        """Ticks of the progress bar."""
-        r_workers = len(self.r_threads) if self.is_here else len(self.links)
-        r_part = r_workers * len(self.kv_dtypes) * len(self.r_shapes)
-        s_part, links = len(self.s_threads) * len(self.batch_sizes), len(self.links) * len(self.message_rows)
-        return s_part + r_part + links + len(self.contended) * len(self.groups)
-
-
-def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:
-    """Everything that ``plan``, ``simulate`` and ``plan --validate`` may ask of this machine."""
-    cores = len(usable_cores())
-    threads = tuple(sorted({max(1, cores // 2), cores}))
-    here = "inproc" in links
-    return CalibrationPlan(
-        batch_sizes=GPU_BATCH_SIZES if on_gpu else CPU_BATCH_SIZES,
-        s_threads=(1,) if on_gpu else threads,
-        r_threads=threads,
-        kv_dtypes=KV_CACHE_DTYPES[1:],
-        groups=(shape.group,) if shape.latent else _groups(shape),
-        r_shapes=((16, 128), (128, 128), (16, 1024), (32, 1024), (8, 4096)),
-        links=links,
-        message_rows=(16, 64, 256, 1024),
-        contended=((cores // 2, cores // 2),) if here and cores > 1 and not on_gpu else (),
-        rounds=5,
-        most_tries=3,
-    )
-
-
-def _groups(shape: ModelShape) -> tuple[int, ...]:
-    """The model's own, and those of others with as many heads; latents have one KV head for all."""
-    return tuple(sorted({shape.group, *(group for group in (1, 4, 8) if shape.num_heads % group == 0)}))
-
-
-def quick_plan(shape: ModelShape, kv_dtype: str, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:
-    """The model as it is, on all cores, in less than a minute."""
-    cores = len(usable_cores())
-    return CalibrationPlan(
-        batch_sizes=(16, 64, 256),
-        s_threads=(1 if on_gpu else cores,),
-        r_threads=(cores,),
-        kv_dtypes=(kv_dtype,),
-        groups=(shape.group,),
-        r_shapes=((64, 128), (16, 1024)),
-        links=links[:1] if links[0] in ("inproc", "spawn") else links,
-        message_rows=(16, 256),
-        contended=(),
-        rounds=2,
-        most_tries=1,
-    )

@@ -88,7 +88,7 @@ class RampUp:
             )
 
     def arrivals(self, count: int, burstiness: float, seed: int) -> np.ndarray:
-        """Seconds at which each request arrives, the gaps drawn as ``WorkloadSpec``'s: float64 [count]."""
+        """Return seconds at which each request arrives, the gaps drawn as ``WorkloadSpec``'s: float64 [count]."""
         progress = np.arange(count) / max(count - 1, 1)
         growth = self.end_rps - self.start_rps
         rates = self.start_rps + growth * progress
@@ -98,7 +98,7 @@ class RampUp:
 
 
 def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encode: Encode | None) -> list[WorkItem]:
-    """The requests of ``spec``; ConfigError when the data do not fit the model."""
+    """Return the requests of ``spec``. Raise ConfigError when the data do not fit the model."""
     rng = np.random.default_rng(spec.seed)
     if spec.dataset_name == "random":
         items = _random_items(spec, rng, vocab_size)
@@ -112,14 +112,14 @@ def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encod
 
 
 def _gaps(spec: WorkloadSpec, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Seconds before each arrival, of mean 1 / ``request_rate``: float64 [count]."""
+    """Return seconds before each arrival, of mean 1 / ``request_rate``: float64 [count]."""
     if math.isinf(spec.request_rate):
         return np.zeros(count)
     return rng.gamma(spec.burstiness, 1 / (spec.request_rate * spec.burstiness), count)
 
 
 def _random_items(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int) -> list[WorkItem]:
-    """Token ids drawn evenly; lengths drawn evenly within ±``random_range_ratio`` of the nominal ones."""
+    """Return token ids drawn evenly; lengths drawn evenly within ±``random_range_ratio`` of the nominal ones."""
     prefix = rng.integers(0, vocab_size, spec.random_prefix_len).tolist()
 
     def length(nominal: int) -> int:

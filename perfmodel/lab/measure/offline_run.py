@@ -89,7 +89,7 @@ def _run_again(engine: LLMEngine, items: Sequence[WorkItem], runs: list[Throughp
 
 
 def _simulated(scheduler: Scheduler, model: StepModel, items: Sequence[WorkItem]) -> tuple[float, list[StepRecord]]:
-    """Simulated seconds, and the record of every step."""
+    """Return simulated seconds, and the record of every step."""
     steps: list[StepRecord] = []
     simulator = Simulator(scheduler, SplitMachine(model), steps.append)
     simulator.run([SimulatedRequest(item.prompt_token_ids, item.output_len, item.arrival_seconds) for item in items])
@@ -102,7 +102,7 @@ def _decisions(steps: Sequence[StepRecord]) -> list[tuple[Any, ...]]:
 
 
 def offline_line(run: OfflineRun) -> str:
-    """The run as one line of text."""
+    """Return the run as one line of text."""
     same = "the same schedule step by step" if run.same_schedule else "ANOTHER schedule"
     return (
         f"Offline, {SPEC.num_prompts} requests of {SPEC.random_input_len} + {SPEC.random_output_len} tokens, "

@@ -27,7 +27,10 @@ LABEL_SHARE = 0.018
 
 @contextmanager
 def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
-    """The axes of a figure, which is saved at ``path`` in the format of its suffix; OSError where that fails."""
+    """Yield the axes of a figure, which is saved at ``path`` in the format of its suffix.
+
+    Raise OSError if that fails.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,7 +54,10 @@ def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[Step
 
 
 def plot_timeline(events: Sequence[Event], path: str) -> None:
-    """Draw one step, up to the end of its first ``SHOWN_LAYERS`` layers; OSError when the file cannot be written."""
+    """Draw one step, up to the end of its first ``SHOWN_LAYERS`` layers.
+
+    Raise OSError when the file cannot be written.
+    """
 
     num_layers = 1 + max(event.interval.layer for event in events if event.interval.state == R_BUSY)
     shown = _first_layers(events) if num_layers > SHOWN_LAYERS else events
@@ -70,7 +76,7 @@ def plot_timeline(events: Sequence[Event], path: str) -> None:
 
 
 def _first_layers(events: Sequence[Event]) -> list[Event]:
-    """The events of the first ``SHOWN_LAYERS`` layers, and waiting and host work until these end."""
+    """Return the events of the first ``SHOWN_LAYERS`` layers, and waiting and host work until these end."""
     end = max(event.interval.end_seconds for event in events if 0 <= event.interval.layer < SHOWN_LAYERS)
     return [event for event in events if event.interval.layer < SHOWN_LAYERS and event.interval.start_seconds < end]
 
@@ -110,7 +116,7 @@ def _end(events: Sequence[Event]) -> float:
 
 
 def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str) -> None:
-    """Draw the steps of a run; OSError when the file cannot be written."""
+    """Draw the steps of a run. Raise OSError when the file cannot be written."""
     with picture(path, 2, 1, figsize=(10, 6.4), sharex=True) as (load, seconds):
         load.figure.suptitle("KV load and time of every step", fontsize=11)
         load.plot([step.kv_load for step in steps], color="#3b6ea5", label="KV load")
@@ -138,7 +144,7 @@ NAMES = {"head_dim": "head dim {}", "threads": "{} thread(s)", "q_len": "q_len {
 
 
 def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw the rows; OSError when the file cannot be written."""
+    """Draw the rows. Raise OSError when the file cannot be written."""
     with picture(path, figsize=(10, 5)) as axes:
         for label, points in roofline_lines(rows).items():
             contexts = sorted(points)
@@ -171,12 +177,15 @@ def _group(row: dict[str, Any]) -> int:
 
 
 def _mean_context(row: dict[str, Any]) -> float:
-    """The context length of a row; of a range LOW-HIGH, its middle."""
+    """Return the context length of a row; of a range LOW-HIGH, its middle."""
     return statistics.fmean(int(part) for part in str(row["context_len"]).split("-"))
 
 
 def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
-    """Draw measured over predicted, on logarithms, with bands of 10 % and 25 %; OSError when it cannot be written."""
+    """Draw measured over predicted, on logarithms, with bands of 10 % and 25 %.
+
+    Raise OSError when it cannot be written.
+    """
     with picture(path, figsize=(6, 6)) as axes:
         seconds = np.array([(row.predicted_step_seconds, row.measured_step_seconds) for row in rows]) * 1e3
         ends = np.array([seconds.min() * 0.7, seconds.max() * 1.4])

@@ -127,18 +127,18 @@ class PrefillBench:
 
 
 def searches(methods: Sequence[str], lengths: Sequence[int]) -> bool:
-    """Say whether parts are searched: kvr-p needs those of another length."""
+    """Return whether parts are searched: kvr-p needs those of another length."""
     return "kvr-s" in methods or ("kvr-p" in methods and len(lengths) > 1)
 
 
 def num_measurements(methods: Sequence[str], lengths: Sequence[int], worker_counts: Sequence[int], repeats: int) -> int:
-    """Times that ``advance`` is called by :meth:`PrefillBench.rows`."""
+    """Return times that ``advance`` is called by :meth:`PrefillBench.rows`."""
     each = [repeats if count == 1 else repeats * len(methods) + searches(methods, lengths) for count in worker_counts]
     return len(lengths) * sum(each)
 
 
 def report(rows: Sequence[PrefillRow]) -> dict[str, Any]:
-    """The object of ``--output-json`` but for ``config`` and ``machine``."""
+    """Return the object of ``--output-json`` but for ``config`` and ``machine``."""
     errors = [abs(row.prediction_error) for row in rows]
     return {
         "rows": [asdict(row) | _ratios(row, rows) for row in rows],
@@ -150,7 +150,7 @@ def report(rows: Sequence[PrefillRow]) -> dict[str, Any]:
 
 
 def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
-    """The rows for people."""
+    """Yield the rows for people."""
     yield "workers  tokens  method    TTFT s   ± %  predicted  error   /alone    /tsp  MB sent (formula)  parts"
     for row in rows:
         ratios = _ratios(row, rows)
@@ -164,7 +164,7 @@ def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
 
 
 def _ratios(row: PrefillRow, rows: Sequence[PrefillRow]) -> dict[str, float | None]:
-    """Return the ratios of its median to that of one worker and of TSP on as many; None where not measured."""
+    """Return the ratios of its median to that of one worker and of TSP on as many; None if not measured."""
     alike = {(each.method, each.num_workers): each for each in rows if each.prefill_len == row.prefill_len}
     alone, tsp = alike.get((ALONE, 1)), alike.get(("tsp", row.num_workers))
     return {

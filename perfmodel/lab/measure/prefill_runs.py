@@ -35,7 +35,7 @@ class PrefillRunner(Protocol):
     num_workers: int
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
-        """Prompts that arrive together, each cut into the parts given; ``method``: one of PREFILL_METHODS."""
+        """Return prompts that arrive together, each cut into the parts given; ``method``: one of PREFILL_METHODS."""
 
 
 def in_order(parts: Sequence[int], first_worker: int = 0) -> tuple[PrefillPart, ...]:
@@ -59,7 +59,7 @@ class GivenParts:
         """Nothing depends on the time."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """The first that is left."""
+        """Return the first that is left."""
         bounds = (context_len, context_len + num_tokens)
         return self.parts[0] if self.parts and (self.parts[0][0].start, self.parts[0][-1].end) == bounds else ()
 
@@ -96,7 +96,7 @@ class LivePrefill:
             self.run([in_order((WARM_UP_TOKENS,), worker)])
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
-        """Prompts that arrive together, each cut into the parts given."""
+        """Return prompts that arrive together, each cut into the parts given."""
         engine = self.engine
         if engine.prefills is None:
             raise BackendError("an engine without prefill workers was to compute prompts on them")

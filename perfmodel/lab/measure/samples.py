@@ -56,7 +56,7 @@ def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
 
 
 def r_worker_config(config: EngineConfig, r_worker: str, threads: int | None, kv_bytes: int) -> EngineConfig:
-    """One R-worker, "here" or "inproc", "spawn" or "host:port", with room for ``kv_bytes`` where it is ours."""
+    """Return one R-worker, "here" or "inproc", "spawn" or "host:port", with room for ``kv_bytes`` where it is ours."""
     if r_worker not in ("here", "inproc", "spawn"):
         return replace(config, r_workers=r_worker)
     spec = "spawn:1" if r_worker == "spawn" else "inproc"
@@ -103,20 +103,20 @@ def r_samples(rig: AttentionRig, num_shapes: int, num_steps: int) -> np.ndarray:
 
 
 def link_measured(rig: AttentionRig, num_steps: int) -> tuple[Measured, Measured]:
-    """The way to the R-worker and back, over all layers, and beginning and ending a step."""
+    """Return the way to the R-worker and back, over all layers, and beginning and ending a step."""
     steps = [rig.step(BETWEEN_LAYERS_SECONDS) for _ in range(num_steps)]
     ways = np.concatenate([step.link_seconds for step in steps])
     return summary(ways), summary(np.array([step.plan_seconds for step in steps]))
 
 
 def s_anchor_seconds(rig: DecodeRig, threads: int) -> float:
-    """The S-part of a step of ANCHOR_ROWS rows."""
+    """Return the S-part of a step of ANCHOR_ROWS rows."""
     steps = rig.decode(ANCHOR_ROWS, SHORT_CONTEXT, SAMPLE_STEPS, threads)
     return float(np.median([step.s_seconds for step in steps]))
 
 
 def r_anchor_seconds(rig: AttentionRig) -> float:
-    """One layer over ANCHOR_SEQUENCES sequences of ANCHOR_CONTEXT tokens."""
+    """Return one layer over ANCHOR_SEQUENCES sequences of ANCHOR_CONTEXT tokens."""
     rig.rewind(ANCHOR_CONTEXT)
     return float(np.median([np.mean(rig.step().busy_seconds) for _ in range(ANCHOR_STEPS)]))
 
@@ -153,7 +153,7 @@ def measure_contention(
 
 
 def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
-    """Times as slow as alone: S, R."""
+    """Return times as slow as alone: S, R."""
     r_rig.rewind(CONTEXT)
     s_alone = _s_seconds(s_rig)
     r_alone = _r_seconds(r_rig)

@@ -147,7 +147,7 @@ async def run_load(
 
 
 def session(target: Target) -> aiohttp.ClientSession:
-    """Connections without a bound on their number, kept open from one request to the next if that comes soon."""
+    """Return connections without a bound on their number, kept open from one request to the next if that comes soon."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=LONGEST_SECONDS, sock_connect=60),
@@ -172,7 +172,7 @@ async def ask(client: aiohttp.ClientSession, target: Target, item: WorkItem, req
 
 
 def request_body(target: Target, item: WorkItem) -> dict[str, Any]:
-    """The JSON of one request. A prompt without text goes as token ids, which a chat has no place for."""
+    """Return the JSON of one request. A prompt without text goes as token ids, which a chat has no place for."""
     if target.chat:
         asked = {"messages": [{"role": "user", "content": item.prompt}], "max_completion_tokens": item.output_len}
     else:
@@ -202,7 +202,7 @@ async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> N
 
 
 def _take(chunk: _Chunk, request: ServedRequest) -> bool:
-    """Enter what a chunk brought; True where it brought a token.
+    """Enter what a chunk brought; True if it brought a token.
 
     A chat's first chunk only names the role; text may be "" in a completion, since a token need not complete a
     character.

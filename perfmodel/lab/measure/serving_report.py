@@ -31,7 +31,7 @@ _WIDTH = 50
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Milliseconds by metric, from ["ttft:200", …]; ConfigError names a pair that is wrong."""
+    """Return milliseconds by metric, from ["ttft:200", …]. A ConfigError names a pair that is wrong."""
     found: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
@@ -48,7 +48,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> list[str]:
-    """Names of METRICS from a comma list; ConfigError names one that is unknown."""
+    """Return names of METRICS from a comma list. A ConfigError names one that is unknown."""
     names = text.split(",")
     if unknown := [name for name in names if name not in METRICS]:
         raise ConfigError(f"percentile_metrics: {unknown[0]!r} is none of {', '.join(METRICS)}")
@@ -56,7 +56,7 @@ def parse_metrics(text: str) -> list[str]:
 
 
 def parse_percentiles(text: str) -> list[float]:
-    """Percentages from a comma list; ConfigError names one that is none."""
+    """Return percentages from a comma list. A ConfigError names one that is none."""
     try:
         percentiles = [float(part) for part in text.split(",")]
     except ValueError:
@@ -73,7 +73,7 @@ def serving_report(
     metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """All keys that come from the run itself. Failed requests count in ``failed`` and nowhere else."""
+    """Return all keys that come from the run itself. Failed requests count in ``failed`` and nowhere else."""
     good = [request for request in served if not request.error]
     inputs, outputs = (sum(getattr(request, name) for request in good) for name in ("prompt_len", "output_len"))
     tokens_per_second, requests_per_second = _peaks(good)
@@ -106,13 +106,13 @@ def serving_report(
 
 
 def _meets(request: ServedRequest, goodput: Mapping[str, float]) -> bool:
-    """Say whether it kept to every objective, in milliseconds."""
+    """Return whether it kept to every objective, in milliseconds."""
     found = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
     return all(found[name] * 1e3 <= milliseconds for name, milliseconds in goodput.items())
 
 
 def _values(good: Sequence[ServedRequest]) -> dict[str, list[float]]:
-    """Seconds by metric. A request of one token has no time per output token."""
+    """Return seconds by metric. A request of one token has no time per output token."""
     return {
         "ttft": [request.ttft for request in good],
         "tpot": [request.tpot for request in good if request.output_len > 1],

@@ -33,7 +33,7 @@ class ThroughputRun:
 
 
 def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any]:
-    """All keys that come from the run itself; the caller adds ``config`` and ``machine``."""
+    """Return all keys that come from the run itself; the caller adds ``config`` and ``machine``."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in run.outputs)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
     seconds = run.elapsed_seconds
@@ -155,7 +155,7 @@ def _mean_gap(token_seconds: Sequence[float]) -> float:
 
 
 def summary_lines(report: dict[str, Any]) -> Iterable[str]:
-    """The report for people; the last line is vLLM's."""
+    """Yield the report for people; the last line is vLLM's."""
     decode, parts = report["decode"], report.get("breakdown")
     if decode["steps"]:
         yield (
@@ -225,18 +225,18 @@ _STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")
 
 
 def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
-    """Sums over steps, float64 [num_workers]; R-workers that joined later have no part in the first ones."""
+    """Return sums over steps, float64 [num_workers]; R-workers that joined later have no part in the first ones."""
     columns = list(zip_longest(*steps, fillvalue=0.0))
     return np.array(columns).sum(axis=1) if columns else np.zeros(1)
 
 
 def _joined_workers(steps: Sequence[StepRecord]) -> int:
-    """R-workers that came after the first step, in places of lost ones or in new ones."""
+    """Return R-workers that came after the first step, in places of lost ones or in new ones."""
     return sum(max(0, now.pool.num_workers - last.pool.num_workers + now.lost_workers) for last, now in pairwise(steps))
 
 
 def _twice_share(steps: Sequence[StepRecord]) -> float | None:
-    """Return the part of all steps' sequences that two R-workers held; None where none ever was."""
+    """Return the part of all steps' sequences that two R-workers held; None if none ever was."""
     once, twice = sum(step.pool.once for step in steps), sum(step.pool.twice for step in steps)
     return twice / (once + twice) if twice else None
 

@@ -56,7 +56,7 @@ GROUPS = (1, 4)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One real run. ``cores``: of the S-worker and of the R-workers together, None where they share all in turn."""
+    """One real run. ``cores``: of the S-worker and of the R-workers together, None if they share all in turn."""
 
     name: str
     deployment: Deployment
@@ -77,7 +77,7 @@ class Configuration:
         return RangeParts(self.batch_size * closed, self.batch_size * (closed + tail_partials(tail + 1)))
 
     def engine_config(self, config: EngineConfig, kv_bytes_per_token: int) -> EngineConfig:
-        """The configuration of the engine that is measured."""
+        """Return the configuration of the engine that is measured."""
         s_cores, r_cores = (core_list(cores) for cores in self.cores) if self.cores else (None, None)
         longer = {"max_position_embeddings": self.context_len + 1} if self.kv_shard_tokens else {}
         tokens = self.batch_size * (self.context_len + 256) + 8 * 4096
@@ -151,7 +151,7 @@ def kv_head_counts(shape: ModelShape) -> list[int]:
 
 
 def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
-    """Sequences in ranges over two R-workers, which take turns on the second half of ``cores``."""
+    """Return sequences in ranges over two R-workers, which take turns on the second half of ``cores``."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: S and R have cores of their own")
     half, heads = len(cores) // 2, kv_head_counts(shape)
@@ -166,7 +166,7 @@ def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Config
 
 
 def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape | None) -> None:
-    """ProfileError where ``profile`` lacks what predicting one of ``todo``, or an offline run of ``model``, takes.
+    """Raise ProfileError if ``profile`` lacks what predicting one of ``todo``, or an offline run of ``model``, takes.
 
     Nothing is loaded or run.
     """
@@ -198,7 +198,7 @@ class Validation:
             advance()
 
     def offline(self) -> OfflineRun:
-        """A whole run with S and R in turn on all cores, beside its simulation."""
+        """Return a whole run with S and R in turn on all cores, beside its simulation."""
         cores = len(usable_cores())
         anchors = [anchor.averaged(LOOKS) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
         return run_offline(self.config, self.profile, anchors)
@@ -269,7 +269,7 @@ def validated_row(profile: HardwareProfile, configuration: Configuration, steadi
 
 
 def _shape(profile: HardwareProfile, configuration: Configuration) -> ModelShape:
-    """The model that is run: the profile's layers, NUM_LAYERS of them."""
+    """Return the model that is run: the profile's layers, NUM_LAYERS of them."""
     return replace(profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
 
 

@@ -40,7 +40,7 @@ class PrefillFleet:
         self._part_ends[prefill.job_id] = {part.worker: self._free[part.worker] for part in prefill.parts}
 
     def take(self, now_seconds: float) -> list[int]:
-        """Jobs that have ended by now, in order."""
+        """Return jobs that have ended by now, in order."""
         ended = []
         while self._ends and self._ends[0][0] <= now_seconds:
             ended.append(heapq.heappop(self._ends)[1])
@@ -53,7 +53,7 @@ class PrefillFleet:
         return self._ends[0][0] if self._ends else math.inf
 
     def lose(self, worker: int, now_seconds: float) -> list[int]:
-        """A worker is gone; returns the jobs that fail with it, which the others in them give up at once."""
+        """Return a worker is gone; returns the jobs that fail with it, which the others in them give up at once."""
         failed = [job_id for end, job_id in self._ends if end > now_seconds and worker in self._part_ends[job_id]]
         self._ends = [each for each in self._ends if each[1] not in failed]
         heapq.heapify(self._ends)

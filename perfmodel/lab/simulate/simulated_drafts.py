@@ -30,7 +30,7 @@ class SimulatedDrafter:
         return self.drafting.cost.seconds(len(wanted), passes, kv_tokens, self._num_r_workers) if passes else 0.0
 
     def accepted(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """How many draft tokens of each sequence are accepted."""
+        """Return how many draft tokens of each sequence are accepted."""
         if not drafts:
             return {}
         counts = np.array([len(tokens) for tokens in drafts.values()])

@@ -27,8 +27,11 @@ class StepCost:
 
 
 class Machine(Protocol):
-    """A machine tells what a step costs. ``kv_bytes_per_token`` read, over all layers, is 0 where it is not known.
-    ``seconds_per_moved_token``: of the cache, from one R-worker to another."""
+    """A machine tells what a step costs.
+
+    ``kv_bytes_per_token`` read, over all layers, is 0 if it is not known. ``seconds_per_moved_token``: of the cache,
+    from one R-worker to another.
+    """
 
     @property
     def kv_bytes_per_token(self) -> float: ...

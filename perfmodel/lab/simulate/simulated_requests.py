@@ -30,11 +30,11 @@ class SimulatedRequests:
         self._tokens = TokenTimes()
 
     def __len__(self) -> int:
-        """How many have arrived."""
+        """Return how many have arrived."""
         return len(self._requests)
 
     def __getitem__(self, sequence_id: int) -> TokenSequence:
-        """The sequence of a request."""
+        """Return the sequence of a request."""
         return self._sequences[sequence_id]
 
     def expect(self, requests: Sequence[SimulatedRequest]) -> None:
@@ -42,7 +42,7 @@ class SimulatedRequests:
         self._tokens.expect([request.output_len for request in requests])
 
     def arrive(self, scheduler: Scheduler, request: SimulatedRequest) -> None:
-        """Queue ``request``; RequestError where it could never run."""
+        """Queue ``request``. Raise RequestError if it could never run."""
         sequence_id = len(self._requests)
         most = request.max_tokens or request.output_len
         output: Any = SimulatedOutput(self._tokens, sequence_id)  # what the scheduler reads of a list, and no more
@@ -53,7 +53,7 @@ class SimulatedRequests:
         self._sequences.append(sequence)
 
     def token_seconds(self, sequence_id: int) -> np.ndarray:
-        """The moments of a request's tokens, float64 [tokens so far]."""
+        """Return the moments of a request's tokens, float64 [tokens so far]."""
         return self._tokens.of(sequence_id)
 
     def hand_out(self) -> None:

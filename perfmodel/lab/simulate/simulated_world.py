@@ -68,7 +68,7 @@ class SimulatedWorld:
         return self._events.next_seconds
 
     def tell(self, step: ScheduledStep) -> None:
-        """No R-worker hears the controls; PlanError where prompts are sent to prefill workers without any."""
+        """No R-worker hears the controls. Raise PlanError if prompts are sent to prefill workers without any."""
         if step.prefills and self._prefills is None:
             raise PlanError("the scheduler sends prompts to prefill workers, and the simulator was given none")
 
@@ -89,7 +89,7 @@ class SimulatedWorld:
         return self.machine.cost(Load.of(step, num_scored_rows, sum(kv_loads)), kv_loads)
 
     def end_step(self) -> StepReport:
-        """Tell which R-workers were lost until now; WorkerLostError where none is left."""
+        """Tell which R-workers were lost until now. Raise WorkerLostError if none is left."""
         self._happen()
         lost, self._lost = tuple(self._lost), []
         if lost and max(self._places) == NO_ONE:
@@ -108,7 +108,7 @@ class SimulatedWorld:
         self._clock.wait_until(moment)
 
     def transfer(self, transfer: Transfer) -> float:
-        """Let the time of a copy pass; WorkerLostError where one of the two R-workers is gone by its end."""
+        """Let the time of a copy pass. Raise WorkerLostError if one of the two R-workers is gone by its end."""
         seconds = self.machine.seconds_per_moved_token * transfer.num_tokens
         self._clock.work(seconds)
         self._happen()
@@ -178,7 +178,7 @@ class SimulatedWorld:
         return self._prefills is not None and self._prefills.happen(event)
 
     def _happens(self, event: WorkerEvent) -> bool:
-        """To an R-worker; False where that is not there, or joins and is."""
+        """To an R-worker; False if that is not there, or joins and is."""
         worker = event.worker
         is_here = worker in self._places
         if event.kind == JOIN:

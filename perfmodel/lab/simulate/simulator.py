@@ -34,7 +34,7 @@ class Simulator:
     """Runs the engine's own cycle in a simulated world, where a step only lets its time pass.
 
     A request is heard of at the first step that begins after its arrival; tokens appear at the end of a step.
-    ``on_step`` is called with the record of each, as the engine's is. ``interruptions``: what losses cost, None where
+    ``on_step`` is called with the record of each, as the engine's is. ``interruptions``: what losses cost, None if
     nothing can happen.
     """
 
@@ -67,7 +67,7 @@ class Simulator:
     def run(self, requests: Iterable[SimulatedRequest], until: Callable[[Simulator], bool] | None = None) -> None:
         """Run ``requests`` until all have ended, or until ``until`` says after a step that it has seen enough.
 
-        RequestError where one could never run; WorkerLostError where no R-worker is left, and PlanError where R-workers
+        RequestError if one could never run. Raise WorkerLostError if no R-worker is left, and PlanError if R-workers
         are lost MOST_LOSSES times each, in the mean, and no request ends meanwhile.
         """
         arriving = deque(sorted(requests, key=lambda request: request.arrival_seconds))
@@ -152,7 +152,7 @@ class Slo:
         return bool(delay <= self.delay_p50_seconds and not slow)
 
     def is_lost(self, requests: Sequence[SimulatedRequest], now_seconds: float) -> bool:
-        """True as soon as so many have waited so long that the median delay cannot be met any more."""
+        """Return True as soon as so many have waited so long that the median delay cannot be met any more."""
         limit = self.delay_p50_seconds
         late = sum(
             (now_seconds if request.start_seconds is None else request.start_seconds) - request.arrival_seconds > limit
@@ -162,10 +162,10 @@ class Slo:
 
 
 def find_capacity(meets: Callable[[float], bool], first_guess: float, tolerance: float = 0.02) -> float:
-    """The largest rate, to a relative ``tolerance`` from below, that ``meets``, by doubling and bisection.
+    """Return the largest rate, to a relative ``tolerance`` from below, that ``meets``, by doubling and bisection.
 
-    0 where not even a 4096th of ``first_guess`` does; infinite where 4096 times as much still does, which says that
-    there were too few requests for a queue to show.
+    0 if not even a 4096th of ``first_guess`` does; infinite where 4096 times as much still does, which says that there
+    were too few requests for a queue to show.
     """
     if not first_guess > 0 or not tolerance > 0:
         raise ConfigError(f"a capacity is sought from a rate above 0, not {first_guess!r}")

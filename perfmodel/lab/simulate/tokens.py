@@ -72,11 +72,11 @@ class TokenTimes:
             self.total += int(end - start)
 
     def count(self, request_id: int) -> int:
-        """Tokens that a request has."""
+        """Return tokens that a request has."""
         return int(self._next[request_id] - self._starts[request_id])
 
     def of(self, request_id: int) -> np.ndarray:
-        """The moments of a request's tokens, float64 [tokens so far]."""
+        """Return the moments of a request's tokens, float64 [tokens so far]."""
         return self._seconds[self._starts[request_id] : self._next[request_id]]
 
 
@@ -90,11 +90,11 @@ class SimulatedOutput(Sequence[int]):
         self._tokens, self._request_id = tokens, request_id
 
     def __len__(self) -> int:
-        """Tokens so far."""
+        """Return tokens so far."""
         return self._tokens.count(self._request_id)
 
     def __getitem__(self, place: Any) -> Any:
-        """A zero, or a new list of zeros."""
+        """Return a zero, or a new list of zeros."""
         return ([0] * len(self))[place]
 
     def __eq__(self, other: object) -> bool:

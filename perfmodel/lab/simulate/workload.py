@@ -159,7 +159,7 @@ class SimulatedWorkload:
     max_tokens: int | None = None
 
     def __len__(self) -> int:
-        """Number of requests."""
+        """Return the number of requests."""
         return len(self.prompts)
 
     def at(self, rate: float) -> list[SimulatedRequest]:
@@ -187,7 +187,7 @@ def drawn_workload(lengths: LengthDistribution, count: int, seed: int) -> Simula
 
 
 def traced_workload(items: Sequence[TraceItem]) -> SimulatedWorkload:
-    """The requests of a trace, which has its own rate: arrivals less one over the time they span."""
+    """Return the requests of a trace, which has its own rate: arrivals less one over the time they span."""
     moments = np.array([item.arrival_seconds for item in items])
     rate = (len(items) - 1) / moments[-1] if moments[-1] > 0 else math.inf
     arrivals = moments * rate if rate < math.inf else moments

@@ -31,9 +31,9 @@ class ReplicaPlan:
     """One copy and two beside each other; ``kv_replicas`` is the plan's number.
 
     ``one`` and ``two`` copies; where there is no plan with two, ``lacks`` says why. ``link_growth``: growth of the
-    bytes on the way to R-workers; None where the model is not known. A lost R-worker leaves ``speed_after_loss`` of the
-    speed, None where it was the only one; with one copy ``lost_sequences`` stop until ``recomputed_tokens`` are
-    computed again, which takes the S-worker ``recompute_seconds`` at least; with two copies all these are 0.
+    bytes on the way to R-workers; None if the model is not known. A lost R-worker leaves ``speed_after_loss`` of the
+    speed, None if it was the only one; with one copy ``lost_sequences`` stop until ``recomputed_tokens`` are computed
+    again, which takes the S-worker ``recompute_seconds`` at least; with two copies all these are 0.
     ``lost_tokens_per_second_at_one_hour``: output tokens that losses cost in a second where each R-worker is lost once
     an hour in the mean, and replaced after ``RESTART_SECONDS``; with an MTBF of h hours it is one h-th of that.
     """
@@ -107,7 +107,7 @@ def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
 
 
 def _lost_sequences(case: PlanCase) -> float:
-    """Sequences that have a range, or all they cache, on one R-worker."""
+    """Return sequences that have a range, or all they cache, on one R-worker."""
     in_flight, planner = case.plan.in_flight, case.planner
     ranges = max(1, math.ceil(planner.workload.mean_context / planner.placing.segment_tokens))
     return min(in_flight, in_flight * ranges / case.plan.num_r_workers)
@@ -120,7 +120,7 @@ def _recomputed_tokens(case: PlanCase) -> float:
 
 
 def _link_growth(planner: Planner) -> float | None:
-    """Return the part that second copies add to the bytes to and from R-workers; None where these are not known."""
+    """Return the part that second copies add to the bytes to and from R-workers; None if these are not known."""
     row_bytes = planner.transport.row_bytes
     return planner.storage.copied_bytes / row_bytes if row_bytes else None
 
@@ -133,7 +133,7 @@ def _lost_in_an_hour(plan: Plan, recompute_seconds: float, speed_after_loss: flo
 
 
 def _speed_after_loss(case: PlanCase) -> float | None:
-    """The part of the tokens per second that one R-worker less gives for the same sequences in flight."""
+    """Return the part of the tokens per second that one R-worker less gives for the same sequences in flight."""
     if case.plan.num_r_workers == 1:
         return None
     left = case.planner.candidate(case.plan.mini_batch_size, case.plan.num_r_workers - 1)

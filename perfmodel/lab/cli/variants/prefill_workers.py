@@ -37,9 +37,9 @@ def add_prefill_flags(group: Any, automatic: bool) -> None:
 
 
 def prefill_forecast(args: argparse.Namespace) -> Forecast | None:
-    """Return the speed of prefill workers, None where there are none.
+    """Return the speed of prefill workers, None if there are none.
 
-    ConfigError or ProfileError where nothing says how fast they are.
+    ConfigError or ProfileError if nothing says how fast they are.
     """
     if args.num_prefill_workers is None:
         for name in ("prefill_gpu", "prefill_link"):
@@ -65,7 +65,7 @@ def _measured(args: argparse.Namespace) -> Forecast:
 
 
 def _count(text: str) -> int | None:
-    """A whole number; 0 is none."""
+    """Return a whole number; 0 is none."""
     if not (text.isascii() and text.isdigit()) or len(text) > 6:
         raise argparse.ArgumentTypeError(f"must be a whole number of prefill workers, not {text!r}")
     return int(text) or None
@@ -125,7 +125,7 @@ class PrefillVariant(Variant[PrefillPlan]):
 
 
 def _plan(case: PlanCase, model: PrefillTimes, num_workers: int | None) -> PrefillPlan:
-    """Prompts that come at random wait for a free worker as in Sakasegawa's approximation of M/D/n.
+    """Return prompts that come at random wait for a free worker as in Sakasegawa's approximation of M/D/n.
 
     The engine sees that a prompt is done between two steps: half a step is added.
     """

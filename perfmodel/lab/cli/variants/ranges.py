@@ -20,9 +20,9 @@ UNBOUNDED_BLOCKS = 1 << 40
 class RangePlan:
     """The ranges that a plan needs.
 
-    ``kv_shard_tokens``: tokens of a range, None where sequences lie on one R-worker each. ``reason``: "time", "memory",
-    "asked for", or "" where there is none. ``s_times``: how many times S time one R-worker would read a sequence of
-    mean length for. ``r_worker_tokens``: cached tokens that one R-worker holds, None where nothing says.
+    ``kv_shard_tokens``: tokens of a range, None if sequences lie on one R-worker each. ``reason``: "time", "memory",
+    "asked for", or "" if there is none. ``s_times``: how many times S time one R-worker would read a sequence of mean
+    length for. ``r_worker_tokens``: cached tokens that one R-worker holds, None if nothing says.
     """
 
     kv_shard_tokens: int | None
@@ -32,7 +32,7 @@ class RangePlan:
 
 
 def check_uncut(kv_shard_tokens: int | None) -> None:
-    """ConfigError for ranges of a model with recurrent layers."""
+    """Raise ConfigError for ranges of a model with recurrent layers."""
     if kv_shard_tokens:
         raise ConfigError(
             "kv_shard_tokens: this model keeps a state per sequence, which is that of all its tokens, so no range of "
@@ -46,7 +46,7 @@ class RangeVariant(Variant[RangePlan]):
     name = "ranges"
 
     def figures(self, case: PlanCase) -> RangePlan:
-        """Return the ranges for the plan's R-workers and batch; PlanError where not even ranges hold a sequence."""
+        """Return the ranges for the plan's R-workers and batch. Raise PlanError if not even ranges hold a sequence."""
         planner, count, capacity = case.planner, case.plan.num_r_workers, case.planner.capacity_tokens
         asked: int | None = case.args.kv_shard_tokens
         config = EngineConfig(kv_shard_tokens=asked, speculative_config=case.args.speculative_config)

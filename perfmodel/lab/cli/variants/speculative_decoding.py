@@ -13,7 +13,7 @@ from fastdecode.cli.flags import json_object
 from fastdecode.core.errors import ConfigError
 from fastdecode.drafting.speculative_config import SpeculativeConfig
 from fastdecode.perfmodel.equations import largest, tokens_per_verification
-from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs
+from fastdecode.perfmodel.lab.cli.planner_inputs import PlanInputs
 from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
 from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.perfmodel.lab.draft_times import LOOKUP_SECONDS, DraftCost, Drafting, row_share
@@ -38,7 +38,7 @@ def add_speculation_flags(group: Any) -> None:
 
 
 def read_drafting(args: argparse.Namespace, inputs: PlanInputs | None) -> Drafting | None:
-    """Return the drafts that the flags ask for, None where nothing is drafted.
+    """Return the drafts that the flags ask for, None if nothing is drafted.
 
     ``inputs``: the S-worker and its R-workers, None for a GPU alone.
 
@@ -59,7 +59,7 @@ def read_drafting(args: argparse.Namespace, inputs: PlanInputs | None) -> Drafti
 
 
 def _target_shape(args: argparse.Namespace) -> ModelShape | None:
-    """None where bare numbers say nothing of it."""
+    """None if bare numbers say nothing of it."""
     if args.model:
         return named_shape(args.model)
     return load_profile(args.profile).shape if args.profile else None

@@ -26,8 +26,8 @@ class StatesNeed:
 class StatePlan:
     """States on R-workers beside those with the S-worker; ``state_on`` is the plan's side, "r" or "s".
 
-    ``r`` and ``s``: None where there is no such plan, of which ``lacks`` says why. ``s_worker_states``: for so many the
-    S-worker has memory; None where that is not known, or where R-workers keep them.
+    ``r`` and ``s``: None if there is no such plan, of which ``lacks`` says why. ``s_worker_states``: for so many the
+    S-worker has memory; None if that is not known, or where R-workers keep them.
     """
 
     state_on: str

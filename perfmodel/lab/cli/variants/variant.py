@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.batch_search import BatchSearch
-from fastdecode.perfmodel.lab.cli.machine_inputs import PlanInputs, read_inputs
+from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
 from fastdecode.perfmodel.lab.cli.named_machine import one_gpu_or_cpu
+from fastdecode.perfmodel.lab.cli.planner_inputs import PlanInputs
 from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, named_shape
 from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.lab.planner import Planner
@@ -52,7 +53,7 @@ class PlanCase:
 
     @staticmethod
     def of(args: argparse.Namespace) -> PlanCase:
-        """Read the flags and plan; ConfigError or ProfileError for bad flags, PlanError where no plan can be.
+        """Read the flags and plan; ConfigError or ProfileError for bad flags, PlanError if no plan can be.
 
         Among several ways to plan, one that keeps to the limits wins, and then the one of most worth.
         """
@@ -100,7 +101,7 @@ class PlanCase:
 
     @property
     def keeps_limits(self) -> bool:
-        """True where the plan's time per token and time to the first token are within the limits."""
+        """True if the plan's time per token and time to the first token are within the limits."""
         return self.limits.kept_by(self.plan.step_seconds, self.plan.ttft_seconds)
 
     def _merit(self) -> tuple[bool, float]:
@@ -148,7 +149,7 @@ class Variant(Generic[Figures]):
     name: str
 
     def figures(self, case: PlanCase) -> Figures | None:
-        """Return what the feature needs and gives; None where it was not asked for."""
+        """Return what the feature needs and gives; None if it was not asked for."""
         raise NotImplementedError
 
     def planner(self, case: PlanCase, figures: Figures) -> Planner:
@@ -216,14 +217,14 @@ def _mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _knows_states_here(args: argparse.Namespace) -> bool:
-    """Whether what is named, or measured, has the time of states that the S-worker keeps."""
+    """Return whether what is named, or measured, has the time of states that the S-worker keeps."""
     if args.profile:
         return any(point.kind == "state" and point.r_worker == HERE for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).state)
 
 
 def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The flags with each of the sides that may multiply K and V of latents, the S-worker first."""
+    """Yield the flags with each of the sides that may multiply K and V of latents, the S-worker first."""
     is_open = args.latent_absorption == "auto"
     yield argparse.Namespace(**vars(args) | ({"latent_absorption": "s"} if is_open else {}))
     if is_open and _knows_both(args):  # asked once the flags have proven right
@@ -231,7 +232,7 @@ def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def _knows_both(args: argparse.Namespace) -> bool:
-    """Whether what is named, or measured, has the times of either side."""
+    """Return whether what is named, or measured, has the times of either side."""
     if args.profile:
         return any(point.kind == "absorbing" for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)

@@ -1,0 +1,155 @@
+"""Jobs of a parker: one sequence on its way to the disk, or back into the cache."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from typing import Any
+
+from fastdecode import _rworker
+from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
+from fastdecode.core.errors import CapacityError, ChainError
+from fastdecode.core.parked import PIECE_TOKENS
+
+READ_AHEAD = 4
+"""Pieces that the disk's thread fetches in advance if they are not in memory."""
+
+AT_ONCE_BYTES = 1 << 23
+"""Bytes of pieces read into the cache between two looks at the time."""
+
+FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
+
+
+class _Job:
+    """Work of which the disk's thread does one part at a time. ``num_tokens``: tokens done."""
+
+    def __init__(self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int) -> None:
+        self.num_tokens = 0
+        self._worker, self._threads, self._sequence_id = worker, threads, sequence_id
+        self._pending: deque[Future[Any]] = deque()
+
+    def _come(self, deadline: float) -> Any:
+        """Return the next result of the disk's thread. Raise TimeoutError if there is none by ``deadline``."""
+        value = self._pending[0].result(max(0.0, deadline - time.monotonic()))
+        self._pending.popleft()
+        return value
+
+    def _settle(self) -> None:
+        """Wait for the disk's thread."""
+        for each in self._pending:
+            with suppress(*FAILURES):
+                each.result()
+
+
+class ParkJob(_Job):
+    """A sequence being written to the disk."""
+
+    def __init__(
+        self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int, head: Head, writer: ChainWriter
+    ) -> None:
+        super().__init__(worker, threads, sequence_id)
+        self._head, self._writer, self._next = head, writer, 0
+        self._is_written = False
+
+    def advance(self, deadline: float) -> bool:
+        """Continue until ``deadline``; return True once the file is in place."""
+        try:
+            while True:
+                if self._pending:
+                    self._come(deadline)
+                if self._is_written:
+                    return True
+                self._begin_next()
+        except NotYet:
+            return False
+
+    def _begin_next(self) -> None:
+        number = self._next
+        if number == self._head.num_pieces:
+            self._pending.append(self._threads.submit(self._writer.finish))
+            self._is_written = True
+            return
+        count = self._head.piece_tokens(number)
+        piece = self._worker.export_blocks(self._sequence_id, number * PIECE_TOKENS, count)
+        self._pending.append(self._threads.submit(self._writer.append, piece))
+        self._next, self.num_tokens = number + 1, number * PIECE_TOKENS + count
+
+    def close(self) -> None:
+        """Remove an incomplete file."""
+        self._settle()
+        self._writer.discard()
+
+
+class WakeJob(_Job):
+    """A sequence being loaded: ``num_wanted`` tokens."""
+
+    def __init__(
+        self,
+        worker: _rworker.RWorker,
+        threads: ThreadPoolExecutor,
+        sequence_id: int,
+        num_wanted: int,
+        reader: ChainReader,
+    ) -> None:
+        super().__init__(worker, threads, sequence_id)
+        self._num_wanted, self._reader = num_wanted, reader
+        self._num_pieces, self._next = -(-num_wanted // PIECE_TOKENS), 0
+        self._most = max(worker.num_threads, AT_ONCE_BYTES // reader.head.piece_bytes(0))
+        self._num_fetched = 0
+
+    def advance(self, deadline: float) -> bool:
+        """Continue until ``deadline``; return True once all tokens are in the cache."""
+        try:
+            while True:
+                self._take(self._num_cached() or self._fetch(deadline))
+                if self._next == self._num_pieces:
+                    return True
+                if time.monotonic() > deadline:
+                    return False
+        except NotYet:
+            return False
+
+    def _take(self, count: int) -> None:
+        """Read the next pieces into the cache, if they are in memory."""
+        numbers = range(self._next, self._next + count)
+        counts = [min(PIECE_TOKENS, self._num_wanted - number * PIECE_TOKENS) for number in numbers]
+        places = [(tokens, *self._reader.place(number)) for number, tokens in zip(numbers, counts, strict=True)]
+        try:
+            found = self._worker.read_blocks(self._sequence_id, self.num_tokens, self._reader.fileno(), places)
+        finally:
+            self.num_tokens = self._length()
+        for number, checksum in zip(numbers, found, strict=True):
+            self._reader.check(number, checksum)
+        self._next += count
+
+    def _length(self) -> int:
+        """Return the tokens that the sequence has, valid or not."""
+        try:
+            return self._worker.sequence_length(self._sequence_id)
+        except KeyError:
+            return 0
+
+    def _num_cached(self) -> int:
+        """Return how many of the next pieces are in memory, at most as many as are read at once."""
+        end = min(self._next + self._most, self._num_pieces)
+        return next((n for n in range(self._next, end) if not self._reader.is_cached(n)), end) - self._next
+
+    def _fetch(self, deadline: float) -> int:
+        """Let the disk's thread fetch the next piece, and later ones; return 1 once the next is there."""
+        first = self._num_fetched - len(self._pending)
+        self._num_fetched = max(self._num_fetched, self._next)
+        while self._num_fetched < min(self._next + READ_AHEAD, self._num_pieces):
+            self._pending.append(self._threads.submit(self._reader.fetch, self._num_fetched))
+            self._num_fetched += 1
+        while self._pending and first <= self._next:
+            self._come(deadline)
+            first += 1
+        return 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._settle()
+        self._reader.close()

@@ -1,0 +1,96 @@
+"""The journal of an engine, and what R-workers have kept of the engine before it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.held import KnownTokens
+from fastdecode.core.placing import UNLIMITED
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.engine.compose.backends import journal_copies
+from fastdecode.journal.journal import Journal
+from fastdecode.journal.kept_journal import KeptJournal
+from fastdecode.journal.places import Folder
+from fastdecode.journal.pulse import Pulse
+from fastdecode.journal.records import Run
+from fastdecode.scheduler import Scheduler
+from fastdecode.scheduler.prefix.adopted import Held
+
+logger = logging.getLogger(__name__)
+
+
+def make_journal(
+    config: EngineConfig,
+    fingerprint: str,
+    backend: AttentionBackend,
+    r_workers: list[RWorkerInfo],
+    run: Run,
+    cleanup: ExitStack,
+) -> Journal:
+    """Return what keeps requests and tokens for an engine after this one, where ``config`` asks for it.
+
+    ``fingerprint``: see ``KeptJournal``. Where R-workers have the session of an engine before, which may only be
+    stopped, the journal is taken from it.
+    """
+    if config.journal is None:
+        return Journal()
+    takes_over = config.stands_by or any(worker.held for worker in r_workers)
+    folder = config.journal_folder
+    place = Folder(folder, takes_over) if folder else journal_copies(backend)
+    cleanup.callback(place.close)
+    journal = KeptJournal(place, fingerprint, run.name, max(worker.epoch for worker in r_workers))
+    cleanup.callback(journal.close)
+    if folder is None and not journal.was_found and (names := [each.name for each in r_workers if each.kept_of]):
+        logger.warning(
+            "session %s: R-worker %s has kept sequences, and the journal is gone with the R-workers that had it: "
+            "requests of the engine before this one are not known",
+            config.session, ", ".join(names),
+        )  # fmt: skip
+    if folder and config.session is not None:
+        cleanup.callback(Pulse(folder).close)
+    return journal
+
+
+def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, keeps: bool) -> None:
+    """Adopt what R-workers hold of sequences that ``journal`` knows.
+
+    ``keeps``: R-workers are to keep their cache, so note from here on what an engine after this one has to know.
+    """
+    scheduler.store.names.is_wanted = keeps
+    held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
+    placing = scheduler.limits.placing
+    in_one_place = not placing.twice and placing.segment_tokens == UNLIMITED
+    known = journal.cached_tokens(in_one_place)
+    if held:
+        _adopt(scheduler, r_workers, held, journal, known)
+    elif keeps and any(each.token_ids for each in known.values()):
+        logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
+    if keeps and not in_one_place:
+        # else rows that attended on an R-worker which is lost in their first step would count as right until its end
+        adopted = {each.sequence_id: scheduler.store.adopted.num_adopted(each.sequence_id) for each in known.values()}
+        journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
+
+
+def _adopt(
+    scheduler: Scheduler, r_workers: list[RWorkerInfo], held: Held, journal: Journal, known: dict[int, KnownTokens]
+) -> None:
+    """Keep what R-workers hold of sequences of ``known`` tokens, and have them forget the rest."""
+    ends = (1 + each.cache_id for several in held.values() for each in several)
+    journal.next_sequence_id = max(journal.next_sequence_id, *ends)
+    lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
+    ours = {index: several for index, several in held.items() if _wrote(journal, r_workers[index])}
+    foreign = {index: several for index, several in held.items() if index not in ours}
+    scheduler.store.prefixes.adopt(foreign, {}, lowest_name)
+    for index, num_tokens in scheduler.store.prefixes.adopt(ours, known, lowest_name).items():
+        r_workers[index] = replace(r_workers[index], held=())
+        name = r_workers[index].name
+        logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)
+
+
+def _wrote(journal: Journal, r_worker: RWorkerInfo) -> bool:
+    """Whether ``r_worker`` has kept what it has of the run that wrote ``journal``, and not of one before or after."""
+    return r_worker.kept_of.rpartition(" ")[2] in ("", journal.before)

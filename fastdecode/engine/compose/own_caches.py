@@ -1,0 +1,60 @@
+"""Caches in the S-worker's own process: of a draft model, of prompts in progress, and of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.machine import DRAFT_CACHE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.types import RWorkerInfo
+from fastdecode.kinds.layout import KVLayout
+
+
+def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
+    """An R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
+    from fastdecode.cluster.pool.inproc import InprocBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize
+
+    cores = config.s_core_list or usable_cores()
+    sequence_bytes = (-(-max_model_len // config.block_size) + 1) * config.block_size * layout.room_bytes_per_token
+    most = config.bytes_of("kv_cache_memory") or int(available_memory_bytes() * DRAFT_CACHE_SHARE)
+    num_bytes = max(sequence_bytes, min(config.max_num_seqs * sequence_bytes, most))
+    return InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+
+
+def make_prompt_backend(
+    config: EngineConfig, layout: KVLayout, num_tokens: int, r_workers: Sequence[RWorkerInfo]
+) -> AttentionBackend:
+    """An R-worker in this process and on the S-worker's cores, open for ``num_tokens`` tokens of prompts in progress.
+
+    It attends in the arithmetic of ``r_workers`` where they have one in common that this processor has too: then it
+    makes no difference to a token where it was computed.
+    """
+    from fastdecode.cluster.pool.inproc import InprocBackend
+    from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
+
+    cores = config.s_core_list or usable_cores()
+    num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs  # the last one of each is partly empty
+    num_bytes = num_blocks * block_bytes(layout, config.block_size) + layout.weight_bytes
+    backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+    isa = common_isa(r_workers)
+    backend.open(replace(layout, isa=isa if has_isa(isa) else "auto", kv_port=""))
+    return backend
+
+
+def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayout], Any]:
+    """Makes ``_rworker.RWorker``s in this process for one layer, a sequence of ``num_tokens`` and the S-worker's
+    threads."""
+    from fastdecode.cluster.r_worker.host import make_layer_cache
+
+    cores = tuple(config.s_core_list or usable_cores())
+    return lambda layout: make_layer_cache(layout, num_tokens, config.s_threads or len(cores), cores)
+
+
+def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
+    """The instruction set in whose arithmetic all of ``r_workers`` attend; "auto" where they differ."""
+    isa, *others = {worker.isa for worker in r_workers}
+    return "auto" if others else isa

@@ -1,0 +1,245 @@
+"""A journal that outlives the process which writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from fastdecode.api.request import Completion, Request
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
+from fastdecode.core.held import KnownTokens, Reached
+from fastdecode.journal.journal import Journal
+from fastdecode.journal.past import Past, asked, pasts_of
+from fastdecode.journal.places import Place
+from fastdecode.journal.records import (
+    Began,
+    Chain,
+    Dropped,
+    Forgot,
+    Kept,
+    Placed,
+    Record,
+    Stepped,
+    TokenLogprobs,
+    kept_in,
+    read,
+)
+from fastdecode.scheduler.names import NO_NOTES, Notes
+
+KEPT_TOKENS = 1 << 20
+"""Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
+once more."""
+
+logger = logging.getLogger(__name__)
+
+
+class KeptJournal(Journal):
+    """A journal in a place that outlives this process, however that ends: each step is there before its tokens are
+    handed out. ``next_sequence_id``: above all ids in it; ``lowest_name``: of all that its sequences have on R-workers,
+    or 0.
+    """
+
+    def __init__(self, place: Place, fingerprint: str, run: str, epoch: int = 0) -> None:
+        """Read what is in ``place``, which is closed with this.
+
+        ``fingerprint``: of all that tokens depend on beside their requests; what is of another is not used.
+        ``run``: see ``Run``. ``epoch``: at least that of every lease under which another engine may have written there.
+
+        Raises:
+            ConfigError: the place cannot be read or written.
+        """
+        super().__init__()
+        self._place = place
+        self._began = Began(fingerprint, run, epoch)
+        self._written: dict[int, int] = {}
+        self._was_asked = False
+        self._is_kept = True
+        try:
+            found = self._found()
+            self.next_sequence_id = max((past.end_id for past in found), default=0)
+            names = (name for past in found for sample in past.samples for name in sample.names)
+            self.lowest_name = min(names, default=0)
+            self._write_anew(found)
+        except OSError as error:
+            raise ConfigError(f"journal: {error.filename or place.name}: {error.strerror}") from None
+        self._known = {past.asked.request_id: past for past in found}
+        if found:
+            name = place.name
+            logger.warning("journal: %s has %d requests, which go on when they are asked again", name, len(found))
+
+    def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
+        found = self._known.get(request_id)
+        if found is None:
+            return None
+        if not found.is_of(prompt_token_ids, params):
+            logger.warning("journal: request %s asks something else than it did: it begins anew", request_id)
+            return None
+        return self._known.pop(request_id)
+
+    def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
+        found = (past.cached_tokens(whole_prompts) for past in self._known.values())
+        return {name: tokens for each in found for name, tokens in each.items()}
+
+    def enter(self, request: Request) -> None:
+        self._was_asked = True
+        first = request.completions[0].sequence.sequence_id
+        if first >= self.next_sequence_id:
+            replaced = self._known.pop(request.request_id, None)
+            self._write([*([Dropped(replaced.asked.sequence_id)] if replaced else []), asked(request)])
+        for each in request.completions:
+            if each.finish_reason is None:
+                self._written[each.sequence.sequence_id] = len(each.sequence.output_token_ids)
+
+    def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
+        step = Stepped([], [], [])
+        for request in requests:
+            for completion in request.completions:
+                self._add(completion, step)
+        records: list[Record] = [step] if step.tokens or step.ended else []
+        if records := [*records, *_placed(notes)]:
+            self._write(records, settles=False)
+
+    def settle(self) -> None:
+        self._try(self._place.settle)
+
+    def reached(self, counts: Mapping[int, int]) -> None:
+        if counts:
+            self._write([Placed([], [Reached(*each) for each in counts.items()])])
+
+    def dropped(self, request: Request) -> None:
+        for each in request.completions:
+            self._written.pop(each.sequence.sequence_id, None)
+        self._write([Dropped(request.completions[0].sequence.sequence_id)])
+
+    def keep(self, name: str, data: bytes) -> None:
+        self.kept.pop(name, None)
+        self.kept[name] = kept = Kept(name, time.time(), data)
+        self._write([kept])
+
+    def forget(self, name: str) -> None:
+        if self.kept.pop(name, None):
+            self._write([Forgot(name)])
+
+    def close(self) -> None:
+        """Where nothing is left to go on with the journal is empty: all that was asked has ended, or none ever was."""
+        with contextlib.suppress(OSError, FastDecodeError):
+            is_over = not (self._written or self.kept) and (self._was_asked or not self._known)
+            if self._is_kept and is_over and self._place.is_own:
+                self._place.end(Chain().encode([self._began]))
+        self._is_kept = False
+        self._place.close()
+
+    def _add(self, completion: Completion, step: Stepped) -> None:
+        """Enter in ``step`` what ``completion`` has got since it was last asked."""
+        sequence_id, token_ids = completion.sequence.sequence_id, completion.sequence.output_token_ids
+        before = self._written.get(sequence_id)
+        if before is None:
+            return
+        if new := token_ids[before:]:
+            step.tokens.append((sequence_id, new))
+            if completion.logprobs:
+                step.logprobs.append((sequence_id, _plain(completion, before)))
+        self._written[sequence_id] = len(token_ids)
+        if completion.finish_reason is not None:
+            step.ended.append((sequence_id, completion.finish_reason, completion.stop_reason))
+            del self._written[sequence_id]
+
+    def _write(self, records: list[Record], settles: bool = True) -> None:
+        """Append ``records`` at once; ``settles``: and have them there."""
+        self._try(self._append, records)
+        if settles:
+            self.settle()
+
+    def _append(self, records: list[Record]) -> None:
+        self._place.append(self._chain.encode(records))
+        if self._chain.num_bytes > self._limit and self._place.is_own:
+            self._write_anew(_without_oldest(_pasts(read(self._place.written())[0])))
+
+    def _try(self, act: Callable[..., None], *values: Any) -> None:
+        """Where ``act`` fails the engine goes on, and keeps no journal from here on."""
+        if not self._is_kept:
+            return
+        start = time.perf_counter()
+        try:
+            act(*values)
+        except (OSError, BackendError, CapacityError) as error:
+            self._is_kept = False
+            reason = error.strerror if isinstance(error, OSError) else error
+            logger.error("journal: %s: %s: the engine goes on without it", self._place.name, reason)
+        self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
+
+    def _found(self) -> list[Past]:
+        """The requests that are there, by age; of another fingerprint none. This run is to follow the one there."""
+        records = self._newest()
+        if not records:
+            return []
+        self.was_found, self.kept = True, kept_in(records)
+        began = records[0]
+        if not (isinstance(began, Began) and began.fingerprint == self._began.fingerprint):
+            logger.warning("journal: %s is of another model, dtype or seed: it begins anew", self._place.name)
+            return []
+        self.before = began.run
+        self._began = msgspec.structs.replace(self._began, epoch=max(self._began.epoch, began.epoch + 1))
+        return _pasts(records)
+
+    def _newest(self) -> list[Record]:
+        """The records of that copy which was written last."""
+        found = [read(data) for data in self._place.copies()]
+        return max(found, key=_age, default=([], Chain()))[0]
+
+    def _write_anew(self, pasts: list[Past]) -> None:
+        """Have the place hold ``pasts`` alone, and what is kept; without those that have ended where that fills half of
+        it."""
+        self._began = msgspec.structs.replace(self._began, edition=self._began.edition + 1)
+        growth, most = self._place.growth_bytes, self._place.most_bytes
+        data = self._encoded_anew(pasts)
+        if len(data) > most / 2:
+            data = self._encoded_anew(past for past in pasts if not past.ended)
+        self._place.replace(data)
+        self._limit = min(2 * len(data) + growth, max(most - growth / 4, len(data) + growth / 4))
+
+    def _encoded_anew(self, pasts: Iterable[Past]) -> bytes:
+        """A whole journal."""
+        self._chain = Chain()
+        return self._chain.encode(
+            [self._began, *self.kept.values(), *(record for past in pasts for record in past.records())]
+        )
+
+
+def _age(found: tuple[list[Record], Chain]) -> tuple[int, int, int]:
+    """Of a copy of a journal, as it was read: the later it was written the larger."""
+    records, chain = found
+    began = records[0] if records else None
+    return (began.epoch, began.edition, chain.num_bytes) if isinstance(began, Began) else (-1, 0, 0)
+
+
+def _pasts(records: list[Record]) -> list[Past]:
+    """The requests in ``records``, by age."""
+    return sorted(pasts_of(records).values(), key=lambda past: past.asked.sequence_id)
+
+
+def _placed(notes: Notes) -> list[Record]:
+    """The record of ``notes``, if there is something in them."""
+    return [Placed(*notes)] if notes.named or notes.reached else []
+
+
+def _plain(completion: Completion, start: int) -> TokenLogprobs:
+    """Log-probabilities of the tokens from ``start`` on, less their texts."""
+    return [{token: (each.logprob, each.rank) for token, each in row.items()} for row in completion.logprobs[start:]]
+
+
+def _without_oldest(pasts: list[Past]) -> list[Past]:
+    """``pasts``, by age, less those that have ended and are followed by ``KEPT_TOKENS`` tokens of others that have."""
+    kept: list[Past] = []
+    num_tokens = 0
+    for past in reversed(pasts):
+        num_tokens += past.num_tokens if past.ended else 0
+        if not past.ended or num_tokens <= KEPT_TOKENS:
+            kept.append(past)
+    return kept[::-1]

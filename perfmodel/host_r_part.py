@@ -1,0 +1,71 @@
+"""Seconds of the R-part on a host that is known by its figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastdecode.core.dtypes import is_quantized
+from fastdecode.kinds import Layer
+from fastdecode.perfmodel.hardware import CpuHost, kernel_bytes_per_second, products_per_second
+from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE, RPart
+
+
+def host_r_part(
+    shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0
+) -> RPart:
+    """An R-worker of ``host``, whose mean attending layer reads ``row_share`` of its rows, and scans all keys of an
+    index.
+
+    Each of the two takes the slower of reading and of computing. Bytes per token include scales, so R falls with the KV
+    dtype and with n_kv/n_q. Recurrent layers read and write a sequence's states for each row; of a prompt once for
+    several. Such a model's prompts attend on R-workers too: the mean row to ``prompt_context`` tokens, whose reading
+    many rows share. Where latents are absorbed here, K and V are read once for a call, and multiplied with each row.
+    """
+    attending = row_share * shape.attention_layers / shape.num_layers
+    parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]
+    if shape.index:
+        owners = shape.index.num_layers / shape.num_layers
+        parts.append(_token_r_part(shape.index.layer_layout, shape.dtype, host, shape.dtype).times(owners))
+    slowest = max(parts, key=lambda part: part.seconds_per_token)
+    sent = shape.sent_states
+    state_bytes = 2.0 * sent.bytes_per_sequence / shape.num_layers if sent else 0.0
+    row_seconds = state_bytes / host.read_bytes_per_second.achieved
+    call_seconds, absorbing_seconds = _absorption_seconds(shape, host)
+    product = attending * _product_seconds(shape.layer_layout, kv_dtype, host, shape.dtype)
+    return replace(
+        slowest,
+        seconds_per_token=sum(part.seconds_per_token for part in parts),
+        call_seconds=call_seconds,
+        row_seconds=row_seconds + absorbing_seconds,
+        prompt_row_seconds=row_seconds / PROMPT_ROWS_PER_STATE + (prompt_context * product if shape.state else 0.0),
+    )
+
+
+def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]:
+    """Seconds of the mean layer's call and of each of its rows for K and V of latents, where R-workers multiply them.
+
+    A call reads heads * rank * (nope + value) weights, each of its rows takes as many multiply-adds (DeepSeek-V2,
+    section 2.1.2: W_UK absorbed into the query, W_UV into the output).
+    """
+    if shape.latent is None or not shape.latent.at_r_workers:
+        return 0.0, 0.0
+    products = shape.latent.absorbing_products(shape.num_heads) * shape.attention_layers / shape.num_layers
+    reading = products * shape.item_bytes / host.read_bytes_per_second.achieved
+    return reading, products / products_per_second(host.cores)
+
+
+def _token_r_part(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
+    """Return the seconds of all of a cached token in one layer; latents' codes are computed with as ``model_dtype``."""
+    reading = layer.token_bytes(kv_dtype) / host.read_bytes_per_second.achieved
+    computing = _product_seconds(layer, kv_dtype, host, model_dtype)
+    bound_by = "reads" if reading >= computing else "arithmetic"
+    return RPart(max(reading, computing), bound_by=bound_by, arithmetic_over_reads=computing / reading)
+
+
+def _product_seconds(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> float:
+    """Seconds of the multiply-adds of one row with one cached token in one layer."""
+    computed = model_dtype if layer.values_in_keys and is_quantized(kv_dtype) else kv_dtype
+    return layer.token_bytes(computed) / kernel_bytes_per_second(
+        computed, layer.multiply_adds() / layer.kv_elements, host.cores
+    )

@@ -1,0 +1,56 @@
+"""The room that sequences take on R-workers at the peak of the load-stabilizing schedule (equation 9)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.sizing import Workload
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """The schedule's peak of one workload, and the R-workers whose memory holds it.
+
+    ``capacity_tokens``: cached tokens that one R-worker holds. ``state_tokens``: cached tokens whose room the states of
+    one sequence take. ``copies``: of each sequence. ``interval_steps``: between micro-batches; chosen when None.
+    """
+
+    workload: Workload
+    capacity_tokens: float
+    state_tokens: float
+    copies: int
+    interval_steps: int | None
+
+    def interval(self, in_flight: int) -> int:
+        """Return the steps from one micro-batch to the next."""
+        return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
+
+    def load_limit(self, in_flight: int) -> int:
+        """Return the schedule's peak, with whole sequences in each micro-batch.
+
+        The limit is never below one whole sequence, which could otherwise never run.
+        """
+        output_len = self.workload.output_len
+        before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
+        interval = self.interval(in_flight)
+        whole = round_up(equations.micro_batch_size(in_flight, output_len, interval)) * output_len / interval
+        peak = equations.peak_load_stabilized(whole, output_len, interval, before)
+        return round_up(max(peak, self.workload.seq_len))
+
+    def memory_r_workers(self, in_flight: int) -> int:
+        """Return the R-workers that hold the peak (equation 9), each with a shared prefix of its own.
+
+        Second copies hold rows of their own, those of a shared prefix too.
+        """
+        shared, copies = self.workload.shared_prefix_len, self.copies - 1
+        peak_context = self.load_limit(in_flight) / in_flight
+        held = peak_context - shared + copies * peak_context + self.copies * self.state_tokens
+        needed = round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
+        return max(needed, self.copies)
+
+
+def round_up(number: float) -> int:
+    """Return ``number`` rounded up, but not for the last bits of a division."""
+    return math.ceil(number - 1e-9 * abs(number))

@@ -1,0 +1,99 @@
+"""The code of transformers as the S-part: loaded, quantised, cut for a rank, its products replaced, and probed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError, UnsupportedModelError
+from fastdecode.kinds.layout import KVLayout
+from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
+from fastdecode.sworker.model.checkpoints import published_codes, quantization
+from fastdecode.sworker.model.code import LoadedCode
+from fastdecode.sworker.model.fused import FusedRows
+from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
+from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device
+from fastdecode.sworker.model.packing import choose
+from fastdecode.sworker.model.prepack import PackedLinears
+from fastdecode.sworker.model.sharding import Rank
+from fastdecode.sworker.model.support import probe_layers, probe_layout
+from fastdecode.sworker.products.experts import pack_experts, quantize_experts
+from fastdecode.sworker.products.gated import GatedLayers
+from fastdecode.sworker.products.linears import IntegerLinears, num_attention_heads, quantize_linears
+from fastdecode.sworker.products.ordered import order_products
+from fastdecode.sworker.run.staging import MIN_ROWS
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersCode:
+    """The code of transformers, unmodified, or changed where it proves to give the same; see ``ModelCode``."""
+
+    def __init__(self, module: torch.nn.Module, least_rows: int = MIN_ROWS) -> None:
+        self.module = module
+        self.least_rows = least_rows
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.module.parameters()).device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of parameters, packed ones as packed."""
+        return weight_bytes(self.module)
+
+    def logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return logits [rows, vocab_size], as the module's own head computes them."""
+        kept = {} if rows is None else {"logits_to_keep": rows}
+        output = self.module(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kept)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def of(self, module: torch.nn.Module) -> TransformersCode:
+        """Return the code of a part of the module."""
+        return TransformersCode(module, self.least_rows)
+
+
+def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
+    """Load the model that ``config`` names, or the part of ``rank``; ConfigError, ModelLoadError or
+    UnsupportedModelError."""
+    packed_in, form = quantization(hf_config), choose(config, hf_config, resolve_device(config.device))
+    whole = load_model(config, hf_config)
+    digest = weights_digest(whole)
+    if form.how == "theirs":
+        digest += files_digest(config.model, config.revision)
+    if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
+        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
+    needs_whole = rank and (config.prefill_workers or config.journal)
+    layers = probe_layers(TransformersCode(whole), hf_config) if needs_whole else None
+    if multiplies_int8(config):
+        published = published_codes(config.model, config.revision, packed_in)
+        quantize_linears(whole, hf_config, published)
+        quantize_experts(whole, num_attention_heads(hf_config))
+    code = TransformersCode(place_model(config, hf_config, whole, rank))
+    layout = _replace_and_probe(code, hf_config, config)
+    return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
+
+
+def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineConfig) -> KVLayout:
+    """Replace parts with faster forms, and prove by the probe that the model's code runs with them."""
+    model = code.module
+    integers = IntegerLinears(model)
+    if pack_experts(model) or integers.num_layers:
+        order_products(model, hf_config)
+    replaced = PackedLinears(model), FusedRows(model), GatedLayers(model, integers)
+    try:
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)
+    except UnsupportedModelError as error:
+        for each in replaced:
+            each.undo()
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # a refused model raises again here
+        logger.info("runs as it is, with nothing replaced: %s", error)
+    return layout.with_state_dtype(config.state_dtype)
