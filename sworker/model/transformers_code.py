@@ -15,6 +15,7 @@ from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.model.checkpoints import published_codes, quantization
 from fastdecode.sworker.model.code import LoadedCode
 from fastdecode.sworker.model.fused import FusedRows
+from fastdecode.sworker.model.gpu_rows import GpuRows
 from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
 from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device
 from fastdecode.sworker.model.packing import choose
@@ -88,7 +89,7 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     integers = IntegerLinears(model)
     if pack_experts(model) or integers.num_layers:
         order_products(model, hf_config)
-    replaced = PackedLinears(model), FusedRows(model), GatedLayers(model, integers)
+    replaced = PackedLinears(model), FusedRows(model), GpuRows(model), GatedLayers(model, integers)
     try:
         layout = probe_layout(code, hf_config, config.kv_cache_dtype)
     except UnsupportedModelError as error:

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "dtype": "bfloat16",
-}  # fmt: skip
+LLAMA_3_8B = Path(__file__).with_name("llama-3-8b.json")
 SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64}  # fmt: skip
 """Sizes for a CPU."""
@@ -43,7 +38,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def shape_folder(folder: Path, layers: int, small: bool) -> Path:
     """Write a configuration of Llama-3-8B's layers, or of small ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = LLAMA_3_8B | (SMALL if small else {}) | {"num_hidden_layers": layers}
+    config = json.loads(LLAMA_3_8B.read_text()) | (SMALL if small else {}) | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 

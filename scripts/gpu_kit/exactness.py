@@ -102,7 +102,7 @@ def share(found: list[list[int]], wanted: list[list[int]]) -> float:
 
 def run_tests(part: Part) -> None:
     """Add what the project's tests of a GPU say."""
-    tests = Path(__file__).resolve().parents[1] / "tests"
+    tests = next((each / "tests" for each in Path(__file__).resolve().parents if (each / "tests").is_dir()), Path())
     if not part.on_gpu:
         part.add("CUDA tests", None, note="they need a GPU")
         return

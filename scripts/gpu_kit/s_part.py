@@ -39,7 +39,7 @@ def measure(part: Part, folder: str, counts: tuple[int, ...], layers: int, eager
         for rows in counts:
             ratios = [one_round(rig, rows) for _ in range(2 if part.quick else ROUNDS)]
             low, high = min(ratios), max(ratios)
-            note = f"{low:.2f} to {high:.2f}; {layers} layers and head, {'1.15 is wanted at 256' if part.on_gpu else 'CPU'}"
+            note = f"{low:.2f} to {high:.2f}; {layers} layers and head" + ("; 1.15 is wanted at 256" * part.on_gpu)
             part.add(f"S-part over products, {rows} rows, {how}", round(statistics.median(ratios), 3), "x", note)
         if eager:
             profile(part, rig, counts[len(counts) // 2], layers)
@@ -107,7 +107,9 @@ def profile(part: Part, rig: DecodeRig, rows: int, layers: int) -> None:
     order = "self_device_time_total" if part.on_gpu else "self_cpu_time_total"
     page = events.table(sort_by=order, row_limit=40, max_name_column_width=60)
     (part.folder / "profile.txt").write_text(f"{steps} decode steps and what led to them, {rows} rows\n{page}\n")
-    launches = sum(each.count for each in events if each.key in ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC"))
+    launches = sum(
+        each.count for each in events if each.key in ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC")
+    )
     if part.on_gpu:
         per_layer = launches / (layers * (steps + 3))
         part.add("launches per layer, eager", round(per_layer, 1), "", "profile.txt; head and sampling are in it")
