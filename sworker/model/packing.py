@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+from transformers.integrations.hub_kernels import lazy_load_kernel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from fastdecode.api.config import EngineConfig
@@ -34,6 +35,14 @@ NEVER_UNPACKED = ("bitsandbytes", "torchao")
 LEFT_DENSE = ("lm_head", "router", "indexer", "kv_b_proj")
 """Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, and what chooses or is
 multiplied by R-workers."""
+
+NEEDED = {
+    "awq": ("gptqmodel",),
+    "gptq": ("gptqmodel", "optimum"),
+    "fp8": ("kernels", "triton"),
+    "mxfp4": ("kernels", "triton"),
+}
+"""Packages without which transformers' quantizer of a format unpacks weights, or fails in the first forward."""
 
 GROUPS = (128, 64, 32)
 """Sizes of int4's groups, the largest that divides all rows is taken."""
@@ -117,10 +126,11 @@ def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
     method = str(settings.get("quant_method", ""))
     if method == "compressed-tensors":
         return "compressed-tensors' own layers unpack all weights in their first forward"
-    if method in ("awq", "gptq") and find_spec("gptqmodel") is None:
-        return "its kernels need gptqmodel, which is not installed"
-    if method == "mxfp4" and (device.type != "cuda" or find_spec("kernels") is None or find_spec("triton") is None):
-        return "its kernels need a GPU, triton and kernels"
+    needed = ("accelerate", *NEEDED.get(method, ()))
+    if absent := [name for name in needed if find_spec(name) is None]:
+        return f"its kernels need {' and '.join(absent)}: pip install {' '.join(absent)}"
+    if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
+        return "transformers cannot fetch its kernels from the hub"
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device})
@@ -153,7 +163,7 @@ def arguments(
         raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} are not unpacked here")
     model = skeleton()
     if packing.how == "ours" and (reason := why_not_kept(packed, model)):
-        packing = Packing("unpacked", packing.method, f"{reason}; {packing.why.rpartition(': ')[2]}")
+        packing = Packing("unpacked", packing.method, f"{reason}; {packing.why.partition(': ')[2]}")
     if packing.how == "ours":
         return packing, {"state_dict": kept_weights(packed), "quantization_config": KeptConfig(packed)}, type(model)
     name = str(dtype).removeprefix("torch.")
