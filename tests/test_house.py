@@ -20,14 +20,14 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 343,
-    "lines that serving imports": 51_300,
-    "lines of the product": 65_200,
+    "modules that serving imports": 352,
+    "lines that serving imports": 52_500,
+    "lines of the product": 66_600,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 1048,
-    "docstrings that are fragments": 144,
+    "module constants": 606,
+    "docstrings that are fragments": 27,
 }
 
 FRAGMENT = re.compile(

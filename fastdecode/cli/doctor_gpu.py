@@ -9,8 +9,6 @@ from typing import Any
 
 from fastdecode.cli.findings import Finding
 
-CUDA_TORCH = "pip install torch from its index for your driver's CUDA: https://pytorch.org/get-started/locally"
-
 
 def check_gpu() -> Iterator[Finding]:
     """Yield findings about the GPU that an S-worker here would use."""
@@ -25,7 +23,8 @@ def findings_of(state: Any, has_driver: bool) -> Iterator[Finding]:
     """Yield what a ``GpuState`` means; ``has_driver``: NVIDIA's is loaded here."""
     built = f"torch {state.torch_version}" + (f" for CUDA {state.cuda_version}" if state.cuda_version else " for CPUs")
     if not state.name and has_driver:
-        cure = CUDA_TORCH if not state.cuda_version else "nvidia-smi; CUDA_VISIBLE_DEVICES; a newer driver"
+        other_torch = "pip install torch for your driver's CUDA: https://pytorch.org/get-started/locally"
+        cure = "nvidia-smi; CUDA_VISIBLE_DEVICES; a newer driver" if state.cuda_version else other_torch
         yield Finding("broken", f"GPU: a driver is loaded, and {built} finds no GPU", cure)
         return
     if not state.name:

@@ -25,9 +25,6 @@ from fastdecode.sworker.model.formats import Layout, Layouts, check
 MAPPED_BYTES = 1 << 25
 """Bytes read from a file before it is opened again, which frees its pages and those of unpacking."""
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-"""Kinds of checkpoints that this module unpacks."""
-
 
 Codes = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """A function that reads the int8 codes of a weight, and the scale of each output."""
@@ -126,7 +123,9 @@ def packed(model: str, revision: str | None, hf_config: Any, dtype: torch.dtype)
     ``hf_config`` is that of a plain model afterwards.
     """
     settings = quantization(hf_config)
-    if settings.get("quant_method") not in METHODS:
+    # Kinds of checkpoints that this module unpacks
+    methods = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+    if settings.get("quant_method") not in methods:
         return None
     check(settings)
     found = Packed(packed_files(model, revision), settings, dtype)

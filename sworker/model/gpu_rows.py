@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 NORM_FORMS = ((0.0, True), (0.0, False), (1.0, False))
 """What is added to an RMSNorm's weight, and whether rows are rounded before they meet it."""
 
-GATED = ("gate_proj", "up_proj", "down_proj")
-
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -65,7 +63,7 @@ class GpuRows:
             self._attach("norms", module, form and _norm_forward(module, *form))
         elif ROTARY in getattr(getattr(kind.forward, "__code__", None), "co_names", ()):
             self._attach("rotary embeddings", module, self._rotary(module))
-        elif all(hasattr(module, name) for name in GATED) and _is_silu(module):
+        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(module):
             sizes = module.gate_proj.in_features, module.gate_proj.out_features
             proven = self._once((kind, *sizes), lambda: self._is_gated(module))
             self._attach("gated activations", module, _gated_forward(module) if proven else None)

@@ -13,12 +13,6 @@ import torch
 from fastdecode.sworker.model.checkpoints import packed_files
 from fastdecode.sworker.model.kept import KeptLinear
 
-DIGEST_NUMBERS = 64
-"""Numbers of each tensor that the digest of a model is made of."""
-
-FILE_SAMPLES, SAMPLE_BYTES = 256, 64
-"""Places of a file that its digest is made of, and the bytes at each."""
-
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that a model's memory is made of: parts of packed ones in place of those."""
@@ -35,10 +29,12 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def weights_digest(model: torch.nn.Module) -> str:
     """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
     digest = hashlib.sha256()
+    # Numbers of each tensor that enter the digest
+    digest_numbers = 64
     for name, parameter in tensors_of(model):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         numbers = parameter.detach().reshape(-1)
-        some = numbers[:: max(1, len(numbers) // DIGEST_NUMBERS)][:DIGEST_NUMBERS]
+        some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
         digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -46,13 +42,15 @@ def weights_digest(model: torch.nn.Module) -> str:
 def files_digest(model: str, revision: str | None) -> str:
     """SHA-256 of some bytes of a checkpoint's files: a format's own package may hold weights where no code looks."""
     digest = hashlib.sha256()
+    # Places of a file, and the bytes at each
+    num_places, num_bytes = 256, 64
     for name in packed_files(model, revision):
         with Path(name).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(str(size).encode())
-            for place in range(0, size, max(1, size // FILE_SAMPLES)):
+            for place in range(0, size, max(1, size // num_places)):
                 file.seek(place)
-                digest.update(file.read(SAMPLE_BYTES))
+                digest.update(file.read(num_bytes))
     return digest.hexdigest()
 
 

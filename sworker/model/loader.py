@@ -42,9 +42,6 @@ Its threads would read ahead without limit. The experts of all layers would then
 joined: 1.8 times the weights, measured with FP8.
 """
 
-ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
-"""Keys of rotary embeddings, which transformers keeps in one attribute."""
-
 
 def load_hf_config(config: EngineConfig) -> Any:
     """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
@@ -217,8 +214,10 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
 
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
+    # Keys of rotary embeddings, which transformers keeps in one attribute
+    rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     for name, value in overrides.items():
-        if name in ROPE_NAMES:
+        if name in rope_names:
             rope.override(hf_config.get_text_config(), name, value)
             continue
         if not hasattr(hf_config, name):

@@ -29,23 +29,9 @@ logger = logging.getLogger(__name__)
 How = Literal["plain", "theirs", "ours", "unpacked"]
 """The form of weights: never packed, with transformers' quantizer, in layers of ours, or unpacked as they are read."""
 
-NEVER_UNPACKED = ("bitsandbytes", "torchao")
-"""Formats that only their own package reads."""
-
 LEFT_DENSE = ("lm_head", "router", "indexer", "kv_b_proj")
 """Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, and what chooses or is
 multiplied by R-workers."""
-
-NEEDED = {
-    "awq": ("gptqmodel",),
-    "gptq": ("gptqmodel", "optimum"),
-    "fp8": ("kernels", "triton"),
-    "mxfp4": ("kernels", "triton"),
-}
-"""Packages without which transformers' quantizer of a format unpacks weights, or fails in the first forward."""
-
-GROUPS = (128, 64, 32)
-"""Sizes of int4's groups, the largest that divides all rows is taken."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
     if not method:
         return Packing("plain")
     reason = _must_be_plain(config, asked, method, on_gpu)
-    if reason and method in NEVER_UNPACKED and asked != "unpack":
+    if reason and method in ("bitsandbytes", "torchao") and asked != "unpack":
         if config.tensor_parallel_size > 1 or config.lora_modules:
             raise ConfigError(f"quantization: {config.model} is packed in {method}, which only its package reads, and "
                               f"{reason}: give a checkpoint in another format")  # fmt: skip
@@ -126,7 +112,10 @@ def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
     method = str(settings.get("quant_method", ""))
     if method == "compressed-tensors":
         return "compressed-tensors' own layers unpack all weights in their first forward"
-    needed = ("accelerate", *NEEDED.get(method, ()))
+    # Packages without which a format's quantizer unpacks weights, or fails in the first forward
+    needs = {"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")}
+    needs |= {"fp8": ("kernels", "triton"), "mxfp4": ("kernels", "triton")}
+    needed = ("accelerate", *needs.get(method, ()))
     if absent := [name for name in needed if find_spec(name) is None]:
         return f"its kernels need {' and '.join(absent)}: pip install {' '.join(absent)}"
     if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
@@ -197,7 +186,7 @@ def torchao_config(kind: str, model: torch.nn.Module, device: torch.device) -> A
     if kind == "int8":
         return Int8WeightOnlyConfig(version=2)
     widths = {each.in_features for name, each in model.named_modules() if is_quantized(name, each)}
-    size = next((size for size in GROUPS if all(width % size == 0 for width in widths)), 0)
+    size = next((size for size in (128, 64, 32) if all(width % size == 0 for width in widths)), 0)
     if not size:
         raise ConfigError("quantization: int4 needs layers whose rows are multiples of 32: give int8")
     packing = "tile_packed_to_4d" if device.type == "cuda" else "plain"

@@ -36,9 +36,6 @@ from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
-UNREAD = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Configuration keys that do not affect the computation, or are covered elsewhere."""
-
 
 class SModel:
     """A causal LM, loaded and probed: ``code`` runs it, ``layout`` is what R-workers are told of it, ``whole_layout``
@@ -94,7 +91,9 @@ class SModel:
 
         The R-workers' arithmetic is not part of it.
         """
-        known = {name: value for name, value in self._hf_config.to_dict().items() if name not in UNREAD}
+        # Configuration keys that do not affect the computation, or are covered elsewhere
+        unread = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+        known = {name: value for name, value in self._hf_config.to_dict().items() if name not in unread}
         text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"
         return hashlib.sha256(text.encode()).hexdigest()
 

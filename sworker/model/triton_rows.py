@@ -9,9 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-ELEMENTS = 1024
-"""Elements of a program where each goes by itself."""
-
 
 @triton.jit
 def _rms_norm(x, weight, out, width, eps, offset, ROUND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -84,5 +81,6 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     first, second = gate.contiguous(), up.contiguous()
     out = torch.empty_like(first)
     if first.numel():
-        _silu_times[(-(-first.numel() // ELEMENTS),)](first, second, out, first.numel(), BLOCK=ELEMENTS)
+        block = 1024
+        _silu_times[(-(-first.numel() // block),)](first, second, out, first.numel(), BLOCK=block)
     return out

@@ -19,12 +19,6 @@ NAME = "integer_codes"
 EXPERTS = "expert_codes"
 """The attribute of an experts' module that holds the codes of each expert, by parameter."""
 
-MOST_BLOCK = 256
-"""Most elements that one Hadamard matrix mixes."""
-
-DEGREES = range(1, 17)
-"""Numbers of ranks for which a rotation must stay within each rank's part of a row."""
-
 
 class Ranks(Protocol):
     """The interface of the ranks that share a model (``sharding.Rank``)."""
@@ -93,9 +87,13 @@ def block_of(width: int, num_heads: int) -> int:
 
     It divides a rank's share for every number of ranks that the heads allow.
     """
-    shares = [width // degree for degree in DEGREES if num_heads % degree == 0 and width % degree == 0]
+    # Numbers of ranks for which a rotation must stay within each rank's part of a row
+    degrees = range(1, 17)
+    shares = [width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0]
     common = math.gcd(*shares)
-    return min(common & -common, MOST_BLOCK)
+    # Most elements that one Hadamard matrix mixes
+    most_block = 256
+    return min(common & -common, most_block)
 
 
 def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:

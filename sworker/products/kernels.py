@@ -16,9 +16,6 @@ from fastdecode.core.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-LIMITED_TO = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
-"""Kernels that each FASTDECODE_ISA allows, which also limits R-workers; other values allow all."""
-
 PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)), (8192, 3))
 """Widths and row counts that are tested: every count of one pass, and several passes."""
 
@@ -28,7 +25,9 @@ def integer_isa() -> str:
     """Return the fastest instruction set of this CPU whose products prove exact. Raise ModelLoadError if none does."""
     use_openmp()
     limit = os.environ.get("FASTDECODE_ISA", "")
-    allowed = LIMITED_TO.get(limit, tuple(_sworker.integer_isas()))
+    # Kernels that each FASTDECODE_ISA allows, which also limits R-workers; other values allow all
+    limited_to = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
+    allowed = limited_to.get(limit, tuple(_sworker.integer_isas()))
     for isa in reversed(_sworker.integer_isas()):
         if isa not in allowed:
             continue

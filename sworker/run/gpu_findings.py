@@ -7,9 +7,6 @@ from importlib.util import find_spec
 
 import torch
 
-PINNED_BYTES = 64 << 20
-"""Pinned memory that is tried: buffers of one mini-batch are a few MiB."""
-
 
 @dataclass(frozen=True)
 class GpuState:
@@ -37,7 +34,7 @@ def gpu_state() -> GpuState:
 def _pinned_error() -> str:
     """Return why pinned memory does not work; "" where a copy through it comes back."""
     try:
-        host = torch.full((PINNED_BYTES,), 7, dtype=torch.uint8).pin_memory()
+        host = torch.full((64 << 20,), 7, dtype=torch.uint8).pin_memory()
         there = host.to("cuda", non_blocking=True)
         torch.cuda.synchronize()
         return "" if bool((there.cpu() == 7).all()) else "what came back differs"

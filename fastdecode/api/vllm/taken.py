@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-_SAME = ""
-
 TAKEN = dict.fromkeys(
     (
         "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "block_size", "chat_template",
@@ -13,7 +11,7 @@ TAKEN = dict.fromkeys(
         "port", "reasoning_parser", "revision", "root_path", "seed", "shutdown_timeout", "skip_tokenizer_init",
         "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "tensor_parallel_size",
         "tokenizer", "tool_call_parser", "trust_remote_code", "uvicorn_log_level",
-    ), _SAME,
+    ), "",
 ) | {
     "api_key": "several keys too",
     "quantization": "a packed checkpoint's own format keeps it packed, `unpack` does not; `int8` multiplies integers "
