@@ -13,8 +13,9 @@ from helpers import model_zoo, tiny_hybrids
 
 from fastdecode.sworker.model import gpu_rows
 from fastdecode.sworker.model.gpu_rows import GpuRows
-from fastdecode.sworker.model.prepack import TOLERANCE, equal_within_rounding
+from fastdecode.sworker.model.prepack import equal_within_rounding
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="these run in the process that the last test starts")
@@ -40,7 +41,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @interpreted
 @pytest.mark.parametrize("width", [64, 96, 100])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("offset", "round_first"), gpu_rows.NORM_FORMS)
 def test_norms(offset: float, round_first: bool, dtype: torch.dtype, width: int) -> None:
     from fastdecode.sworker.model.triton_rows import rms_norm
@@ -55,7 +56,7 @@ def test_norms(offset: float, round_first: bool, dtype: torch.dtype, width: int)
 
 @interpreted
 @pytest.mark.parametrize("dim", [16, 24, 128])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotations_of_views(dtype: torch.dtype, dim: int) -> None:
     """Heads come as transposed views of rows, whose strides are anything."""
     from fastdecode.sworker.model.triton_rows import rotate
@@ -68,7 +69,7 @@ def test_rotations_of_views(dtype: torch.dtype, dim: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates(dtype: torch.dtype) -> None:
     from fastdecode.sworker.model.triton_rows import silu_times
 

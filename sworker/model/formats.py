@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def is_linear(self) -> bool:
-        """True where the weight is one linear layer's, not that of several experts."""
+        """True where the weight belongs to one linear layer, not to several experts."""
         return "blocks" not in self.names
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from fastdecode.sworker.model.fused import ROTARY, eps_of, rotates_alike, with_global
-from fastdecode.sworker.model.prepack import PROOF_ROWS, TOLERANCE, equal_within_rounding
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.run.staging import DTYPE_NAME
 
 logger = logging.getLogger(__name__)
 
 NORM_FORMS = ((0.0, True), (0.0, False), (1.0, False))
-"""What is added to an RMSNorm's weight, and whether rows are rounded before they meet it."""
+"""Forms of RMSNorm: a number added to the weight, and whether rows are rounded before they meet it."""
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,7 +35,7 @@ class GpuRows:
         self._replaced: list[torch.nn.Module] = []
         self._proven: dict[tuple[object, ...], Any] = {}
         first = next(model.parameters())
-        if first.dtype not in TOLERANCE or not (anywhere or first.device.type == "cuda"):
+        if first.dtype not in DTYPE_NAME or not (anywhere or first.device.type == "cuda"):
             return
         if find_spec("triton") is None:
             logger.warning(

@@ -23,7 +23,7 @@ NAME = "fastdecode_kept"
 """The name of this quantizer within transformers."""
 
 PREFIX = "packed_"
-"""What names of a layer's packed tensors begin with, so that none is taken for a weight."""
+"""The first letters of a packed tensor's name in its layer, so that none is taken for a weight."""
 
 
 class KeptLinear(torch.nn.Module):
