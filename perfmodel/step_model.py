@@ -23,7 +23,7 @@ class StepModel:
     ::
 
         k = 2     S-worker  |A0|B0|A1|B1| … |An|Bn|      one layer of all k mini-batches takes the longest of
-                  link         \A0\B0\A1\ … \Bn\         k·S, k·R, k·hop  (a stage is always busy)
+                  link         \\A0\\B0\\A1\\ … \\Bn\\         k·S, k·R, k·hop  (a stage is always busy)
                   R-worker      |A0|B0|A1| … |Bn|        S + trip + R     (a mini-batch waits for its own o)
                                          fill ┘  └ drain
 

@@ -46,7 +46,7 @@ def EngineArgs(**settings: Any) -> EngineConfig:
 
     Raise ConfigError for a setting that is not supported.
     """
-    if sentence := environment.said():
+    if settings.get("model_impl") != "vllm" and (sentence := environment.said()):
         logger.warning("%s", sentence)
     # Settings of vLLM's engine that are flags of ``fastdecode serve`` here
     of_the_server = frozenset(

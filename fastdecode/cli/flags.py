@@ -98,7 +98,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
     check_output_files(getattr(args, "trace", None))
-    if sentence := environment.said():
+    if args.model_impl != "vllm" and (sentence := environment.said()):
         logger.warning("%s", sentence)
     names = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in as_ours(vars(args)).items() if name in names})

@@ -46,13 +46,13 @@ joined: 1.8 times the weights, measured with FP8.
 def load_hf_config(config: EngineConfig) -> Any:
     """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
     lora.check_folder(Path(config.model))
-    with _one_clear_error(config.model):
+    with one_clear_error(config.model):
         name, named = gguf.source(config.model)
         hf_config = AutoConfig.from_pretrained(
             name, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
         )
         gguf.completed(hf_config, config.model)
-    _apply_overrides(hf_config, config.hf_overrides)
+    apply_overrides(hf_config, config.hf_overrides)
     check_config(hf_config)
     return hf_config
 
@@ -70,7 +70,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
-    with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
+    with one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
             with device:  # a GPU makes random numbers much faster
@@ -103,7 +103,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     has_states = use_states(model) or use_own_recurrences(model)
     if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
-    with _one_clear_error(config.model):
+    with one_clear_error(config.model):
         model = lora.merged(gguf.unpacked(model), config.lora)
         adapt(model)
         use_latent_rows(model)
@@ -132,7 +132,7 @@ def _weights_source(
 
 def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
     """Return ``model``, or its part for ``rank`` of tensor parallelism, on ``config.device``."""
-    with _one_clear_error(config.model):  # the device may be too small
+    with one_clear_error(config.model):  # the device may be too small
         if rank:
             sharding.shard(model, hf_config, rank)
         return model.to(resolve_device(config.device))
@@ -212,7 +212,7 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     return replace(shape, multiplies_int8=multiplies_int8(config))
 
 
-def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
+def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
     # Keys of rotary embeddings, which transformers keeps in one attribute
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -234,7 +234,7 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _one_clear_error(model: str) -> Iterator[None]:
+def one_clear_error(model: str) -> Iterator[None]:
     """Turn any error of loading into one line that names the model."""
     try:
         yield

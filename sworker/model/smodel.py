@@ -20,6 +20,7 @@ from fastdecode.sworker.files.generation import generation_defaults
 from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.first_layers import first_layers
 from fastdecode.sworker.model.held import bits_of
+from fastdecode.sworker.model.load_code import load_code
 from fastdecode.sworker.model.loader import (
     load_hf_config,
     max_position_embeddings,
@@ -31,7 +32,6 @@ from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import repeats_rows, varying_layers
 from fastdecode.sworker.model.tokenizer import HFTokenizer
-from fastdecode.sworker.model.transformers_code import load as load_code
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class SModel:
     @property
     def num_parameters(self) -> int:
         """Parameters; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return self.code.num_parameters
 
     @property
     def on_gpu(self) -> bool:

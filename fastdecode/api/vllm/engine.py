@@ -122,7 +122,6 @@ REFUSED = refused([
     ("max_num_active_seqs", "give max_num_seqs"),
     ("max_num_queued_tokens", "give max_num_queued_reqs"),
     ("model_class_overrides model_weights", "models come from transformers"),
-    ("model_impl", "models come from transformers", "auto", "transformers"),
     ("io_processor_plugin reasoning_parser_plugin", f"{NO_CODE}: a tokenizer's response_template says what it writes"),
     ("scheduler_cls", f"{NO_CODE}: give schedule"),
     ("worker_cls", "workers are this program's own", "auto"),

@@ -26,6 +26,7 @@ TAKEN = dict.fromkeys(
     "lora_modules": "one adapter, as NAME=FOLDER or vLLM's JSON",
     "mamba_ssm_cache_dtype": "`half` and `float` too",
     "max_model_len": "`4k`, `4K`, `auto` and `-1` too",
+    "model_impl": "`auto` is transformers; `vllm` needs `fastdecode[vllm]`",
     "max_num_batched_tokens": "`8k` and `8K` too",
     "served_model_name": "several names",
     "spec_method": "as speculative_config.method",
