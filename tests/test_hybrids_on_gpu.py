@@ -24,7 +24,16 @@ HYBRIDS = (
 EVERY_TIME = ("qwen3_next", "falcon_h1", "jamba", "recurrent_gemma")
 """One of each kind of recurrence; a convolution alone is in test_staging.py."""
 
-ROUTED = ("qwen3_5_moe_text", "kimi_linear", "granitemoehybrid", "jamba", "minimax", "lfm2_moe", "nemotron_h")
+ROUTED = (
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "kimi_linear",
+    "granitemoehybrid",
+    "jamba",
+    "minimax",
+    "lfm2_moe",
+    "nemotron_h",
+)
 """Models with experts, which are called for the tokens that chose them, so that decodes run eagerly."""
 
 PROMPTS = random_prompts((40, 1, 23, 2))

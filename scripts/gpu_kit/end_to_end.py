@@ -111,7 +111,7 @@ def measure(part: Part, folder: Path, context: int, batch: int) -> Point:
         rig.close()
     walls = [step.wall_seconds for step in steps]
     s_busy = statistics.median(step.s_seconds / step.wall_seconds for step in steps)
-    r_busy = statistics.median(step.r_seconds / step.wall_seconds for step in steps)
+    r_busy = statistics.median(max(step.r_seconds) / step.wall_seconds for step in steps)
     return Point(batch, statistics.median(walls), s_busy, r_busy, steps)
 
 

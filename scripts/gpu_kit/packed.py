@@ -43,7 +43,7 @@ def checkpoint(part: Part, kind: str) -> None:
         logging.getLogger("fastdecode").removeHandler(said)
         wanted, _ = texts(plain, settings)
         same = sum(one == other for pair in zip(found, wanted, strict=True) for one, other in zip(*pair, strict=True))
-        line = next((line.rpartition(": ")[2] for line in said.lines if "packed" in line), "nothing was said")
+        line = next((line.partition(": ")[2] for line in said.lines if "packed" in line), "nothing was said")
         part.add(f"{kind}, bits of a weight in memory", round(bits, 2), "", line)
         part.add(f"{kind}, packed against unpacked", round(same / sum(map(len, wanted)), 3), "of tokens are the same",
                  "must be 1" if kind == "int4" else "the GPU's FP8 products round rows too")  # fmt: skip

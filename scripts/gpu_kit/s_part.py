@@ -33,7 +33,7 @@ def main() -> None:
 
 def measure(part: Part, folder: str, counts: tuple[int, ...], layers: int, eager: bool) -> None:
     """Add a row for each number of rows; for eager code the profile, too."""
-    rig = DecodeRig(config_of(part, folder, max(counts), eager), InstantBackend())
+    rig = DecodeRig(config_of(part, folder, max(counts), eager), InstantBackend(block_size=32))
     how = "eager" if eager else "CUDA graphs"
     try:
         for rows in counts:

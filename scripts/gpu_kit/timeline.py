@@ -21,7 +21,7 @@ def draw(file: Path, steps: Sequence[Any]) -> None:
         for name, seconds in states:
             lines.append(bar(x, y, seconds * scale, name))
             x += seconds * scale
-        lines.append(bar(100.0, y + BAR, step.r_seconds * scale, "R, busy"))
+        lines.append(bar(100.0, y + BAR, max(step.r_seconds) * scale, "R, busy"))
         lines.append(f'<text x="8" y="{y + BAR + 4}">step {number}, {step.wall_seconds * 1e3:.1f} ms</text>')
         y += 2 * BAR + GAP
     keys = [key(100 + 150 * place, name) for place, name in enumerate(COLOURS)]
