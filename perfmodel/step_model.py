@@ -18,7 +18,7 @@ NO_TRANSPORT = Transport()
 
 @dataclass(frozen=True)
 class StepModel:
-    """Answers ``StepTime(tokens, kv_tokens)``. Sequences are spread evenly over R-workers and mini-batches.
+    r"""Answers ``StepTime(tokens, kv_tokens)``. Sequences are spread evenly over R-workers and mini-batches.
 
     ::
 
@@ -160,7 +160,7 @@ class StepModel:
 
 
 class MeasuredStepTime:
-    """Answers ``StepTime`` from measured steps: linear in between, and the last line extended."""
+    r"""Answers ``StepTime`` from measured steps: linear in between, and the last line extended."""
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
         """``tokens``: ascending, at least two. ``seconds``: of steps with so many rows and no cached tokens."""
