@@ -14,8 +14,7 @@ TAKEN = dict.fromkeys(
     ), "",
 ) | {
     "api_key": "several keys too",
-    "quantization": "a packed checkpoint's own format keeps it packed, `unpack` does not; `int8` multiplies integers "
-    "on the CPU; `int4` and `int8` pack plain weights on a GPU",
+    "quantization": "a checkpoint's own format, or `unpack`; `int8`, and `int4` on a GPU",
     "config": "a YAML file with flags of any command that loads a model",
     "dtype": "`half` and `float` too",
     "enable_auto_tool_choice": "a model may always choose tools",
