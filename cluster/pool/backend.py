@@ -172,7 +172,7 @@ class PoolBackend(PoolMembers):
         self._expect(gone)
         if self._is_empty:
             raise self._none_left(f"{error}, and no other R-worker is left") from error
-        logger.warning("%s; its sequences go on from second copies, or are computed again on the others", error)
+        logger.warning("%s; its sequences continue from second copies, or are computed again on the others", error)
         for rows in self._rows:
             rows.lose(index)
 

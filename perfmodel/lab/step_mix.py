@@ -42,7 +42,7 @@ class StepMix:
             chunk = budget - decoding
             steps = max(prompt_rows / chunk - 0.5, 0.0)  # the last chunk is sampled in its own step
             decoding = in_flight * workload.output_len / (workload.output_len + steps)
-        chunk = budget - decoding
+        chunk = min(budget - decoding, prompt_rows)  # starts are spread, so prompts come one at a time
         share = min(1.0, decoding * each / chunk)
         return StepMix(decoding, share, decoding * each / share)
 

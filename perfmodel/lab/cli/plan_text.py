@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fastdecode.perfmodel.lab.cli.plan_answer import PlanAnswer
 from fastdecode.perfmodel.lab.cli.variants import VARIANTS
 from fastdecode.perfmodel.lab.cli.variants.variant import BY_LIMITS, Line, PlanCase, mini_batch_counts
+from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.lab.verdict import milliseconds, users
 from fastdecode.perfmodel.service import NO_LIMITS, Service
 from fastdecode.perfmodel.sizing import Plan
@@ -36,7 +37,7 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
     plan = answer.case.plan
     gpus = answer.case.inputs.gpu_name
     needs = f"{f'{gpus} and ' if gpus else ''}{_hosts(plan, answer.case.inputs.host_name)}"
-    yield f"FastDecode needs {needs}{_as_many(answer)}."
+    yield f"FastDecode needs {needs}{_fewer_alone(answer)}{_as_many(answer)}."
     yield _cost(answer)
     unlimited = answer.unlimited
     if unlimited:
@@ -48,15 +49,32 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
         )
 
 
-def _as_many(answer: PlanAnswer) -> str:
-    """Say how many servers of GPUs alone give as many tokens per second, where that is more than one."""
-    alone, gpu = answer.alone_service, answer.case.inputs.gpu_name
-    if not alone or not gpu or answer.case.inputs.one_host:
+def _fewer_alone(answer: PlanAnswer) -> str:
+    """Return the GPUs that hold the weights packed, where that is fewer: the S-worker unpacks them."""
+    server = answer.case.inputs.server
+    fewest = fewest_gpus(server.shape, server.gpu, server.group) if server else None
+    if not fewest or fewest >= answer.case.plan.tensor_parallel_size:
         return ""
+    return f" (its S-worker unpacks the weights; {fewest} such GPU{'s' * (fewest > 1)} alone hold them packed)"
+
+
+def _as_many(answer: PlanAnswer) -> str:
+    """Return the GPUs alone that give as many tokens per second, or else those that can run such a sequence."""
+    alone, gpu = answer.alone_service, answer.case.inputs.gpu_name
+    if not gpu or answer.case.inputs.one_host:
+        return ""
+    if not alone:
+        able = [row for row in answer.found.get("tensor_parallel", ()) if row.alone_step_seconds]
+        return "".join(
+            f"; {row.tensor_parallel_size} GPUs alone serve {users(row.alone_users)} at "
+            f"{milliseconds(row.alone_step_seconds)} per token, {row.alone_tokens_per_second:,.0f} tokens/s in all"
+            for row in able[:1]
+        )
     servers = math.ceil(answer.service.tokens_per_second / alone.tokens_per_second)
     if servers < 2:
         return ""
-    return f"; {servers:,} servers of {gpu} alone give as many tokens per second, at {milliseconds(alone.tpot_seconds)}"
+    each = f"at {milliseconds(alone.tpot_seconds)} per token"
+    return f"; {servers:,} servers of {gpu} alone give as many tokens per second, {each}"
 
 
 def _cost(answer: PlanAnswer) -> str:
@@ -72,7 +90,7 @@ def _cost(answer: PlanAnswer) -> str:
         by += f": {own / other:.2g} x the price" if own > other else f": {own / other:.2g} of the price"
     host = answer.case.inputs.host_name or "hosts"
     missing = "" if own else f" (the price of {host} is not known: --cpu-price; 0 for hosts that you own)"
-    if own and answer.uses_list_prices:
+    if own and answer.uses_list_prices and not answer.case.inputs.one_host:
         missing = " (--cpu-price 0 for hosts that you own)"
     return f"A million output tokens cost {' and '.join(costs)}{by}{missing}."
 
@@ -165,7 +183,8 @@ def _figures(case: PlanCase) -> Iterator[Line]:
     needed = f"{plan.num_r_workers_exact:.2f} by the equations, before rounding and limits"
     yield "R-workers", f"{plan.num_r_workers}{of_each}{why}, {needed}{each}"
     yield "hosts", f"{plan.num_hosts}"
-    yield "schedule", f"{plan.micro_batch_size} sequences start every {plan.interval_steps} steps"
+    start = "sequence starts" if plan.micro_batch_size == 1 else "sequences start"
+    yield "schedule", f"{plan.micro_batch_size} {start} every {plan.interval_steps} steps"
     yield "KV load limit", f"{plan.kv_load_limit} cached tokens attended in a step"
     yield "step", f"{plan.step_seconds * 1e3:.1f} ms, S busy {plan.s_busy:.0%}, R busy {plan.r_busy:.0%}"
     yield "sequence", f"{plan.sequence_seconds:.1f} s"
@@ -178,7 +197,8 @@ def _mini_batches(case: PlanCase) -> str:
     turns = f"{plan.num_mini_batches} of {plan.mini_batch_size} sequences, {plan.in_flight} in flight"
     others = [str(each) for each in sorted(tried) if each != plan.num_mini_batches]
     if others:
-        return f"{turns}; {' and '.join(others)} give no more within the limit"
+        worse = "give no more within the limit" if case.keeps_limits else "are no faster"
+        return f"{turns}; {' and '.join(others)} {worse}"
     hint = plan.bottleneck == "round-trip" and case.args.num_mini_batches is None and plan.num_mini_batches < 3
     return f"{turns}{'; --num-mini-batches 3 would hide more of the way there and back' * hint}"
 
