@@ -24,12 +24,12 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.sworker.adapters.latents import LatentRows
 from fastdecode.sworker.model.code import LoadedCode, bytes_of
+from fastdecode.sworker.model.held import weights_digest
 from fastdecode.sworker.model.loader import (
     apply_overrides,
     max_position_embeddings,
     one_clear_error,
     resolve_dtype,
-    weights_digest,
 )
 from fastdecode.sworker.model.refusals import refuse
 from fastdecode.sworker.model.sharding import Rank
