@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -129,10 +128,8 @@ def _version(distribution: str) -> str:
 
 def _vllm_config(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Any:
     """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     from vllm.engine.arg_utils import EngineArgs
-
-    if not os.environ.get("VLLM_LOGGING_LEVEL"):
-        logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def overridden(found: Any) -> Any:
         apply_overrides(found, config.hf_overrides)
