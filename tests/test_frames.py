@@ -328,7 +328,7 @@ def test_a_lying_question_about_attention_is_refused(numbers: Any, layers: tuple
 def test_shares_that_are_none_are_refused(weights: list[float]) -> None:
     with pytest.raises(FrameError, match="at most 1 together"):
         weighing.checked_answer(np.array(weights, np.float32), weighing_of())
-    with pytest.raises(FrameError, match="max or sum"):
+    with pytest.raises(FrameError, match="a max is NaN or infinite, or a sum"):
         weighing.checked_answer(np.full((1, 8, 2), -1, np.float32), replace(weighing_of(), finds_norms=True))
 
 

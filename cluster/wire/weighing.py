@@ -84,7 +84,7 @@ def checked_answer(found: np.ndarray, asked: Weighing) -> np.ndarray:
     if asked.finds_norms:
         sums = found[..., 1]
         if np.isnan(found).any() or np.isposinf(found).any() or sums.min(initial=0) < 0:
-            raise FrameError("WEIGHED: a max or sum that is none")
+            raise FrameError("WEIGHED: a max is NaN or infinite, or a sum is negative")
     elif not np.isfinite(found).all() or found.min(initial=0) < 0 or found.sum(dtype=np.float64) > 1.001:
         raise FrameError("WEIGHED: weights must not be negative, and at most 1 together")
     return found

@@ -20,7 +20,7 @@ NO_TOKEN = "no token is left to choose"
 """The beginning of the reason when limits of a request exclude each other."""
 
 MAX_SOURCES = 1024
-"""Most blocks of context that are told of each token."""
+"""Most blocks of context that are reported per token."""
 
 MAX_MAGNITUDE = 1e6
 """Largest magnitude of a bias or penalty. Beyond it float32 logits lose precision, or overflow."""
@@ -86,11 +86,11 @@ class SamplingParams:
     detokenize: bool = True
     """Produce text, not only token ids."""
     attention_sources: int | None = None
-    """Blocks of context with the most attention to report per token; None tells none."""
+    """Blocks of context with the most attention to report per token; None reports none."""
     attention_source_block: int = 16
     """Tokens of such a block."""
     attention_source_layers: Sequence[int] | None = None
-    """Layers whose attention counts, among those that attend, from 0; None is all that see the whole context."""
+    """Layers whose attention counts: numbers from 0 among attending layers; None is all that see the whole context."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the text must have, such as a JSON schema. The text ends when the form is complete."""
 

@@ -80,7 +80,7 @@ class Parking(Companion):
         deadline = cycle.world.now() + most_seconds
         self._work(cycle, deadline, 0.0)
         if left := sum(self._next(cycle.scheduler, each, deadline, 0.0) is not None for each in self._disks.values()):
-            logger.warning("%d R-workers had more to park than %g s were enough for", left, most_seconds)
+            logger.warning("%d R-workers did not park everything within %g s", left, most_seconds)
 
     def renew(self, scheduler: Scheduler, model: str) -> None:
         """Continue with new weights, identified by ``model``. Prefixes parked with the old weights no longer match."""
@@ -182,7 +182,7 @@ class Parking(Companion):
         return True
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
-        """Begin with the first wish. Return None if its sequence has left, needs nothing, or has no room."""
+        """Begin to load the first wished prefix. Return None if its sequence ended, needs none, or has no room."""
         sequence = disk.wishes[0]
         if not scheduler.queue.is_aside(sequence):
             return None
@@ -226,11 +226,11 @@ class Parking(Companion):
         return found
 
     def _refused(self, disk: _Disk, error: BackendError) -> None:
-        logger.warning("nothing is parked there any more: %s", error)
+        logger.warning("this R-worker no longer parks anything: %s", error)
         disk.is_refusing = True
 
     def _drop(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
-        """Forget ``disk`` and all that is known of its files."""
+        """Forget ``disk`` and its known files."""
         scheduler.store.parked.chains.forget(disk.index)
         self.parked_bytes.pop(disk.index, None)
         self._let_go(scheduler, disk, is_gone)

@@ -130,7 +130,7 @@ class Drafts:
         self._granted.clear()
 
     def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
-        """Return the drafts for this step by sequence, cut to what is left of the step.
+        """Return the drafts for this step by sequence, cut to the rows that the step has left.
 
         ``rows``: the decoding rows of the table; ``prompts``: the prompt chunks beside them. ``kv_limits``: KV tokens
         that each R-worker may attend, float64 [num_workers]; None if they are not strict.

@@ -222,7 +222,7 @@ def with_absorption(config: EngineConfig) -> EngineConfig:
     names = spec.addresses or (spec.kind,)
     if shape.latent is None or not profile.absorbs_sooner_at_r_workers(shape, kv_dtype, rows, names):
         return config
-    logger.info("R-workers multiply K and V of latents: by the profile they answer sooner so")
+    logger.info("R-workers multiply K and V of latents: by the profile, they answer sooner this way")
     return replace(config, latent_absorption="r")
 
 

@@ -147,7 +147,7 @@ class States(IndexedSource, Keeper):
                 copy.prefix_id = prefix.prefix_id
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep all that is cached of ``sequence`` under its cache id, since it gives it up."""
+        """Keep all cached tokens of ``sequence`` under its cache id, which the sequence gives up."""
         num_blocks = sequence.num_cached // self._workers.block_size
         if not self._most_kept or not num_blocks or sequence.has_several:
             return False
