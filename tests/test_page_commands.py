@@ -6,11 +6,11 @@ Models and ports are the tests' own (SMALL), and hosts are this one.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -110,10 +110,11 @@ def doctor(**_: Any) -> None:
     run([FASTDECODE, "doctor"], "cores", (0, 1))
 
 
-def without_a_gpu(**_: Any) -> None:
-    """Stand in for a GPU: none is seen, and the benchmark says so."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}
-    run([sys.executable, str(ROOT / "benchmarks" / "gpu.py")], "nothing done", env=hidden, cwd=ROOT / "benchmarks")
+def gpu_report(**_: Any) -> None:
+    """Stand in for a GPU: tests/test_gpu_kit.py runs this kit on a CPU."""
+    target = (ROOT / "Makefile").read_text("utf-8").split("\ngpu-report:")[1].split("\n\n")[0]
+    assert "-m gpu_kit" in target and (ROOT / "scripts" / "gpu_kit" / "__main__.py").is_file()
+    assert "def test_the_kit_runs_on_a_cpu" in (ROOT / "tests" / "test_gpu_kit.py").read_text("utf-8")
 
 
 def serve(command: str, chat_model: str, tmp_path: Path, **_: Any) -> None:
@@ -187,7 +188,7 @@ WAYS: dict[str, Callable[..., None]] = {
     r"fastdecode r-worker .*": r_worker,
     r"\(?(?:umask|openssl) .*": key,
     r"curl .*": curl,
-    r"python benchmarks/gpu.py": without_a_gpu,
+    r"make gpu-report": gpu_report,
     r"make (?:demo|test)": by_ci,
 }
 """How a command is run: the first pattern that matches the whole of it."""
@@ -219,7 +220,7 @@ def asked(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", on_pages(commands))
+@pytest.mark.parametrize("command", on_pages(commands), ids=lambda line: re.sub(r"\W+", "-", line)[:64])
 def test_a_command_runs(command: str, asked: dict[str, Any]) -> None:
     found = way(command)
     assert found
@@ -228,11 +229,36 @@ def test_a_command_runs(command: str, asked: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", on_pages(programs), ids=["README", "first-steps"])
-def test_a_program_runs(program: str, chat_model: str, tmp_path: Path) -> None:
-    """As it stands, with a model's folder for "…"."""
-    words = "LLM(device='cpu', s_threads=1, r_threads=1, kv_cache_memory='256MiB', max_model_len=256, "
-    script = tmp_path / "program.py"
-    script.write_text(
-        program.replace("…", chat_model).replace("LLM(", words, 1).replace("=40", "=4").replace("=32", "=4")
+def test_a_program_runs(program: str, chat_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands, with a model's folder for "…", on fewer threads and with fewer tokens."""
+    small = "LLM(device='cpu', s_threads=1, r_threads=1, kv_cache_memory='256MiB', max_model_len=256, "
+    text = program.replace("…", chat_model).replace("LLM(", small, 1)
+    text = re.sub(r"max_tokens=\d+", "max_tokens=4", text)
+    assert small in text and "max_tokens=4" in text
+    exec(compile(text, "the page's program", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_readme_s_table_is_what_plan_says(tmp_path: Path) -> None:
+    """Whoever changes plans writes the new figures into the README's first table."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    card = ["--gpu", "rtx-4090", "--cpu", "ryzen-9950x", "--prompt-len", "122880", "--seq-len", "131072"]
+    home = planned_json([*card, "--tpot", "400"], tmp_path)
+    assert home["gpu_only"]["max_batch_size"] == 0
+    speed = home["output_tokens_per_second"]
+    assert f"of 128K tokens, which the card alone cannot hold, at {speed:.0f} tokens/s" in readme
+    hosts = ["--gpu", "a100", "--cpu", "epyc-9654", "--link", "100Gb", "--prompt-len", "14336", "--seq-len", "16384"]
+    plan = planned_json([*hosts, "--tpot", "200"], tmp_path)
+    alone = plan["gpu_only"]
+    ratio = plan["output_tokens_per_second"] / alone["output_tokens_per_second"]
+    counts = (
+        f"{plan['users']} users of 16K tokens in place of {alone['max_batch_size']}, and {ratio:.1f} × the tokens/s"
     )
-    run([sys.executable, "-P", str(script)] if sys.version_info >= (3, 11) else [sys.executable, str(script)], "\n")
+    assert counts in readme and plan["num_hosts"] == 6
+
+
+def planned_json(words: list[str], folder: Path) -> dict[str, Any]:
+    """Return the figures of a plan of Llama-3-8B."""
+    file = folder / "plan.json"
+    assert main(["plan", "--model", "llama-3-8b", *words, "--output-json", str(file)]) == 0
+    return dict(json.loads(file.read_text("utf-8")))

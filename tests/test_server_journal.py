@@ -126,7 +126,7 @@ def heard(server: RunningServer, path: str, body: dict[str, Any], name: str) -> 
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize("place", ["folder", "r-workers"])
+@pytest.mark.parametrize("place", [pytest.param("folder", marks=pytest.mark.thorough), "r-workers"])
 def test_responses_are_stored_over_servers(tmp_path: Path, place: str) -> None:
     """One that was asked for, one in the background when the server is killed, what follows them, and their ends."""
     with servers(place, tmp_path) as start:
@@ -176,7 +176,7 @@ def store_and_ask(start: Start) -> None:
         while server.request(f"/v1/responses/{behind.id}")[0] == 200:
             time.sleep(0.01)
         for path, body, message in (
-            ("/v1/chat/completions", None, "a GET goes on with a stream: send Last-Event-ID"),
+            ("/v1/chat/completions", None, "a GET resumes a stream: send Last-Event-ID"),
             ("/v1/responses", {"input": "x", "background": True, "store": False}, "background needs store: true"),
         ):
             assert message in refused(server, "POST" if body else "GET", path, 400, body)

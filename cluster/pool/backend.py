@@ -7,16 +7,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import methodcaller
 from typing import TypeVar
 
 import numpy as np
 
+from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.members import PoolMembers
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
+from fastdecode.core.parked import Chain, Parked
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import StepPlan, StepReport, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
@@ -137,7 +140,7 @@ class PoolBackend(PoolMembers):
             waits = [(at, self._unless_lost(asked[at].part.worker, methodcaller("weigh", asked[at]))) for at in turn]
             for at, wait in waits:
                 if wait is not None:
-                    answers[at] = self._unless_lost(asked[at].part.worker, lambda _, wait=wait: wait())
+                    answers[at] = self._unless_lost(asked[at].part.worker, partial(_answered, wait))
         return answers
 
     def _unless_lost(self, index: int, ask: Callable[[PoolWorker], Answer]) -> Answer | None:
@@ -171,7 +174,7 @@ class PoolBackend(PoolMembers):
         self._expect(gone)
         if self._is_empty:
             raise self._none_left(f"{error}, and no other R-worker is left") from error
-        logger.warning("%s; its sequences go on from second copies, or are computed again on the others", error)
+        logger.warning("%s; its sequences continue from second copies, or are computed again on the others", error)
         for rows in self._rows:
             rows.lose(index)
 
@@ -190,5 +193,37 @@ class PoolBackend(PoolMembers):
         return replace(times, transfer_seconds=transfer)
 
 
+def _answered(wait: Callable[[], np.ndarray], worker: PoolWorker) -> np.ndarray:
+    """Return the answer that ``worker`` owes."""
+    return wait()
+
+
 def _refusal(worker: PoolWorker, what: str, error: Exception) -> BackendError:
     return BackendError(f"R-worker {worker.name} refused {what}: {error.args[0]}")
+
+
+class PoolParks:
+    """The ``Parks`` of a pool's R-workers."""
+
+    def __init__(self, pool: PoolBackend) -> None:
+        self._pool = pool
+
+    def chains(self, worker: int, model: str) -> list[Chain]:
+        with self._pool.asked(worker, "park") as holder:
+            return _disk(holder.disk).chains(model)
+
+    def park(
+        self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
+    ) -> Parked:
+        with self._pool.asked(worker, "park") as holder:
+            return _disk(holder.disk).park(patience_ms, sequence_id, chain, superseded)
+
+    def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
+        with self._pool.asked(worker, "wake") as holder:
+            return _disk(holder.disk).wake(patience_ms, sequence_id, num_blocks, name)
+
+
+def _disk(disk: Disk | None) -> Disk:
+    if disk is None:
+        raise ValueError("it has no disk to park on")
+    return disk

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fastdecode.cluster.pool.arithmetic import Arithmetic
 from fastdecode.cluster.pool.newcomers import Newcomers, Returns
 from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
+from fastdecode.cluster.pool.worker_info import Arithmetic
 from fastdecode.core.errors import NoRWorkerError, WorkerLostError
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
@@ -104,7 +104,7 @@ class PoolMembers:
         except WorkerLostError as error:
             if len(self.workers) == 1 or not self._may_miss(worker):
                 raise
-            logger.warning("%s; the others go on without it", error)
+            logger.warning("%s; the others continue without it", error)
         worker.close()
         self.workers.remove(worker)
         self._expect(worker)

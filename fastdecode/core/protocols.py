@@ -44,7 +44,7 @@ class AttentionBackend(Protocol):
         """Once all layers of the open step are done, share the attention of ``rows`` among blocks: float32 [num_blocks]
         of each, the mean over heads and then layers, which with the share of sinks sum to 1.
 
-        None of a row of which an R-worker that has a part is lost.
+        None for a row when an R-worker with a part of it is lost.
         """
 
     def end_step(self) -> StepReport:
@@ -184,7 +184,7 @@ class DraftPolicy(Protocol):
 
 
 class DraftRequest(NamedTuple):
-    """A decoding sequence for which ``num_drafts`` tokens, at least one, are to be drafted.
+    """A decoding sequence that gets ``num_drafts`` draft tokens, at least one.
 
     R-worker ``worker`` holds its tail as sequence ``cache_id``: of its ``num_cached`` tokens (all but the last) those
     from ``base`` on. ``reads``: worker, range id and start of the closed ranges before it, in order. ``sampling``: the

@@ -47,12 +47,12 @@ class AttentionSources:
         self._in_ranges, self._has_prefills = in_ranges, has_prefills
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RequestError where sources that ``params`` ask for cannot be told."""
+        """Raise RequestError if the attention sources that ``params`` ask for cannot be reported."""
         if params.attention_sources and (reason := self._cannot(params)):
             raise RequestError(f"attention_sources: {reason}")
 
     def tapped(self, step: ScheduledStep) -> ScheduledStep:
-        """Return ``step`` with taps on the rows whose tokens are to have sources."""
+        """Return ``step`` with taps on the rows whose tokens need attention sources."""
         if not self._in_flight.asking:
             return step
         return replace(step, taps=tuple(self._taps(each) for each in step.mini_batches))
@@ -77,7 +77,7 @@ class AttentionSources:
         return computed
 
     def _cannot(self, params: SamplingParams) -> str | None:
-        """Return why sources cannot be told; None if they can."""
+        """Return why attention sources cannot be reported; None if they can."""
         if not self._attending:
             return "no layer of this model attends: leave it out"
         if self._has_prefills:
@@ -87,9 +87,9 @@ class AttentionSources:
             return f"attention_source_layers must be from 0 to {len(self._attending) - 1}, got {outside[0]}"
         layers = self._layers(params)
         if not layers:
-            return "every layer of this model sees a window alone: name layers by attention_source_layers"
+            return "every layer of this model attends within a window: name layers by attention_source_layers"
         if self._in_ranges and len(layers) > sum(place in self._attending for place in layers):
-            return "a range does not tell which of its tokens an index picked: start without --kv-shard-tokens"
+            return "with ranges, R-workers do not report which tokens an index picked: start without --kv-shard-tokens"
         return None
 
     def _layers(self, params: SamplingParams) -> tuple[int, ...]:

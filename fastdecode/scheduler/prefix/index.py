@@ -40,6 +40,13 @@ class PrefixIndex:
         """Return how many of these blocks are cached on the R-worker that has most of them."""
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
+    def cached_from(self, block_hashes: list[bytes], start: int) -> int:
+        """Return the end of the cached blocks that follow the first ``start`` of these; ``start`` if there are none."""
+        return next(
+            (end for end in range(start, len(block_hashes)) if block_hashes[end] not in self._by_hash),
+            max(start, len(block_hashes)),
+        )
+
     def holder(self, block_hash: bytes) -> Prefix | None:
         """Return a prefix that has this block, and so all earlier blocks of its segment; None if there is none."""
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)
@@ -150,6 +157,25 @@ class PrefixIndex:
         prefix.own, prefix.rest = [], []
         if not keep:
             del worker.prefixes[prefix.prefix_id]
+
+
+class IndexedSource(Source):
+    """A source whose prefixes lie in an index: what it does with a hit is the index's."""
+
+    def __init__(self, workers: Workers, index: PrefixIndex) -> None:
+        self._workers, self._index = workers, index
+
+    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
+        return self._index.pieces(sequence, hit)
+
+    def twin(self, hit: Hit) -> Hit | None:
+        return self._index.twin(hit)
+
+    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        self._index.take(segment, copy, hit)
+
+    def forget(self, worker: int) -> None:
+        self._index.clear(worker)
 
 
 def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:

@@ -181,7 +181,10 @@ def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
         return args
     number = 1
     if args.model and args.gpu and not args.profile:
-        number = fewest_gpus(asked_shape(args), one_gpu_or_cpu(args.gpu)) or 1
+        shape, gpu = asked_shape(args), one_gpu_or_cpu(args.gpu)
+        number = fewest_gpus(shape, gpu) or 1
+        if number > 1:  # ranks cut plain weights
+            number = fewest_gpus(replace(shape, weight_bits=0.0), gpu) or 1
     return argparse.Namespace(**vars(args) | {"tensor_parallel_size": number})
 
 
@@ -196,7 +199,7 @@ def service_limits(args: argparse.Namespace) -> ServiceLimits:
 
 def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Yield the flags with each number of mini-batches, and each side for latent absorption and for states."""
-    for number in _mini_batch_counts(args):
+    for number in mini_batch_counts(args):
         counted = argparse.Namespace(**vars(args) | {"num_mini_batches": number})
         for each in _absorptions(counted):
             is_open = args.state_on == "auto"
@@ -205,7 +208,7 @@ def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
                 yield argparse.Namespace(**vars(each) | {"state_on": "s"})
 
 
-def _mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
+def mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
     """Return the requested number of mini-batches; else the paper's two.
 
     If the plan chooses the batch, one and three are tried too.
