@@ -89,8 +89,8 @@ class Drafts:
             seconds = (observed.s_seconds, observed.wait_seconds, observed.r_seconds)
             self.policy.observe(step.num_tokens, num_sequences, step.kv_loads, *seconds)
 
-    def wanted(self) -> dict[int, int]:
-        """Return how many draft tokens each decoding sequence gets, without sequences that get none.
+    def grant(self) -> dict[int, int]:
+        """Grant blocks for draft tokens; return how many each decoding sequence gets, without those that get none.
 
         Their blocks stay granted until the step that verifies them has ended.
         """

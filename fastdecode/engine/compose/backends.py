@@ -102,8 +102,7 @@ def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> En
 
 def parks_of(backend: AttentionBackend) -> Parks | None:
     """Return the disks of R-workers behind ``backend``; None if it cannot reach them."""
-    from fastdecode.cluster.pool.backend import PoolBackend
-    from fastdecode.cluster.pool.parks import PoolParks
+    from fastdecode.cluster.pool.backend import PoolBackend, PoolParks
 
     return PoolParks(backend) if isinstance(backend, PoolBackend) else None
 
