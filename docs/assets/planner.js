@@ -175,9 +175,7 @@ class Live {
   peak(inFlight) {
     const wanted = Math.max(1, roundEven(inFlight / 32));
     const interval = Math.max(1, roundEven(this.output * wanted / inFlight));
-    const together = Math.max(1, roundEven(inFlight * interval / this.output));
-    const most = Math.max(together * this.output / interval, inFlight);
-    return roundUp(Math.max(most * (this.prompt + (this.output + interval) / 2), this.seqLen));
+    return roundUp(Math.max(inFlight * (this.prompt + (this.output + interval) / 2), this.seqLen));
   }
 
   memoryWorkers(inFlight) { return Math.max(roundUp(this.peak(inFlight) / this.capacity), 1); }

@@ -41,15 +41,15 @@ class CacheRoom:
         return self._peak(in_flight, waiting)
 
     def _peak(self, in_flight: int, waiting: int = 0) -> int:
-        """Return the schedule's peak, with whole sequences in each micro-batch and no fewer than are in flight.
+        """Return the schedule's peak with ``waiting`` sequences beside those in flight.
 
         The peak is never below one whole sequence, which could otherwise never run.
         """
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
         interval = self.interval(in_flight)
-        most = max(self.micro_batch(in_flight) * output_len / interval, in_flight) + waiting
-        return round_up(max(equations.peak_load_stabilized(most, output_len, interval, before), self.workload.seq_len))
+        peak = equations.peak_load_stabilized(in_flight + waiting, output_len, interval, before)
+        return round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
         """Return the R-workers that hold the peak (equation 9), each with its own shared prefix.
