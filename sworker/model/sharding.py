@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -195,6 +196,13 @@ def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
             f"repeated on them"
         )
     return dict(model._resolve_parallel_plans(DistributedConfig(tp_size=size))[0])
+
+
+def layers_with_cut_inputs(model: Any) -> set[str]:
+    """Return the names of layers of which a rank has a part of the inputs, whatever the number of ranks."""
+    plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
+    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return {name for name in names if plan.get(name, plan.get(re.sub(r"\b\d+\b", "*", name))) in ROWS}
 
 
 def _head_counts(hf_config: Any) -> tuple[int, int]:

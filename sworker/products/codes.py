@@ -19,8 +19,14 @@ NAME = "integer_codes"
 EXPERTS = "expert_codes"
 """The attribute of an experts' module that holds the codes of each expert, by parameter."""
 
-MOST_BLOCK = 256
-"""Elements that one Hadamard matrix mixes, at most."""
+MOST_BLOCK = 4096
+"""Elements that are mixed, at most."""
+
+LANES = 16
+"""Elements of a Hadamard matrix from which on several such parts of a row are mixed."""
+
+FACTORS = (3, 5, 7)
+"""Numbers of parts that a reflection mixes."""
 
 DEGREES = range(1, 17)
 """Numbers of ranks for all of which a rotation stays within each rank's part of a row."""
@@ -88,23 +94,36 @@ def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
     return IntegerCodes(codes, scales, block)
 
 
-def block_of(width: int, num_heads: int) -> int:
-    """Return the block for rows of ``width``: it divides the share of every number of ranks that the heads allow."""
-    shares = [width // degree for degree in DEGREES if num_heads % degree == 0 and width % degree == 0]
-    common = math.gcd(*shares)
-    return min(common & -common, MOST_BLOCK)
+def block_of(width: int, num_heads: int, is_cut: bool) -> int:
+    """Return how many neighbours in rows of ``width`` are mixed: as many as the kernels can, at most MOST_BLOCK.
+
+    ``is_cut``: ranks have parts of a row each. Blocks divide these for every number of ranks that the heads allow.
+    """
+    degrees = DEGREES if is_cut else (1,)
+    common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
+    block = min(common & -common, MOST_BLOCK)
+    for factor in FACTORS if block >= LANES else ():
+        while common % (block * factor) == 0 and block * factor <= MOST_BLOCK:
+            block *= factor
+    return block
 
 
 def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Undo the rotation of ``rows``, float32 [rows, width]: a Hadamard matrix is its own inverse but for a factor."""
-    mixed = rows.reshape(len(rows), -1, block)
+    """Undo the rotation of ``rows``, float32 [rows, width]: each of its stages is its own inverse but for a factor."""
+    part = block & -block
+    mixed, apart = rows, block
+    for factor in reversed(FACTORS):
+        while apart // part % factor == 0:
+            apart //= factor
+            parts = mixed.unflatten(-1, (-1, factor, apart))
+            mixed = (parts.sum(-2, keepdim=True) * (2 / factor) - parts).flatten(-3)
     apart = 1
-    while apart < block:
+    while apart < part:
         pairs = mixed.unflatten(-1, (-1, 2, apart))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         mixed = torch.stack((first + second, first - second), -2).flatten(-3)
         apart *= 2
-    return (mixed / block).reshape(rows.shape)
+    return (mixed / part).reshape(rows.shape)
 
 
 def set_codes(linear: Any, codes: IntegerCodes) -> None:

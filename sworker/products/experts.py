@@ -36,18 +36,14 @@ def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
         module.__dict__[EXPERTS] = {}
         for part in PARTS:
             weight = getattr(module, part)
-            codes = [_quantized(each, module.is_transposed, num_heads) for each in weight.data]
+            block = block_of(weight.shape[1 if module.is_transposed else 2], num_heads, part == "down_proj")
+            codes = [quantized(each.T if module.is_transposed else each, block) for each in weight.data]
             module.__dict__[EXPERTS][part] = codes
             setattr(module, part, PackedWeight.of(weight, _unpacker(codes, weight.dtype, module.is_transposed)))
             maps.let_go(weight)
             del weight
         count += 1
     logger.info("experts of %d layers in int8", count)
-
-
-def _quantized(weight: torch.Tensor, is_transposed: bool, num_heads: int) -> IntegerCodes:
-    own = weight.T if is_transposed else weight
-    return quantized(own, block_of(own.shape[1], num_heads))
 
 
 def _unpacker(codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool) -> Callable[[], torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,13 @@ KEPT_NAMES = ("router", "indexer", "kv_b_proj")
 """Parts of names of layers that stay as they are: they choose experts or tokens, or R-workers multiply them."""
 
 
-def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
+def quantize_linears(
+    model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes], with_cut_inputs: Container[str]
+) -> None:
     """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read.
 
     ``published``: codes that the checkpoint has, by the name of the weight; they are kept and not rotated.
+    ``with_cut_inputs``: names of layers of which ranks have parts of the inputs each.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads = FileMaps(), num_attention_heads(hf_config)
@@ -51,7 +54,8 @@ def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[
     layers = [(name, module) for name, module in model.named_modules() if _is_quantized(name, module, kept)]
     for name, linear in layers:
         weight, own = linear.weight, published.get(f"{name}.weight")
-        codes = IntegerCodes(*own(), 1) if own else quantized(weight, block_of(linear.in_features, num_heads))
+        block = block_of(linear.in_features, num_heads, name in with_cut_inputs)
+        codes = IntegerCodes(*own(), 1) if own else quantized(weight, block)
         set_codes(linear, codes)
         if owners[id(weight)] == 1:
             linear.weight = _stand_in(weight, codes)
