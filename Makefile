@@ -69,6 +69,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy fastdecode
+	$(BIN)/python scripts/tidy.py
 
 # One pip command; again whenever the C++ or the packaging changed. Of all packages' modules only those are compiled that
 # are imported: here, once, for all processes that come.

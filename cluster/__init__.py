@@ -1,1 +1,1 @@
-"""R-workers as the engine reaches them: backends behind the one ``AttentionBackend`` contract; no policy."""
+"""R-workers as the engine reaches them: backends behind the ``AttentionBackend`` interface. They hold no policy."""

@@ -1,4 +1,4 @@
-"""Write docs/features.md: which features go together, and what holds them together: python scripts/features.py
+"""Write docs/features.md: which features work together: python scripts/features.py
 
 A pair that ``EngineConfig`` refuses has its reason. Of the others it is counted in how many of NUM_ROUNDS rounds of
 `make chaos` (tests/chaos) both are drawn, with the same seeds each time.
@@ -97,13 +97,20 @@ DRAWN: dict[str, Test] = {
 }
 """Whether a round has a feature, of those that are turned on, and then of what befalls them."""
 
-HEAD = f"""# Which features go together
+HEAD = """# Which features work together
 
-`python scripts/features.py` writes this page; a test compares it. Every pair of settings must give the tokens that one
-undisturbed R-worker gives, but those that are refused (no). A number counts the rounds of `make chaos`, of
-{NUM_ROUNDS:,} (seeds from 0 on), that draw both; a dot: accepted, and no round draws both. Rounds of ranks are greedy
-and in float32, since their sums are added in another order. Recurrent states are those of hybrids and of models of
-states alone (Qwen3-Next, Bamba, Mamba-2).
+All pairs of these give the tokens of one undisturbed R-worker, but those below: {features}.
+
+Ranks add sums in another order, so their equality holds in float32. `make chaos` draws the pairs; the site counts how
+often.
+
+`python scripts/features.py` writes this page; a test compares it.
+"""
+
+MATRIX_HEAD = f"""# How often chaos draws each pair
+
+Rounds of `make chaos`, of {NUM_ROUNDS:,} (seeds from 0 on), that draw both features. A dot: accepted, and no round
+draws both.
 
 """
 
@@ -114,25 +121,34 @@ def main() -> None:
 
 
 def rendered() -> str:
-    """The page."""
+    """Return the page of refused pairs."""
+    by_reason: dict[str, list[frozenset[str]]] = {}
+    for pair, reason in _refusals().items():
+        by_reason.setdefault(reason, []).append(pair)
+    parts = [HEAD.format(features=", ".join(SETTINGS)), "## Refused\n"]
+    for reason, pairs in by_reason.items():
+        names = "; ".join(" + ".join(sorted(pair, key=list(SETTINGS).index)) for pair in pairs)
+        parts.append(f"- **{names}**: {reason}")
+    return "\n".join(parts) + "\n" + _of_states() + "\n"
+
+
+def matrix() -> str:
+    """Return a page of how many rounds draw each pair; it draws NUM_ROUNDS rounds."""
     counts, refusals = _counts(), _refusals()
     settings, events = list(SETTINGS), [name for name in DRAWN if name not in SETTINGS]
-    reasons = list(dict.fromkeys(refusals.values()))
-    names = [*settings[1:], *events]
     lines = ["| | " + " | ".join(settings) + " |", "|---" * (len(settings) + 1) + "|"]
-    for name in names:
-        cells = [_cell(name, other, counts, refusals, reasons) for other in settings]
+    for name in [*settings[1:], *events]:
+        cells = [_cell(name, other, counts, refusals) for other in settings]
         lines.append(f"| **{name}** | " + " | ".join(cells) + " |")
-    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return HEAD + "\n".join(lines) + "\n\nRefused:\n\n" + "\n".join(notes) + "\n" + _of_states() + "\n"
+    return MATRIX_HEAD + "\n".join(lines) + "\n"
 
 
-def _cell(name: str, other: str, counts: Counter[frozenset[str]], refusals: dict[Any, str], reasons: list[str]) -> str:
+def _cell(name: str, other: str, counts: Counter[frozenset[str]], refusals: dict[Any, str]) -> str:
     pair, order = frozenset((name, other)), list(SETTINGS)
     if name in SETTINGS and order.index(other) >= order.index(name):
         return ""
     if pair in refusals:
-        return f"no ({reasons.index(refusals[pair]) + 1})"
+        return "no"
     if name in SETTINGS and set(SETTINGS[name]) & set(SETTINGS[other]):
         return ""
     return str(counts[pair] or "·")

@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections import Counter
@@ -37,6 +38,7 @@ from fastdecode.perfmodel.model_config import read_shape  # noqa: E402
 from fastdecode.sworker.model.loader import WITH_PICTURES, auto_class  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
+DATA = ROOT / "docs" / "assets" / "models.json"
 NEW_TOKENS = 16
 PROMPT_LENGTHS = (70, 5, 30)
 LIMIT_SECONDS = 120
@@ -239,41 +241,71 @@ def _read(reader: int, until: float) -> bytes | None:
 
 RESULTS = ("exact", "refused", "not tried", "differs", "crashed")
 
-
-def page(rows: list[Row]) -> str:
-    """Render docs/models.md."""
-    counts = Counter(row.result for row in rows)
-    said = ", ".join(f"{counts[each]} {each}" for each in RESULTS if counts[each])
-    head = HEAD.format(version=transformers.__version__, count=len(rows), said=said)
-    return "\n".join([head, *map(line, rows), ""])
-
-
 HEAD = """# Models
 
-Every causal language model of transformers {version}, built tiny with random weights and run beside `generate`: greedy
-tokens and their log-probabilities are the same in float32 (exact), or the model is refused at load with the reason
-given here and what it would take. `make models` writes this page ({count} architectures: {said}).
+Is my model exact? `make models` builds every causal language model of transformers {version} tiny, with random
+weights, and runs it beside `generate`. Exact means: equal greedy tokens and log-probabilities in float32. All
+others are refused at load with the reason below. Of {count} architectures: {said}.
 
-- A cache is full (keys and values of all tokens), a window (the last ones alone are seen), latent (rows from which keys
-  and values are computed), chunked, sparse (an index picks rows), compressed or recurrent: as the model means it.
-- Where an index scores two rows the same, a model has no rule which of them it picks: `torch.topk` takes what its sort
-  leaves first, R-workers the older row. Scores tie at 0 where no head of the index is above it, often with two heads
-  (deepseek_v32 with `index_n_heads` 2), hardly ever with the 64 of published models. A text may then differ from
-  `generate`'s.
-- Bytes per token are those of keys and values in 16 bits over all layers, as `fastdecode plan` counts them, for sizes
-  that the configuration's class has by default. These are often the first published model's (`llama`: Llama-2-7B), not
-  always (`qwen2` has 32 KV heads, Qwen2-7B has 4): `fastdecode plan --model FOLDER` tells a model's own. Blank where
-  `plan` does not know the kind.
-- Not tried: transformers builds none from a configuration alone, or its `generate` does not run.
+[What runs](scope.md) has the families, checkpoints and processors.
 
-| architecture | cache | bytes per token | result |
-|---|---|---:|---|"""
+## Exact
+
+Numbers are KV bytes per token over all layers in 16 bits, for the sizes that the configuration's class has by
+default. Ask `fastdecode plan --model FOLDER` for yours. Bold words name what layers keep: all tokens (full), the
+last ones (window), rows from which keys and values are computed (latent), rows that an index picks (sparse), or a
+state.
+"""
+
+TAIL = """
+## Where may an exact model differ?
+
+An index that scores two rows the same has no rule which of them it picks: `torch.topk` takes what its sort leaves
+first, R-workers the older row. That happens with few index heads (2 in a tiny deepseek_v32), hardly ever with the
+64 of published models.
+"""
 
 
-def line(row: Row) -> str:
+def record(row: Row) -> dict[str, str]:
+    """Return a row as docs/assets/models.json has it."""
     size = bytes_per_token(row.model_type) if row.result == "exact" else ""
-    reason = f": {row.reason}" if row.reason else ""
-    return f"| {row.model_type} | {row.cache} | {size} | {row.result}{reason} |".replace("  ", " ")
+    fields = {"architecture": row.model_type, "cache": row.cache, "bytes_per_token": size, "result": row.result}
+    return fields | {"reason": row.reason}
+
+
+def page(version: str, records: list[dict[str, str]]) -> str:
+    """Render docs/models.md: exact architectures by cache, the others by reason."""
+    counts = Counter(each["result"] for each in records)
+    said = ", ".join(f"{counts[each]} {each}" for each in RESULTS if counts[each])
+    parts = [HEAD.format(version=version, count=len(records), said=said)]
+    for cache, group in _grouped(records, "exact", "cache"):
+        parts.append(_wrapped(f"**{cache or 'a state'}**: " + ", ".join(map(_with_size, group)) + "."))
+    for result in RESULTS[1:]:
+        groups = _grouped(records, result, "reason")
+        if groups:
+            parts.append(f"\n## {result.capitalize()}\n")
+        for reason, group in groups:
+            names = ", ".join(f"`{each['architecture']}`" for each in group)
+            parts.append("- " + _wrapped(f"{names}: {reason}", "  "))
+    return "\n".join(parts) + "\n" + TAIL
+
+
+def _grouped(records: list[dict[str, str]], result: str, key: str) -> list[tuple[str, list[dict[str, str]]]]:
+    """Return the records of a result by their values of ``key``, the largest groups first."""
+    groups: dict[str, list[dict[str, str]]] = {}
+    for each in records:
+        if each["result"] == result:
+            groups.setdefault(each[key], []).append(each)
+    return sorted(groups.items(), key=lambda item: -len(item[1]))
+
+
+def _with_size(each: dict[str, str]) -> str:
+    return f"{each['architecture']} {each['bytes_per_token']}".strip()
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    lines = textwrap.wrap(text, 116, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + ("" if indent else "\n")
 
 
 def main(names: list[str]) -> None:
@@ -284,7 +316,9 @@ def main(names: list[str]) -> None:
         rows.append(row := in_a_fork(name))
         print(f"{row.result:9} {row.model_type:24} {row.distinct:3} [{row.cache}] {row.reason}", flush=True)
     if not names:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        records = [record(row) for row in rows]
+        DATA.write_text(json.dumps({"transformers": transformers.__version__, "rows": records}, indent=1), "utf-8")
+        PAGE.write_text(page(transformers.__version__, records), encoding="utf-8")
 
 
 if __name__ == "__main__":

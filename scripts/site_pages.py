@@ -16,8 +16,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cli_pages  # noqa: E402
+import features  # noqa: E402
 import ledger  # noqa: E402
 import plan_tables  # noqa: E402
+import vllm_table  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",
@@ -52,6 +54,8 @@ def on_files(files: Any, config: Any) -> Any:
     made = {site: (ROOT / place).read_text("utf-8") for place, site in PAGES.items()}
     made |= {site: script_page((ROOT / place).read_text("utf-8")) for place, site in SCRIPTS.items()}
     made |= {f"cli/{name}": text for name, text in cli_pages.pages().items()}
+    made["vllm.md"] = vllm_table.full()
+    made["chaos.md"] = features.matrix()
     made["ledger.md"] = ledger.rendered(ROOT / "docs" / "ledger")
     made |= {f"plans/{name}": script for name, script in plan_tables.tables().items()}
     for name, content in made.items():

@@ -1,4 +1,7 @@
-"""Write the table of vLLM's settings in docs/api.md: python scripts/vllm_table.py"""
+"""Write the lists of vLLM's settings in docs/api.md: python scripts/vllm_table.py
+
+The page has what is refused or taken with a difference; the site has all settings (`full`).
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,32 @@ def main() -> None:
 
 
 def rendered(page: str) -> str:
-    """Return the page with today's table between its marks."""
+    """Return the page with today's lists between its marks."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + HEAD + "\n".join(_rows()) + "\n\n" + END + rest.split(END)[1]
+    lists: dict[str, list[str]] = {}
+    for names, here, text in _rows():
+        if text and "no effect" not in here.lower():
+            lists.setdefault(here, []).append(f"- {names}: {text}")
+    blocks = [f"**{here}**\n\n" + "\n".join(lines) + "\n" for here, lines in lists.items()]
+    return before + BEGIN + "\n" + "\n".join(blocks) + "\n" + END + rest.split(END)[1]
 
 
-def _rows() -> Iterator[str]:
-    yield from _block("taken", _by_text(TAKEN))
+FULL_HEAD = """# All of vLLM's settings
+
+[Coming from vLLM](api.md#coming-from-vllm) says what each kind means. The command line has the same names with hyphens.
+
+"""
+
+
+def full() -> str:
+    """Return a page of all settings, flags and variables."""
+    return FULL_HEAD + HEAD + "\n".join(f"| {' | '.join(row)} |" for row in _rows()) + "\n"
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    yield from _block("Taken", _by_text(TAKEN))
     engines, servers = [*OF_ENGINES.values()], [*OF_SERVERS.values()]
-    for here, is_refused in (("no effect", False), ("refused", True)):
+    for here, is_refused in (("No effect", False), ("Refused", True)):
         found = {each.name: each.text for each in (*engines, *servers) if each.refused is is_refused}
         yield from _block(here, _by_text(found))
     yield from _block("`SamplingParams`: no effect", _texts(SAMPLING_IGNORED))
@@ -45,8 +65,8 @@ def _rows() -> Iterator[str]:
         found = {each.name: each.text for each in OF_BENCHES.values() if each.refused is is_refused}
         yield from _block(here, _by_text(found))
     yield from _block("`run-batch`: no effect", _texts(OF_BATCHES))
-    yield from _block("variable: taken", _by_text(VARIABLES))
-    yield from _block("variable: no effect", _by_text(INSTEAD))
+    yield from _block("Variables that are taken", _by_text(VARIABLES))
+    yield from _block("Variables: no effect", _by_text(INSTEAD))
 
 
 def _texts(foreign: dict[str, Foreign]) -> dict[str, list[str]]:
@@ -61,16 +81,16 @@ def _by_text(texts: dict[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _block(here: str, names: dict[str, list[str]]) -> Iterator[str]:
+def _block(here: str, names: dict[str, list[str]]) -> Iterator[tuple[str, str, str]]:
     """Yield rows of as many names as a cell holds."""
     for text, each in names.items():
         cell = ""
         for name in sorted(each):
             if len(cell) + len(name) > MOST_CHARACTERS:
-                yield f"| {cell} | {here} | {text} |"
+                yield cell, here, text
                 cell = ""
             cell += f"{', ' if cell else ''}`{name}`"
-        yield f"| {cell} | {here} | {text} |"
+        yield cell, here, text
 
 
 if __name__ == "__main__":

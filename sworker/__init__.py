@@ -1,4 +1,4 @@
-"""The S-part: everything of a transformer but its attention, unmodified, in a pipeline of mini-batches."""
+"""The S-part: a pipeline of mini-batches over everything of an unmodified transformer except its attention."""
 
 import gc
 import os
@@ -24,8 +24,8 @@ _DEFAULTS = {
 for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
-# Importing torch and transformers makes a million objects that stay. Looking for garbage among them takes a quarter of
-# the time of importing, and later, except `freeze`, half a second of some step.
+# Importing torch and transformers creates a million permanent objects. Searching them for garbage takes a quarter of
+# the import time. Later, without `freeze`, it takes half a second of some step.
 _collecting = gc.isenabled()
 gc.disable()
 try:

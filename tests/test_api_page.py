@@ -24,9 +24,9 @@ INTERNAL = {"scheduler", "replace_scheduler"}
 
 
 def shown(name: str) -> list[str]:
-    """The first column of the table under the heading ``name``, row by row."""
+    """Return what each entry of the list under the heading ``name`` begins with."""
     section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| `([^`]*)` \|", section, re.MULTILINE)
+    return re.findall(r"^- `([^`]*)`:", section, re.MULTILINE)
 
 
 def methods(kind: type) -> list[str]:
@@ -82,7 +82,7 @@ def test_fields_of_outputs_are_those_of_the_page() -> None:
 )
 def test_what_is_not_taken_of_vllm_is_on_the_page(title: str, refused: dict[str, str], ignored: frozenset[str]) -> None:
     section = PAGE.split(f"\n### {title}\n")[1].split("\n##")[0]
-    assert dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", section, re.MULTILINE)) == refused
+    assert dict(re.findall(r"^- `([^`]*)`: (.*)$", section, re.MULTILINE)) == refused
     assert ", ".join(f"`{name}`" for name in sorted(ignored)) in section
 
 

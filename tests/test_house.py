@@ -21,13 +21,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 339,
-    "lines that serving imports": 50_200,
-    "lines of the product": 64_000,
+    "lines that serving imports": 50_800,
+    "lines of the product": 64_600,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 1040,
-    "docstrings that are fragments": 251,
+    "docstrings that are fragments": 144,
 }
 
 FRAGMENT = re.compile(

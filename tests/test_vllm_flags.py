@@ -345,7 +345,7 @@ def test_the_table_of_the_page_is_today_s() -> None:
     script = _script()
     page = script.PAGE.read_text("utf-8")
     assert script.rendered(page) == page
-    table = page.split(script.BEGIN)[1].split(script.END)[0]
+    table = script.full()
     for long, *_ in VLLM:
         assert f"`{long[2:].replace('-', '_')}`" in table
     assert json.dumps(table)  # no lone surrogates

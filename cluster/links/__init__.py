@@ -1,1 +1,1 @@
-"""Links between an S-worker and its R-workers: both ends of each, over TCP, shared memory or MPI."""
+"""Both ends of links between an S-worker and its R-workers, over TCP, shared memory or MPI."""

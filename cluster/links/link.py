@@ -1,4 +1,4 @@
-"""The common part of all links: numbered control frames, the payload of layers, and how long an end waits."""
+"""What all links share: numbered control frames, the payload of layers, and waiting times."""
 
 from __future__ import annotations
 
@@ -14,41 +14,49 @@ from fastdecode.cluster.wire.payload import PayloadSlots, aligned_memory
 from fastdecode.core.errors import FrameError
 
 SILENCE_SECONDS = 1.5
-"""An R-worker that gives no sign of life for so long is lost, unless told otherwise (`--silence-seconds`); one whose
-process ends is noticed at once."""
+"""An R-worker without a sign of life for this long is lost, by default (`--silence-seconds`).
+
+The end of its process is noticed at once.
+"""
 
 TICK_SECONDS = 0.2
-"""How long a wait lasts before an R-worker, or a rank, looks at signals and its connection again."""
+"""How long an R-worker, or a rank, waits before it checks signals and its connection again."""
 
 FRAME_FOLLOWS = 1 << 63
-"""The word for a control frame, where two ends tell each other by words what comes next. Those of a layer are
-mini-batch << 32 | layer."""
+"""The word that announces a control frame on links that announce by words.
+
+The word of a layer is mini-batch << 32 | layer.
+"""
 
 SPIN_SECONDS = 0.01
-"""Most time of one spin: most layers take less, and for a longer one the cost of a wake-up does not matter."""
+"""Longest spin. Most layers take less, and for longer ones the cost of a wake-up does not matter."""
 
 DISTURBED_SECONDS = 1e-3
-"""A spinning thread that loses its core for so long shares it: its own threads of libzmq take less."""
+"""A spinning thread that loses its core for so long shares it with another process.
+
+Its own libzmq threads take less.
+"""
 
 REST_SECONDS = 1.0
-"""How long a thread that was disturbed does not spin."""
+"""How long a disturbed thread does not spin."""
 
 Found = TypeVar("Found")
 
 
 class Beating(Protocol):
-    """Signs of life of this process, until it is closed."""
+    """Sends signs of life of this process, until it is closed."""
 
     def close(self) -> None:
-        """May be called twice."""
+        """Stop; may be called twice."""
 
 
 class Link(Conversation):
     """One end of a session between an S-worker and an R-worker: control frames, and q, k, v and o of each layer.
 
-    This class sends payload as frames over its channel: q, k and v as one part, since every part costs both ends.
-    Subclasses carry payload in other ways. Frames and payload arrive in one order. Every method raises ConnectionError,
-    with the reason, once the other end is gone. ``make_beats``: for a session of that epoch, if it needs them.
+    This class sends payload as frames over its channel, with q, k and v as one part, since every part costs both ends.
+    Subclasses send payload in other ways. Frames and payload arrive in one order. Every method raises ConnectionError,
+    with the reason, once the other end is gone. ``make_beats``: makes the signs of life of a session with that epoch;
+    None if it needs none.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -59,9 +67,11 @@ class Link(Conversation):
         self._slots: PayloadSlots | None = None
 
     def place(self, slots: PayloadSlots) -> None:
-        """Give the payload of the coming step its memory; on the R-worker before READY is sent, on the other end after.
+        """Assign memory to the payload of the coming step.
 
-        FrameError for a payload that this link cannot hold.
+        On the R-worker this comes before it sends READY, on the S-worker after.
+
+        Raise FrameError for a payload that this link cannot hold.
         """
         if slots.num_bytes > self._memory.nbytes:
             self._memory = aligned_memory(slots.num_bytes)
@@ -69,10 +79,10 @@ class Link(Conversation):
         self._slots = slots
 
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """Send q, k, v (PAYLOAD), or o and any partial results (OUTPUT) of one layer, C-contiguous, in the shapes of
-        the plan; the latter lie in their places.
+        """Send q, k, v (PAYLOAD), or o and any partial results (OUTPUT), of one layer.
 
-        The arrays must not change until the other end has answered. ValueError for other shapes.
+        The arrays are C-contiguous with the shapes of the plan; an answer is already in its place in the payload
+        memory. The arrays must not change until the other end has answered. Raise ValueError for other shapes.
         """
         slots = self._open_slots(kind)
         part = arrays[0] if len(arrays) == 1 else slots.answer(mini_batch, layer)
@@ -82,7 +92,7 @@ class Link(Conversation):
         self.send(kind, part, mini_batch=mini_batch, layer=layer)
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
-        """Fill q, k, v, or o and any partial results, with what ``frame`` brings.
+        """Fill q, k, v, or o and any partial results, with the content of ``frame``.
 
         Raise FrameError if the sizes differ.
         """
@@ -101,27 +111,27 @@ class Link(Conversation):
             self._copy_answer(frame, arrays)
 
     def _copy_answer(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
-        """Fill o and any partial results from their places in the step's memory."""
+        """Copy o and any partial results out of the payload memory."""
         if self._slots:
             for array, place in zip(arrays, self._slots.views(frame.mini_batch, frame.layer)[3:], strict=False):
                 np.copyto(array, place)
 
     def give_up(self, error: Exception) -> str:
-        """Return the other end is lost, as ``error`` shows; return the reason."""
+        """Close the link, since ``error`` shows that the other end is lost; return the reason."""
         return str(error)
 
     def begin_beats(self) -> None:
-        """The other end has welcomed this one: from here on it can tell whether this process is stopped, or busy."""
+        """Start signs of life, now that the other end has sent WELCOME. They tell a stopped process from a busy one."""
         if self.make_beats and self._beats is None:
             self._beats = self.make_beats(self.epoch)
 
     def end_beats(self) -> None:
-        """As where this process is stopped."""
+        """Stop signs of life, as if this process were stopped."""
         if self._beats:
             self._beats.close()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the link; may be called twice."""
         self.end_beats()
         self.channel.close()
 
@@ -132,13 +142,13 @@ class Link(Conversation):
 
 
 class PartChannel:
-    """Base of channels over ordered bytes: a header says which parts follow, and each is read or skipped."""
+    """Base of channels over ordered bytes. A header lists the parts that follow, and each is read or skipped."""
 
     def __init__(self) -> None:
         self._left: list[int] = []
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """See ``Channel.receive``. After a bad header such a channel cannot find the next: ConnectionError."""
+        """See ``Channel.receive``. Raise ConnectionError after a bad header, since the next cannot be found."""
         self.skip()
         header = self._header(timeout_seconds)
         if header is None:
@@ -164,7 +174,7 @@ class PartChannel:
             self.read_into(bytearray(self._left[0]))
 
     def _header(self, timeout_seconds: float) -> bytearray | None:
-        """Return the next message's header, None when none came in time."""
+        """Return the next message's header; None if none came in time."""
         raise NotImplementedError
 
     def _fill(self, buffer: Any) -> None:
@@ -173,10 +183,10 @@ class PartChannel:
 
 
 class Spin:
-    """Busy-waiting, since to wake a process that sleeps takes longer (about 0.1 ms on a virtual machine).
+    """Busy-waiting, since waking a sleeping process takes longer (about 0.1 ms on a virtual machine).
 
-    The thread yields its core at every look. Once another thread was seen to use the core, the spinning thread leaves
-    it alone for REST_SECONDS. So no setting has to say which processes share cores.
+    The thread yields its core at every look. If another thread was seen to use the core, the spinning thread sleeps for
+    REST_SECONDS. So no setting has to say which processes share cores.
     """
 
     def __init__(self, most_seconds: float = SPIN_SECONDS) -> None:
@@ -184,7 +194,7 @@ class Spin:
         self._rests_until = 0.0
 
     def until(self, look: Callable[[], Found]) -> Found:
-        """Call ``look`` until it returns something true; its last answer when it is time to sleep instead."""
+        """Call ``look`` until its result is true, or until it is time to sleep instead; return the last result."""
         found = look()
         now = time.perf_counter()
         end = now + self._most_seconds

@@ -1,8 +1,8 @@
-"""The ranks of an MPI job: the only file that knows MPI. Importing it starts MPI.
+"""The ranks of an MPI job. Only this file knows MPI, and importing it starts MPI.
 
-Buffers only, as bytes. The S-worker is rank 0, every other rank an R-worker or a prefill worker (``mpi_job.py``). Two
-ranks exchange *words* of eight bytes, for which a receive is always posted and which announce the rest, and *messages*,
-whose sizes both ranks know.
+All messages are byte buffers. The S-worker is rank 0; every other rank is an R-worker or a prefill worker
+(``mpi_job.py``). Two ranks exchange *words* of eight bytes, for which a receive is always posted, and *messages*. A
+word announces each message, and both ranks know its size.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any, Protocol
 import mpi4py
 
 LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""Set by launchers for every rank; without them Open MPI starts a job of this process alone."""
+"""Variables that launchers set for every rank. Without them Open MPI starts a job of this process alone."""
 
 if not any(name in os.environ for name in LAUNCHED):
-    # Open MPI would make a segment of shared memory, and nothing removes it for a process alone.
+    # for a single process, Open MPI would create a segment of shared memory that nothing removes
     os.environ.setdefault("OMPI_MCA_btl", "self")
 
-mpi4py.rc.thread_level = "serialized"  # one thread at a time, which costs nothing; MULTIPLE is slow in Open MPI
+mpi4py.rc.thread_level = "serialized"  # SERIALIZED costs nothing, while MULTIPLE is slow in Open MPI
 
 from mpi4py import MPI  # noqa: E402
 
 NAP_SECONDS, IDLE_NAP_SECONDS = 20e-6, 1e-3
 IDLE_SECONDS = 1.0
-"""A rank that has received nothing for so long sleeps longer."""
+"""A rank that has received nothing for so long sleeps longer between tests."""
 
 PROGRESS_SECONDS = 200e-6
-"""Between two tests while q, k, v are under way. Each takes about 50 µs of the S-worker's core."""
+"""Seconds between two tests while q, k, v are being sent. Each test takes about 50 µs of the S-worker's core."""
 
 SWITCH_SECONDS = 1e-4
-"""How long one thread may hold the GIL while the other waits; Python's 5 ms are the time of several layers."""
+"""How long one thread may hold the GIL while another waits. Python's default of 5 ms is as long as several layers."""
 
 _WORD_TAG = 0
 _WORD = struct.Struct("=Q")
@@ -45,7 +45,7 @@ _PR_SET_TIMERSLACK = 29
 
 
 class MpiJob:
-    """All ranks of this mpirun. Calls of MPI take turns."""
+    """All ranks of this mpirun job. MPI calls of its threads take turns."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
@@ -61,7 +61,7 @@ class MpiJob:
         return self._peers[rank]
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Return each rank's bytes, by rank and of the same length everywhere; waits until all have called this."""
+        """Return each rank's bytes, by rank. All ranks must call this, with equal lengths."""
         found = bytearray(len(mine) * self.size)
         try:
             request = self._world.Iallgather([mine, MPI.BYTE], [found, MPI.BYTE])
@@ -72,13 +72,13 @@ class MpiJob:
         return [bytes(found[i : i + len(mine)]) for i in range(0, len(found), len(mine))]
 
     def abort(self, reason: str) -> None:
-        """End the whole job now, with status 1; does not return."""
+        """End the whole job now with status 1; this does not return."""
         print(f"fastdecode: error: MPI rank {self.rank}: {reason}", file=sys.stderr, flush=True)
         self._world.Abort(1)
 
 
 class MpiPeer:
-    """Words and messages to and from one other rank. Raise ConnectionError if MPI fails."""
+    """Words and messages to and from another rank. Methods raise ConnectionError if MPI fails."""
 
     def __init__(self, world: Any, rank: int, lock: threading.Lock) -> None:
         self.rank = rank
@@ -88,7 +88,7 @@ class MpiPeer:
         self._arrival: Any = self.receive(self._word, _WORD_TAG)
 
     def send(self, buffer: Any, tag: int) -> Any:
-        """Start a message; the buffer must not change until the request is done."""
+        """Start sending a message. The buffer must not change until the request is done."""
         try:
             with self._lock:
                 return self._world.Isend([buffer, MPI.BYTE], self.rank, tag)
@@ -96,7 +96,7 @@ class MpiPeer:
             raise _lost(error) from error
 
     def receive(self, buffer: Any, tag: int) -> Any:
-        """Post a receive for a message of exactly this many bytes."""
+        """Post a receive for a message of exactly the buffer's size."""
         try:
             with self._lock:
                 return self._world.Irecv([buffer, MPI.BYTE], self.rank, tag)
@@ -104,21 +104,21 @@ class MpiPeer:
             raise _lost(error) from error
 
     def send_word(self, word: int) -> Any:
-        """Start to send one word of 64 bits."""
+        """Start sending one 64-bit word."""
         return self.send(_WORD.pack(word), _WORD_TAG)
 
     def word_is_there(self, timeout_seconds: float) -> bool:
-        """Return True if ``take_word`` may be called."""
+        """Return whether ``take_word`` may be called."""
         return self.wait([self._arrival], timeout_seconds)
 
     def take_word(self) -> int:
-        """Return the word that has arrived; posts the receive for the next."""
+        """Return the word that has arrived, and post the receive for the next one."""
         (word,) = _WORD.unpack(self._word)
         self._arrival = self.receive(self._word, _WORD_TAG)
         return word
 
     def await_word(self, word: int, timeout_seconds: float) -> bool:
-        """Drop words until this one comes; False when it does not in time."""
+        """Drop words until this one arrives; return False if it does not come in time."""
         deadline = time.monotonic() + timeout_seconds
         while self.word_is_there(max(0.0, deadline - time.monotonic())):
             if self.take_word() == word:
@@ -126,7 +126,7 @@ class MpiPeer:
         return False
 
     def wait(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
-        """False when they are not done in time. Sleeps between tests."""
+        """Wait for the requests, sleeping between tests; return False if they are not done in time."""
         done = self.done(requests) or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
         if done:
             self._idle_since = None
@@ -152,11 +152,11 @@ class MpiPeer:
                     request.Wait()
 
     def close(self) -> None:
-        """Cancel the receive for the next word; MPI must not end while one is posted."""
+        """Cancel the receive for the next word, since MPI must not be finalized while it is posted."""
         self.cancel([self._arrival])
 
     def done(self, requests: Sequence[Any]) -> bool:
-        """Return True if all are done; a request that is done stays so. May be called from any thread."""
+        """Return whether all are done. A finished request stays finished. Any thread may call this."""
         try:
             with self._lock:
                 for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time
@@ -168,16 +168,16 @@ class MpiPeer:
 
 
 class Watched(Protocol):
-    """A link with messages under way."""
+    """A link that is sending messages."""
 
     def move_on(self) -> bool:
-        """Let MPI make progress on them; True while they have not arrived."""
+        """Let MPI make progress on the messages; return True while they have not arrived."""
 
 
 class SendProgress:
-    """The S-worker's communication thread: makes MPI progress on sent messages while the S-worker computes.
+    """The S-worker's communication thread: drives sent messages through MPI while the S-worker computes.
 
-    It sleeps while nothing is under way. The S-worker's own thread tests for answers whenever it sends or waits.
+    It sleeps while no message is being sent. The S-worker's own thread tests for answers whenever it sends or waits.
     """
 
     def __init__(self) -> None:
@@ -189,19 +189,19 @@ class SendProgress:
         self._thread.start()
 
     def watch(self, link: Watched) -> None:
-        """Make progress on the messages of ``link`` too."""
+        """Also drive the messages of ``link``."""
         self._watched = [*self._watched, link]
 
     def forget(self, link: Watched) -> None:
-        """Stop that."""
+        """Stop driving the messages of ``link``."""
         self._watched = [each for each in self._watched if each is not link]
 
     def nudge(self) -> None:
-        """To be called when a message is under way."""
+        """Wake the thread, since a message is being sent."""
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread: MPI must not end under it."""
+        """End the thread, before MPI is finalized."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
@@ -224,5 +224,5 @@ def _lost(error: MPI.Exception) -> ConnectionError:
 
 
 def _sleep_precisely() -> None:
-    """Linux adds up to 50 µs to every sleep of a thread without this setting; threads started later inherit it."""
+    """Turn off the up to 50 µs that Linux adds to every sleep of a thread; threads started later inherit this."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

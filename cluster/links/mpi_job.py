@@ -1,8 +1,8 @@
-"""The beginning and the end of an MPI job: who is who among its ranks, and where its prefill workers listen.
+"""Start and end of an MPI job: the roles of its ranks, and the addresses of its prefill workers.
 
-The first rank is the S-worker; each other says whether it is an R-worker or a prefill worker, in any order. An R-worker
-is reached over MPI. A prefill worker is not: the S-worker tells it that the job begins, it loads its model, listens for
-TCP connections, answers with its address, and is from then on what one that was started with ``--listen`` is.
+The first rank is the S-worker. Each other rank announces whether it is an R-worker or a prefill worker. An R-worker is
+reached over MPI. A prefill worker is not: the S-worker tells it that the job begins. It then loads its model, listens
+for TCP connections, answers with its address, and works like one started with ``--listen``.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, SendProgress
 
 HANG_UP = FRAME_FOLLOWS | 1
-"""The word that ends a session; answered with itself, so that no message of the session remains."""
+"""The word that ends a session. It is answered with itself, so that no message of the session remains."""
 
 OVER = FRAME_FOLLOWS | 2
-"""The word that ends the job; answered with itself."""
+"""The word that ends the job. It is answered with itself."""
 
 S_RANK = 0
 LEAVE_SECONDS = 10
-"""How long a rank may take to answer that the job is over."""
+"""Most seconds until a rank answers that the job is over."""
 
 LISTEN_SECONDS = 300.0
-"""How long a prefill worker may take to load its model and listen."""
+"""Most seconds until a prefill worker has loaded its model and listens."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -60,7 +60,7 @@ class Role(IntEnum):
 
 
 _ENTRY = struct.Struct("=B8s")
-"""The record that every rank sends to all: its role, and a number of its machine."""
+"""The record that every rank sends to all others: its role, and a number that identifies its machine."""
 
 _NAMES = {Role.S_WORKER: "S-worker", Role.R_WORKER: "R-worker", Role.PREFILL_WORKER: "prefill worker"}
 _COMMANDS = {Role.R_WORKER: "fastdecode r-worker", Role.PREFILL_WORKER: "fastdecode prefill-worker"}
@@ -68,10 +68,10 @@ _PORT_BITS = 16
 
 
 class JobRanks:
-    """This process's job, and what each of its ranks is: ``roles``, by rank."""
+    """This process's job with the roles of its ranks. ``roles``: by rank."""
 
     def __init__(self, job: MpiJob, role: Role) -> None:
-        """Waits until all ranks have come."""
+        """Wait until all ranks have arrived."""
         self.job = job
         machine = hashlib.sha256(f"{host_id()} {socket.gethostname()}".encode()).digest()[:8]  # containers differ
         entries = [_ENTRY.unpack(each) for each in job.gather(_ENTRY.pack(role, machine))]
@@ -84,7 +84,7 @@ class JobRanks:
 
 
 class SWorkerRank(JobRanks):
-    """The S-worker's place in its job. ``progress``: its communication thread."""
+    """The S-worker's rank in its job. ``progress``: its communication thread."""
 
     def __init__(self, job: MpiJob) -> None:
         from fastdecode.cluster.links.mpi import SendProgress
@@ -95,9 +95,9 @@ class SWorkerRank(JobRanks):
         self._addresses: dict[int, str] = {}
 
     def begin(self, wants_r_workers: bool, num_prefill_workers: int, key_file: str | None = None) -> None:
-        """Check that the job's ranks are those that are wanted, and have its prefill workers load their models.
+        """Check that the job's ranks are the wanted ones, and let its prefill workers load their models.
 
-        ConfigError for others. Later calls may want fewer: an engine of a job need not use all of its ranks.
+        Raise ConfigError otherwise. Later calls may want fewer, since an engine need not use all ranks of its job.
         """
         self._check(Role.R_WORKER, "r_workers: mpi", None if wants_r_workers else 0)
         self._check(Role.PREFILL_WORKER, f"prefill_workers: mpi:{num_prefill_workers}", num_prefill_workers)
@@ -111,7 +111,7 @@ class SWorkerRank(JobRanks):
         self._has_begun = True
 
     def _check(self, role: Role, setting: str, wanted: int | None) -> None:
-        """``wanted``: how many there should be; None: at least one."""
+        """Raise ConfigError unless ``wanted`` ranks have the role; None means at least one."""
         found, command = len(self.of(role)), _COMMANDS[role]
         if wanted is None and not found:
             raise ConfigError(f"{setting}: no rank of this job is an R-worker: {RIGHT_LINE}")
@@ -122,7 +122,10 @@ class SWorkerRank(JobRanks):
             raise ConfigError(f"this job has {found} rank(s) of `{command}`, and the S-worker does not say {flag}")
 
     def address(self, rank: int) -> str:
-        """Return the "host:port" of the prefill worker ``rank``; waits for it. BackendError when it takes too long."""
+        """Wait for the address of the prefill worker ``rank``; return "host:port".
+
+        Raise BackendError if it takes too long.
+        """
         peer, deadline = self.job.peer(rank), time.monotonic() + LISTEN_SECONDS
         while rank not in self._addresses:
             if peer.word_is_there(TICK_SECONDS):
@@ -149,7 +152,7 @@ class SWorkerRank(JobRanks):
 
 
 class PrefillRank(JobRanks):
-    """A prefill worker's place in its job."""
+    """A prefill worker's rank in its job."""
 
     def __init__(self, job: MpiJob) -> None:
         super().__init__(job, Role.PREFILL_WORKER)
@@ -157,8 +160,10 @@ class PrefillRank(JobRanks):
         self._is_over = False
 
     def s_worker_host(self) -> str | None:
-        """Wait for the job to begin: the S-worker's address towards other machines, loopback where all ranks are on
-        one; None where the job is over without having begun."""
+        """Wait for the job to begin; return the S-worker's address, or None if the job has ended without beginning.
+
+        The address is the one for other machines, or loopback if all ranks are on one machine.
+        """
         while not self._peer.word_is_there(TICK_SECONDS):
             pass
         word = self._peer.take_word()
@@ -166,7 +171,7 @@ class PrefillRank(JobRanks):
         return None if self._is_over else str(ipaddress.IPv4Address(word))
 
     def announce(self, host: str, port: int) -> None:
-        """Tell the S-worker where this prefill worker listens."""
+        """Send the S-worker the address at which this prefill worker listens."""
         word = int(ipaddress.IPv4Address(host)) << _PORT_BITS | port
         self._peer.wait([self._peer.send_word(word)], LEAVE_SECONDS)
 
@@ -178,16 +183,16 @@ class PrefillRank(JobRanks):
         return self._is_over
 
     def leave(self) -> None:
-        """Answer that the job is over: now MPI may end."""
+        """Answer that the job is over; afterwards MPI may be finalized."""
         self._peer.wait([self._peer.send_word(OVER)], LEAVE_SECONDS)
         self._peer.close()
 
 
 @functools.cache
 def join_as_s_worker() -> SWorkerRank:
-    """Join this process's job as its S-worker, once; when this process ends, in whatever way, so do the other ranks.
+    """Join this process's job as its S-worker, once. However this process ends, the other ranks end with it.
 
-    ConfigError if there is no MPI, or no other rank.
+    Raise ConfigError without MPI, or without another rank.
     """
     job = _join()
     if job.size == 1:
@@ -208,10 +213,10 @@ def join_as_r_worker() -> JobRanks:
 
 
 def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:
-    """Join this process's job as a prefill worker, and call ``serve(rank, s_worker_host)`` once it begins.
+    """Join this process's job as a prefill worker; call ``serve(rank, s_worker_host)`` when the job begins.
 
-    ``serve`` announces its address, and returns when the job is over. ConfigError if this process is alone; a failure
-    ends the job.
+    ``serve`` announces its address, and returns when the job is over. Raise ConfigError if this process is alone. A
+    failure ends the job.
     """
     rank = PrefillRank(_join_behind(Role.PREFILL_WORKER, PREFILL_LINE))
     try:
@@ -226,7 +231,7 @@ def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:
 
 
 def _join_behind(role: Role, right_line: str) -> MpiJob:
-    """Return the job of a rank that is not the first."""
+    """Join the job as a rank other than the first, and return it."""
     job = _join()
     if job.size == 1:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """The link between two ranks of an MPI job; ``mpi_job.py`` has the job itself.
 
-A word announces a control frame, or q, k, v or o of a layer. Payload travels beside the words, q, k, v as one message,
-since every message costs both ends; both know its size from the step's plan and post the receive before it is sent.
+A word announces a control frame, or the q, k, v or o of a layer. Payload is sent separately, with q, k, v as one
+message, since every message costs both ends. Both ends know its size from the step's plan, and post the receive in
+advance.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiPeer, SendProgress
 
 MESSAGE_SECONDS = 30.0
-"""Most time from a word to the message that it announces."""
+"""Most seconds between a word and the message that it announces."""
 
 HANG_UP_SECONDS = 5.0
 _CONTROL_TAG, _PAYLOAD_TAG = 2, 3
 
 
 class MpiChannel(PartChannel):
-    """``Channel`` of control frames: the header and each part are messages of their own."""
+    """A ``Channel`` of control frames over MPI: the header and each part are separate messages."""
 
     def __init__(self, peer: MpiPeer) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class MpiChannel(PartChannel):
         self._sent += [self._peer.send(part, _CONTROL_TAG) for part in parts if memoryview(part).nbytes]
 
     def close(self) -> None:
-        """See ``Channel.close``; waits until sent messages have arrived."""
+        """See ``Channel.close``; this waits until sent messages have arrived."""
         sent, self._sent = self._sent, []
         self._peer.wait(sent, MESSAGE_SECONDS)
 
@@ -61,7 +62,7 @@ class MpiChannel(PartChannel):
 
 
 class MpiLink(Link):
-    """``Link`` to another rank."""
+    """A ``Link`` to another rank."""
 
     def __init__(self, peer: MpiPeer, progress: SendProgress | None = None) -> None:
         """``progress``: the S-worker's communication thread; None on an R-worker."""
@@ -102,7 +103,7 @@ class MpiLink(Link):
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """See ``Link.send_arrays``. The receive for the answer, o or the next layer's q, k, v, is posted first.
 
-        Ctrl-C in the midst of this loses the R-worker.
+        Ctrl-C during this call loses the R-worker.
         """
         slots = self._open_slots(kind)
         part = arrays[0] if len(arrays) == 1 else slots.answer(mini_batch, layer)
@@ -121,12 +122,12 @@ class MpiLink(Link):
         return self._take() if self._peer.word_is_there(timeout_seconds) else None
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
-        """See ``Link.load``. An R-worker reads q, k, v in their places."""
+        """See ``Link.load``. An R-worker reads q, k, v in place."""
         if self._progress:
             self._copy_answer(frame, arrays)
 
     def close(self) -> None:
-        """See ``Link.close``. Each end waits for the other's HANG_UP or OVER; an R-worker without a time limit."""
+        """See ``Link.close``. Each end waits for the other's HANG_UP or OVER; an R-worker waits without limit."""
         if self._closed:
             return
         self._closed = True
@@ -140,7 +141,7 @@ class MpiLink(Link):
         self._withdraw()
 
     def _take(self) -> Frame:
-        """Return the frame of the word that has arrived, with its payload."""
+        """Return the frame that the arrived word announces, with its payload."""
         self._cut = True
         word = self._last_word = self._peer.take_word()
         self._cut = False
@@ -168,7 +169,7 @@ class MpiLink(Link):
             raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
 
     def _withdraw(self) -> None:
-        """End a step's messages: wait until all that were sent have arrived, and cancel the posted receives."""
+        """End a step's messages: wait until all sent ones have arrived, and cancel the posted receives."""
         expected, sent = list(self._expected.values()), list(self._sent.values())
         self._expected, self._sent = {}, {}
         for requests in sent:

@@ -1,4 +1,4 @@
-"""An R-worker's end of a connection to one of the peers at its listener."""
+"""An R-worker's channel to one of the peers of its listener."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 MOST_LOGGED = 100
-"""Strangers at a socket that are logged one by one; further ones are not."""
+"""Most unknown peers of a socket that are logged one by one."""
 
 DEPARTURE_SECONDS = 2.0
-"""How long after the end of any connection the listener checks whether the served peer is still there."""
+"""Seconds after the end of any connection until the listener checks the served peer."""
 
 
 class PeerListener(Protocol):
-    """The listener that a ``PeerChannel`` reads from and writes to, such as ``ZmqListener``."""
+    """The listener of a ``PeerChannel``, such as ``ZmqListener``."""
 
     on_stranger: Callable[[PeerChannel], None]
 
@@ -32,10 +32,10 @@ class PeerListener(Protocol):
 
 
 class PeerChannel:
-    """``Channel`` of an R-worker to one S-worker; other peers go to the listener's ``on_stranger``.
+    """An R-worker's ``Channel`` to one S-worker. Messages of other peers go to the listener's ``on_stranger``.
 
-    Until ``waits`` is set, messages that do not fit into the queue to this peer are dropped: a peer that is not served
-    and does not read its messages must not delay the one that is.
+    Until ``waits`` is set, messages that do not fit the queue to this peer are dropped. So a peer that is not served
+    and does not read cannot delay the served one.
     """
 
     def __init__(self, listener: PeerListener, identity: bytes, first_header: bytes | None = None) -> None:
@@ -66,11 +66,11 @@ class PeerChannel:
             self._listener.skip()
 
     def close(self) -> None:
-        """See ``Channel.close``; the listener goes on."""
+        """See ``Channel.close``; the listener stays open."""
         self._listener.skip()
 
     def _look_at_connection(self) -> None:
-        """After the end of any connection, test the served peer's. Raise ConnectionError if it is gone."""
+        """Test the served peer after the end of any connection. Raise ConnectionError if it is gone."""
         has_ended, now = self._listener.look_at_connections(), time.monotonic()
         if has_ended:
             self._probe_until = now + DEPARTURE_SECONDS

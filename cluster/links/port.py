@@ -1,4 +1,4 @@
-"""A ZeroMQ listener that serves any number of peers in a thread of its own: KV ports, and prefill workers' ports."""
+"""A ZeroMQ listener that serves any number of peers in its own thread: KV ports, and ports of prefill workers."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ from fastdecode.cluster.wire.messages import MOST_IN_FLIGHT, encode_refusal
 from fastdecode.core.errors import CapacityError, FrameError
 
 LIMITS = 1 << 23, 3 * MOST_IN_FLIGHT
-"""One row of keys of the largest layer fits, and what a peer may have under way: libzmq counts up to half of the queue
-as waiting though it was read. A peer that heeds no window takes 1.1 GiB, and then waits.
+"""Most bytes of a part and queued messages of a peer.
+
+A row of keys of the largest layer fits. The queue holds a full window three times, since libzmq counts up to half of
+the queue as waiting after it was read. A peer that ignores the window fills 1.1 GiB, and then blocks.
 """
 
 MOST_PEERS = 1024
-"""Peers whose frames are numbered, and that have proven to hold the key; of more, the oldest are forgotten."""
+"""Peers whose frame numbers and proofs are remembered; beyond these, the oldest are forgotten."""
 
 
 log = logging.getLogger("fastdecode.port")
 
 
 class Reader:
-    """The parts of the frame at hand, in order; what is not read is dropped."""
+    """Reads the parts of a frame in order; unread parts are dropped."""
 
     def __init__(self, listener: ZmqListener) -> None:
         self._listener = listener
         self.read_into = listener.read_into
 
     def body(self, frame: Frame, most_bytes: int) -> bytearray:
-        """Return the one part of ``frame``.
+        """Return the only part of ``frame``.
 
-        Raise FrameError if it announces more than ``most_bytes``, or other parts.
+        Raise FrameError if it announces more than ``most_bytes``, or several parts.
         """
         if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
             raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
@@ -58,13 +60,13 @@ class Reader:
         return data
 
     def record(self, form: struct.Struct) -> tuple[Any, ...]:
-        """Return the next part, as numbers. Raise FrameError for another size."""
+        """Return the next part as numbers. Raise FrameError for another size."""
         return form.unpack(self._listener.read_part(form.size))
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return the next part where it was received, read-only, and copied only if it is not aligned there.
+        """Return the next part in place, read-only; it is copied only if it is not aligned.
 
-        FrameError for another size.
+        Raise FrameError for another size.
         """
         part = self._listener.read_part(math.prod(shape) * dtype.itemsize)
         array = np.frombuffer(part, dtype).reshape(shape)
@@ -72,7 +74,10 @@ class Reader:
 
 
 class Bell:
-    """Any thread rings it, and a poll of ``descriptor`` returns until it is hushed: a pipe, which every system has."""
+    """Wakes a poll of ``descriptor``.
+
+    Any thread may ring; the descriptor is readable until hushed. It is a pipe, for portability.
+    """
 
     def __init__(self) -> None:
         self.descriptor, self._rung = os.pipe()
@@ -80,7 +85,7 @@ class Bell:
         os.set_blocking(self._rung, False)
 
     def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is full, and so rings
+        with contextlib.suppress(BlockingIOError):  # a full pipe is readable already
             os.write(self._rung, b"\0")
 
     def hush(self) -> None:
@@ -93,18 +98,17 @@ class Bell:
 
 
 Handler = Callable[["Port", bytes, Frame, Reader], None]
-"""Called in the port's thread with the port, a peer's identity, its frame, and the frame's parts.
+"""A function called in the port's thread with the port, a peer's identity, its frame, and the frame's parts.
 
-What it raises as FrameError, ValueError, KeyError or CapacityError is told to the peer in a REFUSED frame.
+A FrameError, ValueError, KeyError or CapacityError that it raises is sent to the peer in a REFUSED frame.
 """
 
 
 class Port:
     """Listens at ``address`` ("host:port") until ``close``.
 
-    Every frame must carry ``epoch``, 63 random bits that only those know who are told: that, and the key if there is
-    one, is what admits a peer. A frame that does not belong here is refused, logged once per reason, and changes
-    nothing.
+    Every frame must carry ``epoch``, 63 random bits. A peer is admitted if it knows them, and the key if there is one.
+    Any other frame is refused, logged once per reason, and changes nothing.
     """
 
     def __init__(
@@ -117,10 +121,10 @@ class Port:
         open_kinds: Collection[Kind] = (),
         niceness: int = 0,
     ) -> None:
-        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. OSError if that is impossible.
+        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
 
-        ``role``: this side's. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``: how
-        far its thread and libzmq's stand back where cores are busy, as of the command ``nice``.
+        ``role``: this side's role. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``:
+        of its thread and libzmq's, as for the command ``nice``.
         """
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
         self._handle, self._open_kinds = handle, frozenset(open_kinds)
@@ -145,28 +149,28 @@ class Port:
 
     @property
     def tcp_port(self) -> int:
-        """The number in ``address``."""
+        """The port number in ``address``."""
         return int(self.address.rpartition(":")[2])
 
     def send(self, identity: bytes, kind: Kind, *parts: Any, layer: int = 0) -> None:
-        """Have the port's thread send a frame to a peer, from any thread; no effect if it is gone or does not read."""
+        """Send a frame to a peer from any thread. It has no effect if the peer is gone or does not read."""
         self._outbox.append((identity, kind, parts, layer))
         if threading.current_thread() is not self._thread:
             self._bell.ring()
 
     def refuse(self, identity: bytes, error: str, message: str) -> None:
-        """Have the port's thread send a refusal that does not tell the epoch. To be called by the handler."""
+        """Send a refusal without the epoch, by the port's thread. Call it from the handler."""
         self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
 
     def renew_epoch(self) -> None:
-        """Draw another epoch: frames of those who knew the old one are refused. To be called by the handler."""
+        """Draw another epoch, so that frames with the old one are refused. Call it from the handler."""
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
         self._peers.clear()
 
     def look_after(self, identity: bytes, on_gone: Callable[[], None]) -> None:
-        """Have the port's thread call ``on_gone``, once, when the peer ``identity`` can be reached no more.
+        """Call ``on_gone`` once, in the port's thread, when the peer ``identity`` is gone.
 
-        To be called by the handler; it replaces the one before.
+        Call this from the handler; it replaces the previous one.
         """
         self._watched = identity, on_gone
 
@@ -179,7 +183,7 @@ class Port:
             self._bell.close()
 
     def _run(self, bind: Callable[[], ZmqListener], niceness: int, bound: SimpleQueue[ZmqListener | Exception]) -> None:
-        """The listener is made here, since libzmq's threads inherit this one's niceness."""
+        """Run the port's thread. The listener is made here, since libzmq's threads inherit this thread's niceness."""
         if niceness:
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
@@ -229,7 +233,7 @@ class Port:
                 Conversation(peer).send(Kind.PROVEN)
         except ConnectionError:
             pass  # the peer is gone
-        except FrameError as error:  # of a stranger, which must not learn the epoch
+        except FrameError as error:  # from an unknown peer, which must not learn the epoch
             self._refuse(Conversation(peer), "frame", str(error))
 
     def _serve(self, peer: PeerChannel) -> None:

@@ -1,7 +1,7 @@
-"""R-workers on this machine, the link: control frames over a socket pair, payload in shared memory.
+"""The link to an R-worker on this machine: control frames over a socket pair, payload in shared memory.
 
-q, k, v and o lie in a memfd, and rings of 64-bit words say which layer is there. A memfd has no name, so that nothing
-of it is left once both processes are gone, however they ended.
+q, k, v and o are in a memfd, and rings of 64-bit words announce each layer. A memfd has no name, so that nothing
+remains once both processes have ended in any way.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from fastdecode.cluster.wire.payload import PayloadSlots
 from fastdecode.core.errors import FrameError
 
 PART_SECONDS = 5.0
-"""Most time between two pieces of one frame: its sender has begun, and is on this machine."""
+"""Most seconds between two pieces of one frame, whose sender is on this machine."""
 
 BEAT_SECONDS = 0.2
 HEAD_BYTES = 1 << 16
-"""Both rings, and the R-worker's heartbeat in the last word, rounded to a page boundary; the payload follows."""
+"""Both rings, and the R-worker's heartbeat in the last word, rounded to a page; the payload follows."""
 
 FRAME_SECONDS = 5.0
-"""Most time from a word to its frame, which the sender writes right after the word."""
+"""Most seconds from a word to its frame, which the sender writes right after it."""
 
 
 def make_memory() -> int:
-    """Return a file descriptor of memory with two empty rings."""
+    """Return a file descriptor of new memory with two empty rings."""
     descriptor = os.memfd_create("fastdecode-payload", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, HEAD_BYTES)
     return descriptor
 
 
 class SharedMemoryLink(Link):
-    """``Link`` over a control socket and shared memory; within a step no layer goes through the socket."""
+    """A ``Link`` over a control socket and shared memory. Within a step no layer uses the socket."""
 
     def __init__(
         self, control: socket.socket, descriptor: int, is_s_worker: bool, silence_seconds: float = SILENCE_SECONDS
     ) -> None:
-        """``control``: one end of a socket pair; ``descriptor``: of ``make_memory``. The link closes both."""
+        """``control``: one end of a socket pair. ``descriptor``: from ``make_memory``. The link closes both."""
         self._stream = StreamChannel(control)
         super().__init__(self._stream)
         self._descriptor, self._is_s_worker = descriptor, is_s_worker
@@ -59,7 +59,7 @@ class SharedMemoryLink(Link):
         self._heartbeat = None if is_s_worker else Heartbeat(beats)
 
     def place(self, slots: PayloadSlots) -> None:
-        """See ``Link.place``. The S-worker enlarges the memory where it must; the memory never shrinks."""
+        """See ``Link.place``. The S-worker enlarges the memory if needed; it never shrinks."""
         if slots.num_bytes > self._memory.nbytes:
             if self._is_s_worker:
                 pages = -(-slots.num_bytes * 5 // 4 // mmap.PAGESIZE)
@@ -72,13 +72,15 @@ class SharedMemoryLink(Link):
         self._slots = slots
 
     def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
-        """See ``Conversation.send``. The word goes first, so that a frame larger than the socket's buffer is read while
-        it is written."""
+        """See ``Conversation.send``.
+
+        The word is sent first, so that a frame larger than the socket's buffer is read while it is written.
+        """
         self._outbox.push(FRAME_FOLLOWS)
         super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
 
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """See ``Link.send_arrays``. An R-worker's o is in its place already."""
+        """See ``Link.send_arrays``. An R-worker's o is already in place."""
         if kind is Kind.PAYLOAD:
             self._open_slots(kind).fill(mini_batch, layer, arrays)
         self._outbox.push(mini_batch << 32 | layer)
@@ -103,7 +105,7 @@ class SharedMemoryLink(Link):
         return frame
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
-        """See ``Link.load``. An R-worker reads q, k, v in their places."""
+        """See ``Link.load``. An R-worker reads q, k, v in place."""
         if self._is_s_worker:
             self._copy_answer(frame, arrays)
 
@@ -115,12 +117,12 @@ class SharedMemoryLink(Link):
             os.close(self._descriptor)
             self._descriptor = -1
         self._memory = np.zeros(0, np.uint8)
-        if self._slots:  # its views hold the mapping, and with it a descriptor of its own
+        if self._slots:  # its views keep the mapping alive, and with it a descriptor
             self._slots.place(self._memory)
 
 
 class StreamChannel(PartChannel):
-    """``Channel`` over one end of a socket pair, which no third process can reach."""
+    """A ``Channel`` over one end of a socket pair, which no third process can reach."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__()
@@ -165,11 +167,11 @@ class StreamChannel(PartChannel):
 
 
 class SilenceError(ConnectionError):
-    """The other process still is, but stands still."""
+    """The other process exists, but does not run."""
 
 
 class Heartbeat:
-    """Increments ``word``, uint64 [1], every BEAT_SECONDS, from a thread of its own: also during computations."""
+    """Increments ``word``, uint64 [1], every BEAT_SECONDS from its own thread, also during computations."""
 
     def __init__(self, word: np.ndarray) -> None:
         self._word = word
@@ -178,7 +180,7 @@ class Heartbeat:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """May be called twice."""
+        """Stop; may be called twice."""
         self._stopped.set()
 
     def _beat(self) -> None:
@@ -187,7 +189,7 @@ class Heartbeat:
 
 
 class HeartbeatMonitor:
-    """The other end's view of a :class:`Heartbeat`."""
+    """Watches the other end's :class:`Heartbeat`."""
 
     def __init__(self, word: np.ndarray, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._word, self._most_seconds = word, silence_seconds
@@ -195,11 +197,12 @@ class HeartbeatMonitor:
         self._silent_seconds = self._looked = 0.0
 
     def check(self, waited_seconds: float) -> None:
-        """To be called after a wait in vain: SilenceError once such waits add up to ``silence_seconds`` without a beat.
+        """Call this after each wait that timed out.
 
-        Only time spent waiting, and spinning before, counts: a process that was itself suspended sees the other's beats
-        before it judges.
-        Silence before the first beat is that of a process that starts.
+        Raise SilenceError after ``silence_seconds`` of waiting without a beat.
+
+        Only time spent waiting or spinning counts. So a process that was itself suspended sees new beats before it
+        judges. Silence before the first beat is ignored, since the process is starting.
         """
         beats, before, self._looked = int(self._word[0]), self._looked, time.monotonic()
         if beats != self._last or beats == 0:
@@ -211,5 +214,5 @@ class HeartbeatMonitor:
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:
-    """uint8 [num_bytes]; the mapping lives as long as the array."""
+    """Return mapped memory, uint8 [num_bytes]; the mapping lives as long as the array."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes, offset=start), np.uint8)

@@ -1,4 +1,4 @@
-"""A link to an R-worker over TCP, and what answers where none does."""
+"""A link to an R-worker over TCP, and a diagnosis if none answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREETING_BYTES = 10
 
 
 GREETING_SECONDS = 2.0
-"""Most time to a ZeroMQ socket's greeting, which needs no Python on the other end."""
+"""Most seconds until a ZeroMQ socket's greeting, which needs no Python on the other end."""
 
 
 def connect(
@@ -27,11 +27,11 @@ def connect(
     beats: bool = False,
     meeting_seconds: float = math.inf,
 ) -> Link:
-    """A link to the R-worker at ``address`` ("host:port"), which waits ``patience_seconds`` for a sign of life of this
-    process. ``beats``: so that it knows a stopped process from a busy one, too. ``meeting_seconds``: after which one
-    that answers no handshake counts as gone.
+    """Return a link to the R-worker at ``address`` ("host:port").
 
-    BackendError where the two sides do not share a key.
+    Raise BackendError if the two sides do not share a key. ``patience_seconds``: how long the R-worker waits for a sign
+    of life of this process. ``beats``: send heartbeats that tell a stopped process from a busy one.
+    ``meeting_seconds``: after this time without a handshake the R-worker counts as lost.
     """
     channel = ZmqChannel(
         address,
@@ -48,7 +48,7 @@ def connect(
 
 
 def _diagnose(address: str) -> str:
-    """Return why no ZeroMQ socket answers at ``address``; "" if one does, or where nothing listens yet.
+    """Return why no ZeroMQ socket answers at ``address``; "" if one does, or if nothing listens yet.
 
     A ZeroMQ socket greets every connection at once with 0xFF, eight bytes, 0x7F (ZMTP 3.1, section 3.2).
     """

@@ -1,7 +1,8 @@
 """Channels over ZeroMQ and TCP. Only this file and ``zmq_socket.py`` import zmq.
 
-An R-worker's listener is a ROUTER socket, an S-worker's channel a DEALER. libzmq frames and queues; ``wire/frames.py``
-checks what arrives. With a secret, libzmq authenticates both ends by CURVE keys derived from it, and encrypts all data.
+An R-worker's listener is a ROUTER socket, an S-worker's channel a DEALER. libzmq frames and queues messages;
+``wire/frames.py`` checks what arrives. With a secret, libzmq authenticates both ends by CURVE keys derived from it, and
+encrypts all data.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fastdecode.core.errors import BackendError
 RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
 
 HANDSHAKE_SECONDS = 2.0
-"""A ZeroMQ handshake takes milliseconds; where it takes longer, the other end may be no ZeroMQ socket at all."""
+"""A ZeroMQ handshake takes milliseconds. If it takes longer, the other end may be no ZeroMQ socket."""
 
 _ZAP_DOMAIN = "fastdecode"
 
@@ -44,9 +45,9 @@ log = logging.getLogger("fastdecode.r_worker")
 
 
 class ZmqChannel(ZmqSocket):
-    """``Channel`` of an S-worker to the R-worker at ``address`` ("host:port"), or the other way round.
+    """An S-worker's ``Channel`` to the R-worker at ``address`` ("host:port"), or the reverse.
 
-    ``diagnose`` is called while no handshake succeeds, and returns the reason, or "" if it knows none.
+    ``diagnose`` is called while no handshake succeeds, and returns the reason, or "" if unknown.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class ZmqChannel(ZmqSocket):
         patience_seconds: float = PATIENCE_SECONDS,
         meeting_seconds: float = math.inf,
     ) -> None:
-        """``role``: this side's. The connection ends where nothing is heard for ``silence_seconds``, and there where
-        nothing is heard of this side for ``patience_seconds``. It fails where no handshake succeeds within
-        ``meeting_seconds``."""
+        """``role``: this side's role.
+
+        This side ends the connection after ``silence_seconds`` without a sign of life; the other side after
+        ``patience_seconds``. The connection fails if no handshake succeeds within ``meeting_seconds``.
+        """
         super().__init__(zmq.DEALER, FRAME_LIMIT, 0)
         send_heartbeats(self.socket, silence_seconds, patience_seconds)
         self.diagnose: Callable[[], str] = lambda: ""
@@ -102,7 +105,7 @@ class ZmqChannel(ZmqSocket):
                     self.look_at_connection()
 
     def failure(self) -> str:
-        """Return why no connection has come about, "" if one has, if only for a while."""
+        """Return why no connection was made; "" if one was, even briefly."""
         try:
             self.look_at_connection()
         except ConnectionError as error:
@@ -110,12 +113,12 @@ class ZmqChannel(ZmqSocket):
         return "" if self._connected else "nobody answers there"
 
     def look_at_connection(self) -> None:
-        """Raise ConnectionError if it has ended, or cannot be made."""
+        """Raise ConnectionError if the connection has ended, or cannot be made."""
         events, now = self.events(), time.monotonic()
         self._connected |= bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._connected:
             if events & zmq.EVENT_DISCONNECTED and not self.poll(0):
-                self.socket.linger = 0  # what could not be sent has nowhere to go: closing need not wait
+                self.socket.linger = 0  # unsent messages have no receiver any more, so closing need not wait
                 raise ConnectionError("the connection is closed")
             return
         if events & FAILED or now > self._next_diagnosis:
@@ -131,10 +134,10 @@ class ZmqChannel(ZmqSocket):
 
 
 class ZmqListener(ZmqSocket):
-    """The socket at which an R-worker accepts S-workers, one at a time, or an S-worker the JOINs of R-workers.
+    """The socket at which an R-worker accepts S-workers one at a time, or an S-worker the JOINs of R-workers.
 
-    It answers heartbeats; one that has had some and gets no more ends the connection after the time that they name.
-    While one peer is served, ``on_stranger`` is called with every other peer that sends a message.
+    It answers heartbeats. Once a connection has sent some, it ends after the time named in them without another one.
+    While one peer is served, ``on_stranger`` is called for every other peer that sends a message.
     """
 
     def __init__(
@@ -146,9 +149,9 @@ class ZmqListener(ZmqSocket):
         part_bytes: int = FRAME_LIMIT,
         received: int = MAX_QUEUED,
     ) -> None:
-        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. OSError if that is impossible.
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
 
-        ``role``: this side's; only peers of the other role are accepted. ``part_bytes`` and ``received``: see
+        ``role``: this side's role; only peers of the other role are accepted. ``part_bytes`` and ``received``: see
         ``ZmqSocket``.
         """
         self.is_guarded, self._told = secret is not None, 0
@@ -166,14 +169,14 @@ class ZmqListener(ZmqSocket):
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def accept(self, timeout_seconds: float) -> PeerChannel | None:
-        """Return the channel to the sender of the first message, None when none came in time."""
+        """Return the channel to the sender of the first message; None if none came in time."""
         if not self.poll(timeout_seconds):
             self.look_at_connections()
             return None
         return self.next_peer()
 
     def next_peer(self) -> PeerChannel | None:
-        """The channel to the sender of the next message, which is the first that it receives; None without one."""
+        """Return the channel to the sender of the next message, which it receives first; None without a message."""
         try:
             identity = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -184,7 +187,8 @@ class ZmqListener(ZmqSocket):
     def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None:
         """Send one message to the peer with ``identity``. Raise ConnectionError if it is gone.
 
-        One for which there is no room is dropped, unless this ``waits``: then ConnectionError if none comes in time.
+        A message without room is dropped, unless ``waits`` is set: then ConnectionError is raised if no room comes in
+        time.
         """
         try:
             self.send_message([identity, *parts], 0 if waits else zmq.NOBLOCK)
@@ -195,7 +199,7 @@ class ZmqListener(ZmqSocket):
             raise ConnectionError(error.strerror) from None
 
     def reaches(self, identity: bytes) -> bool:
-        """Return whether the peer of that name is there; it gets an empty message, which says nothing."""
+        """Return whether the peer with this name is there. It gets an empty message, which has no meaning."""
         try:
             self.send_to(identity, [b""], waits=False)
         except ConnectionError:
@@ -203,9 +207,9 @@ class ZmqListener(ZmqSocket):
         return True
 
     def look_at_connections(self) -> bool:
-        """Return True if one has ended since the last look.
+        """Return whether a connection has ended since the last call.
 
-        Logs once that a peer without the key, or with another security level, has tried to connect, or may have.
+        It logs once that a peer without the key, or with another security level, has tried to connect, or may have.
         """
         events = self.events()
         new = events & FAILED & ~self._told
@@ -221,14 +225,14 @@ class ZmqListener(ZmqSocket):
         return bool(events & zmq.EVENT_DISCONNECTED)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the socket; may be called twice."""
         if self._authenticator:
             self._authenticator.stop()
             self._authenticator = None
         super().close()
 
     def _authenticate(self, secret: bytes, role: str) -> None:
-        """Accept only holders of the other role's key; a peer that does not know this role's key cannot connect."""
+        """Accept only peers with the other role's key. A peer that does not know this role's key cannot connect."""
         accepted = use_curve(self.socket, secret, role)
         self.socket.curve_server = True
         self.socket.zap_domain = _ZAP_DOMAIN.encode()

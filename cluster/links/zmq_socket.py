@@ -1,4 +1,4 @@
-"""A ZeroMQ socket of either end: its limits, its keys, its heartbeats, and reading a message part by part."""
+"""A ZeroMQ socket of either end: its limits, keys and heartbeats, and reading a message part by part."""
 
 from __future__ import annotations
 
@@ -15,31 +15,40 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, derive_key
 from fastdecode.core.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
-"""How long an R-worker waits for an S-worker that sends no heartbeat: it serves no other S-worker meanwhile."""
+"""How long an R-worker waits for an S-worker without heartbeats. Meanwhile it serves no other S-worker."""
 
 HEARTBEAT_SECONDS = 0.1
-"""A peer that falls silent is noticed up to so much later than its limit: that counts from the next heartbeat."""
+"""Seconds between heartbeats.
+
+A silent peer is noticed up to so much later than its limit, which counts from the next heartbeat.
+"""
 
 MAX_QUEUED = 256
-"""Messages to one peer, or from one to a listener, that may wait, most of them parts of a few hundred KiB. What comes
-to a connecting side is an answer: without a limit its queue is as long as what it has asked for."""
+"""Most queued messages to one peer, or from one to a listener, mostly parts of a few hundred KiB.
+
+On a connecting side messages are answers, so its queue needs no limit: it is as long as the requests.
+"""
 
 UNLIKE = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""The two ends do not agree on a key. A connection that ends before may be a probe of the port."""
+"""Events of two ends that do not agree on a key. A connection that ends earlier may be a port probe."""
 
 FAILED = UNLIKE | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class ZmqSocket:
-    """Common to both ends: limits, a monitor of connections, and reading a message part by part.
+    """What both ends share: limits, a monitor of connections, and reading a message part by part.
 
-    libzmq 4.3.5 stops reading from a peer whose queue is full, and aborts the process where that peer ends and the next
-    heartbeat is due (an assertion in its ``out_event``). So a socket either sends no heartbeats by itself, or
-    its queue has no limit.
+    libzmq 4.3.5 stops reading from a peer whose queue is full. It aborts the process (an assertion in ``out_event``) if
+    that peer ends and the next heartbeat is due. So a socket either sends no heartbeats itself, or its queue has no
+    limit.
     """
 
     def __init__(self, kind: int, part_bytes: int, received: int) -> None:
-        """``kind``: ZeroMQ's. ``part_bytes``: most of a part. ``received``: queued messages of a peer, 0: no limit."""
+        """``kind``:
+
+        ZeroMQ's socket type. ``part_bytes``: most bytes of a part. ``received``: queued messages of a peer; 0 for no
+        limit.
+        """
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
         self.socket.maxmsgsize, self.socket.linger = part_bytes, 200
@@ -52,11 +61,11 @@ class ZmqSocket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def poll(self, timeout_seconds: float) -> bool:
-        """Return True if a message is there; returns early for a connection's event."""
+        """Return whether a message is there; connection events end the wait early."""
         return self.socket in dict(self._poller.poll(math.ceil(timeout_seconds * 1000)))
 
     def events(self) -> int:
-        """Return the connections' events since the last call, or-ed together."""
+        """Return the connection events since the last call, combined by OR."""
         found = 0
         while self._monitor.poll(0):
             found |= zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
@@ -68,7 +77,7 @@ class ZmqSocket:
             raise FrameError(f"a frame whose part has {got if self.more else 'no'} bytes, not {wanted}")
 
     def read_part(self, num_bytes: int) -> memoryview:
-        """Return the message's next part where it was received, read-only.
+        """Return the message's next part in place, read-only.
 
         Raise FrameError unless it has that length.
         """
@@ -78,7 +87,7 @@ class ZmqSocket:
         return part
 
     def watch(self, descriptor: int) -> None:
-        """Let ``poll`` return early once there is something to read at ``descriptor``."""
+        """Let ``poll`` return early when ``descriptor`` is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
     def skip(self) -> None:
@@ -92,7 +101,10 @@ class ZmqSocket:
         return bool(self.socket.getsockopt(zmq.RCVMORE))
 
     def send_message(self, parts: Sequence[Any], flags: int = 0) -> None:
-        """Send one message, large parts without a copy. One that Ctrl-C cuts short is ended: the next is whole."""
+        """Send one message, large parts without a copy.
+
+        If Ctrl-C interrupts it, it is ended, so that the next one is whole.
+        """
         try:
             for part in parts[:-1]:
                 self.socket.send(part, zmq.SNDMORE | flags, copy=False)
@@ -102,24 +114,27 @@ class ZmqSocket:
             raise
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the socket; may be called twice."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self.context.destroy()
 
 
 class Beats:
-    """A second connection to an R-worker, which carries heartbeats alone, under a name that the R-worker knows.
+    """A second connection to an R-worker, only for heartbeats, under a name that the R-worker knows.
 
-    libzmq counts any message as a sign of life, and the time that a heartbeat names only runs from one to the next
-    message: of a process that is stopped right after it has sent something the other end never notices.
+    libzmq counts any message as a sign of life. The time named in a heartbeat runs only until the next message. So the
+    other end would never notice a process that is stopped right after it has sent something.
     """
 
     def __init__(self, address: str, secret: bytes | None, epoch: int, patience_seconds: float) -> None:
-        """``epoch``: of the session there. It ends there where this process is stopped for ``patience_seconds``."""
+        """``epoch``: the session's.
+
+        The R-worker ends the session if this process is stopped for ``patience_seconds``.
+        """
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
-        self._socket = socket  # which pyzmq closes once nothing refers to it
+        self._socket = socket  # pyzmq closes it once nothing refers to it
         socket.routing_id, socket.conflate, socket.linger = beats_name(epoch), 1, 0
         send_heartbeats(socket, PATIENCE_SECONDS, patience_seconds)
         if secret is not None:
@@ -127,25 +142,28 @@ class Beats:
         socket.connect(f"tcp://{address}")
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the connection; may be called twice."""
         self._context.destroy()
 
 
 def beats_name(epoch: int) -> bytes:
-    """Under which a session's ``Beats`` are known to its R-worker's socket."""
+    """Return the name under which the R-worker's socket knows a session's ``Beats``."""
     return b"beats " + epoch.to_bytes(8, "little")
 
 
 def send_heartbeats(socket: zmq.Socket, silence_seconds: float, patience_seconds: float) -> None:
-    """The connection ends after ``silence_seconds`` without a sign of the other end; there, after
-    ``patience_seconds`` without one of this end."""
+    """Send heartbeats on ``socket``.
+
+    This end closes the connection after ``silence_seconds`` without a sign of life, the other end after
+    ``patience_seconds``.
+    """
     socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
     socket.heartbeat_timeout = int(silence_seconds * 1000)
     socket.heartbeat_ttl = int(patience_seconds * 1000)
 
 
 def use_curve(socket: zmq.Socket, secret: bytes, role: str) -> bytes:
-    """Give ``socket`` the key pair of ``role``; returns the public key of the other role, in Z85."""
+    """Give ``socket`` the key pair of ``role``; return the public key of the other role, in Z85."""
     if not zmq.has("curve"):
         raise BackendError("this build of libzmq has no CURVE, and a key file needs it: install pyzmq from its wheel")
     other = R_WORKER if role == S_WORKER else S_WORKER

@@ -1,1 +1,1 @@
-"""The S-worker's side: one attention backend over R-workers of any kind, and its client for each."""
+"""The S-worker's side of R-workers: one attention backend over R-workers of any kind, and a client for each."""

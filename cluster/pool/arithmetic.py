@@ -1,4 +1,4 @@
-"""The instruction sets in which the R-workers of a pool attend."""
+"""The instruction sets that the R-workers of a pool use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 class Arithmetic:
-    """The instruction sets in which the R-workers of a pool attend: each rounds in its own way.
+    """The instruction sets that the R-workers of a pool use; each rounds differently.
 
-    ``of_merges``: the one in which their partial results are to be merged, "scalar" or "auto".
+    ``of_merges``: the one for merging their partial results, "scalar" or "auto".
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Arithmetic:
         self._isas: dict[str, str] = {}
 
     def add(self, infos: Sequence[RWorkerInfo]) -> None:
-        """R-workers of the pool; warns where they round in another way than those before them."""
+        """Add R-workers; warn if they round differently from the earlier ones."""
         before = len(self._isas)
         for info in infos:
             self._isas.setdefault(info.isa, info.name)

@@ -1,4 +1,4 @@
-"""Attempts to open R-workers that ask to join: after a failure the next one waits."""
+"""Delays between attempts to open R-workers that ask to join, after a failure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 FIRST_SECONDS, MOST_SECONDS = 1.0, 30.0
-"""Least time from a failed attempt to the next at the same address: it doubles from the first to the second."""
+"""First and longest delay after a failed attempt at the same address; it doubles each time."""
 
 
 MOST_ADDRESSES = 1024
 
 
 MOST_REASONS = 16
-"""That are remembered of one address."""
+"""Most failure reasons remembered per address."""
 
 
 @dataclass
@@ -25,18 +25,18 @@ class _Failures:
 
 
 class Attempts:
-    """Addresses at which an attempt failed; those that failed last are ``remembered``. For any thread."""
+    """Addresses at which an attempt failed; the latest are ``remembered``. Any thread may use it."""
 
     def __init__(self) -> None:
         self.remembered: OrderedDict[str, _Failures] = OrderedDict()
 
     def may_try(self, address: str) -> bool:
-        """False for a while after a failure."""
+        """Return False for a while after a failure."""
         failures = self.remembered.get(address)
         return failures is None or time.monotonic() >= failures.next_time
 
     def failed(self, address: str, reason: str) -> bool:
-        """Note a failure; True if ``reason`` is new for this address, and so worth a line in the log."""
+        """Record a failure; return True if ``reason`` is new for this address, and so worth logging."""
         failures = self.remembered.pop(address, None) or _Failures()
         failures.seconds = min(max(FIRST_SECONDS, 2 * failures.seconds), MOST_SECONDS)
         failures.next_time = time.monotonic() + failures.seconds
@@ -49,5 +49,5 @@ class Attempts:
         return is_new
 
     def succeeded(self, address: str) -> None:
-        """Forget what failed there."""
+        """Forget the failures at ``address``."""
         self.remembered.pop(address, None)

@@ -1,4 +1,4 @@
-"""The pool: one attention backend over R-workers of any kind, which scatters q, k, v and gathers o."""
+"""The pool: one attention backend over R-workers of any kind. It scatters q, k, v and gathers o."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import StepPlan, StepReport, WorkerReport
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
-"""Errors that a ``PoolWorker`` raises: a refusal, or that it is lost."""
+"""Errors of a ``PoolWorker``: a refusal, or its loss."""
 
 logger = logging.getLogger(__name__)
 
 
 class PoolBackend(PoolMembers):
-    """``AttentionBackend`` over R-workers of any kind; the others continue when one is lost in a step."""
+    """An ``AttentionBackend`` over R-workers of any kind. If one is lost in a step, the others continue."""
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         super().__init__(workers)
@@ -110,7 +110,10 @@ class PoolBackend(PoolMembers):
 
     @contextlib.contextmanager
     def asked(self, index: int, what: str) -> Iterator[PoolWorker]:
-        """R-worker ``index``, which is to ``what`` a sequence. Raise BackendError if there is none, or it refuses."""
+        """Give R-worker ``index`` for a request; ``what`` names it in errors.
+
+        Raise BackendError if there is no such R-worker, or it refuses.
+        """
         if not 0 <= index < len(self.workers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
         try:
@@ -126,10 +129,10 @@ class PoolBackend(PoolMembers):
             return True
 
     def _failed(self, index: int, refused: str, error: Exception) -> None:
-        """Go on without worker ``index`` where ``error`` says that it is lost: its rows read zeros from now on.
+        """Continue without worker ``index`` if ``error`` says that it is lost; its rows then read zeros.
 
-        BackendError if it refused ``refused``, WorkerLostError if it was the last, NoRWorkerError if it or another may
-        come.
+        Raise BackendError if it refused ``refused``. Raise WorkerLostError if it was the last, or NoRWorkerError if one
+        may come.
         """
         if not isinstance(error, WorkerLostError):
             raise _refusal(self.workers[index], refused, error) from error
@@ -144,7 +147,7 @@ class PoolBackend(PoolMembers):
             rows.lose(index)
 
     def _report(self, index: int) -> WorkerReport:
-        """Return the report of worker ``index`` on the step, an empty one where it is lost."""
+        """Return worker ``index``'s report on the step; an empty one if it is lost."""
         try:
             times = self.workers[index].ended()
         except FAILURES as error:

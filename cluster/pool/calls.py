@@ -1,4 +1,4 @@
-"""Requests to one R-worker in another process, and its answers, over any link."""
+"""Requests to one R-worker in another process and its answers, over any link."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from fastdecode.core.errors import (
 Answer = TypeVar("Answer")
 
 TICK_SECONDS = 0.05
-"""How long a wait lasts before the S-worker checks the connection again."""
+"""Seconds between checks of the connection while the S-worker waits."""
 
 ANSWER_SECONDS = 120.0
-"""Most time to any other answer. Each takes less than a millisecond, unless the machine stands still."""
+"""Most seconds for any other answer. An answer takes under a millisecond, unless the machine stalls."""
 
 
 class Calls:
-    """One R-worker's link, in use. Once it is lost every call raises WorkerLostError with the worker's name.
+    """Requests over one R-worker's link. Once it is lost, every call raises WorkerLostError with the worker's name.
 
-    ``link``: None before it is set, and once it is closed. ``lost``: why no call is answered any more, or "".
-    ``owed``: takes an answer that was not waited for; called before anything else is sent.
+    ``link``: None before it is set, and after it is closed. ``lost``: why no call is answered any more, or "".
+    ``owed``: receives an answer that was not waited for, before anything else is sent.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,13 +59,13 @@ class Calls:
         most_bytes: int = FRAME_LIMIT,
         spins: bool = True,
     ) -> Answer:
-        """Return what ``decode`` makes of the body of an ``answer`` to ``kind``. ``spins``: see ``answer``."""
+        """Send ``kind`` with ``body``; return ``decode`` of the body of the ``answer``. ``spins``: see ``answer``."""
         self.send(kind, body)
         with self.losses:
             return decode(self.body(self.answer(answer, spins=spins), most_bytes))
 
     def close(self, farewell: bool = True) -> None:
-        """Free the link, with a word to the other side before, unless that is gone; may be called twice."""
+        """Close the link, after a farewell message if the other side is there; may be called twice."""
         link, self.link = self.link, None
         if link is None:
             return
@@ -80,9 +80,9 @@ class Calls:
     def answer(
         self, kind: Kind, most_seconds: float = ANSWER_SECONDS, discard: bool = False, spins: bool = True
     ) -> Frame:
-        """Return the next frame, which must be ``kind``; with ``discard`` other frames before it are dropped.
+        """Return the next frame, which must be of ``kind``. With ``discard``, other frames before it are dropped.
 
-        ``spins``: False if the answer takes all cores that it can have, perhaps this one too.
+        ``spins``: False if the R-worker's answer may need all cores, including this one.
         """
         deadline = time.monotonic() + most_seconds
         while True:
@@ -109,7 +109,7 @@ class Calls:
         return frame
 
     def ping(self) -> float:
-        """Return the worker's clock, in seconds."""
+        """Return the worker's clock in seconds."""
         self.send(Kind.PING)
         return float(self.number(self.answer(Kind.PONG), CLOCK))
 
@@ -124,7 +124,7 @@ class Calls:
             return link.body(frame, *most_bytes)
 
     def number(self, frame: Frame, form: struct.Struct) -> Any:
-        """Return the one number of ``frame``, which is packed as ``form``."""
+        """Return the number in ``frame``, which is packed as ``form``."""
         try:
             (number,) = form.unpack(self.body(frame, form.size))
         except struct.error:
@@ -139,9 +139,9 @@ class Calls:
 
 
 class _Losses:
-    """Around uses of a worker's link: what breaks the link becomes a WorkerLostError with the worker's name.
+    """A context around uses of a worker's link: a broken link becomes a WorkerLostError with the worker's name.
 
-    An object and not a generator, since it is entered several times in every layer.
+    It is an object and not a generator, since it is entered several times per layer.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -164,7 +164,7 @@ class _Losses:
 
 
 def _refusal(name: str, error: str, message: str) -> Exception:
-    """Return the error that R-worker ``name`` means by refusing a request with ``error``."""
+    """Return the error that stands for R-worker ``name``'s refusal with ``error``."""
     if error == "capacity":
         return CapacityError(f"R-worker {name}: {message}")
     if error == "busy":

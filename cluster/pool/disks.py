@@ -1,4 +1,4 @@
-"""The disks of a pool's R-workers, as the engine reaches them."""
+"""The disks of a pool's R-workers, for the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Disk(Protocol):
-    """One R-worker's; methods as of ``Parks``, with the errors of ``PoolWorker``."""
+    """One R-worker's disk. Its methods are those of ``Parks``, its errors those of ``PoolWorker``."""
 
     def chains(self, model: str) -> list[Chain]: ...
 
@@ -31,7 +31,7 @@ class Disk(Protocol):
 
 
 class RemoteDisk:
-    """``Disk`` of a worker in another process."""
+    """The ``Disk`` of a worker in another process."""
 
     def __init__(self, calls: Calls, block_size: int) -> None:
         self._calls, self._block_size = calls, block_size

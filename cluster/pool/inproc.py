@@ -1,4 +1,4 @@
-"""R-workers in the S-worker's own process."""
+"""R-workers in the S-worker's process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class InprocWorker(PoolWorker):
-    """``PoolWorker`` over a C++ R-worker in this process, with its own threads; it answers every request at once.
+    """A ``PoolWorker`` over a C++ R-worker in this process, with its own threads. It answers every request at once.
 
-    With ``waits_working`` and one mini-batch in a step, the S-worker's thread attends too, in ``wait``, in place of the
-    R-worker's first thread: it would only sleep, and each hand-over between two threads on shared cores takes some
-    0.1 ms. Besides, torch's threads start slowly after their caller has slept.
+    With ``waits_working`` and one mini-batch per step, the S-worker's thread attends in ``wait``, in place of the
+    R-worker's first thread. It would only sleep otherwise, and each hand-over between threads on shared cores takes
+    some 0.1 ms. Also, torch's threads start slowly after their caller has slept.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class InprocWorker(PoolWorker):
         security: Security | None = None,
         park: ParkPlace | None = None,
     ) -> None:
-        """``own_cores``: the S-worker does not run on this worker's cores. ``security``: of its KV port, if any.
-        ``park``: where it parks, if it does."""
+        """``own_cores``: the S-worker does not run on this worker's cores.
+
+        ``security``: of its KV port. ``park``: where it parks.
+        """
         self.name = name
         self._park = ParkDirectory(park) if park else None
         self._parker: Parker | None = None
@@ -90,7 +92,7 @@ class InprocWorker(PoolWorker):
             self._open.submit(mini_batch, layer, *arrays)
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``PoolWorker.ready``; what is postponed to ``wait`` gains nothing by waiting."""
+        """See ``PoolWorker.ready``. Work postponed to ``wait`` is ready, since waiting would not advance it."""
         return self._postponed is not None or self._open.ready(mini_batch)
 
     def wait(self, mini_batch: int) -> None:
@@ -143,7 +145,7 @@ class InprocWorker(PoolWorker):
 
 
 class InprocBackend(PoolBackend):
-    """``AttentionBackend`` over R-workers in this process, one per entry of ``sizes``, each with its own threads."""
+    """An ``AttentionBackend`` over R-workers in this process, one per entry of ``sizes``, each with its own threads."""
 
     def __init__(
         self,
@@ -153,8 +155,10 @@ class InprocBackend(PoolBackend):
         security: Security | None = None,
         park: ParkPlace | None = None,
     ) -> None:
-        """``own_cores``: the S-worker does not run on the cores of ``sizes``. ``security``: of their KV ports.
-        ``park``: where they park, each in a folder of its own."""
+        """``own_cores``: the S-worker does not run on the cores of ``sizes``.
+
+        ``security``: of their KV ports. ``park``: where they park, each in its own folder.
+        """
         waits_working = len(sizes) == 1 and not own_cores
         super().__init__(
             [

@@ -21,25 +21,28 @@ from fastdecode.core.errors import FastDecodeError, FrameError
 from fastdecode.kinds.layout import KVLayout
 
 DISMISSED_SECONDS = 10.0
-"""One that was let go and has not asked for so long has ended: what asks later at its address is another."""
+"""A dismissed R-worker that has not asked for so long has ended.
+
+A later request from its address is from another one.
+"""
 
 MOST_ADDRESSES = 4096
-"""Addresses that are remembered: JOINs cost their sender nothing, so their number must be limited here."""
+"""Most remembered addresses. JOINs cost their sender nothing, so their number must be limited here."""
 
 MOST_JOIN_BYTES = 1 << 12
 
 MOST_AT_ONCE = 64
-"""JOINs that are read between two steps: a flood of them must not delay the job."""
+"""Most JOINs read between two steps, so that a flood of them does not delay the job."""
 
 log = logging.getLogger(__name__)
 
 
 class JoinListener:
-    """Reads the addresses that R-workers send, and connects to each in a thread of its own, so that no step waits.
+    """Reads the addresses that R-workers send, and connects to each in its own thread, so that no step waits.
 
-    An R-worker that is in the pool is not connected to again, nor is one that was dismissed, as long as it goes on
-    asking; one that was lost is. ``dismissed_at``: when each of the former was dismissed, or asked last, in seconds.
-    Addresses of prefill workers go to ``invite_prefill_worker``, None if they are not wanted.
+    It does not connect again to an R-worker in the pool, nor to a dismissed one that keeps asking, but it does to a
+    lost one. ``dismissed_at``: by address, when it was dismissed or last asked, in seconds. Addresses of prefill
+    workers go to ``invite_prefill_worker``; None if they are not wanted.
     """
 
     def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
@@ -59,7 +62,7 @@ class JoinListener:
         return self._listener.address.removeprefix("tcp://")
 
     def open(self, layout: KVLayout) -> None:
-        """From now on joining R-workers are opened for ``layout``."""
+        """Open joining R-workers for ``layout`` from now on."""
         self._layout = layout
 
     def joined(self) -> list[Joined]:
@@ -76,20 +79,20 @@ class JoinListener:
             except FrameError as error:
                 self._log_once(str(error))
             channel.close()
-        self._forget_silent()  # after JOINs were read that may have waited here for long
+        self._forget_silent()  # after reading JOINs that may have waited here for long
         return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
 
     def forget(self, address: str) -> None:
-        """Let the R-worker at ``address`` join again."""
+        """Allow the R-worker at ``address`` to join again."""
         self._known.discard(address)
 
     def dismissed(self, address: str) -> None:
-        """The R-worker at ``address`` was let go and has not ended: it will go on asking, and is not wanted."""
+        """Ignore the dismissed R-worker at ``address``, which has not ended and keeps asking."""
         self._known.discard(address)
         self.dismissed_at[address] = time.monotonic()
 
     def close(self) -> None:
-        """Also closes R-workers that ``joined`` has not returned yet; may be called twice."""
+        """Close the listener, and R-workers that ``joined`` has not returned yet; may be called twice."""
         self._layout = None
         self._listener.close()
         while not self._opened.empty():

@@ -1,4 +1,4 @@
-"""The journal of an engine in the memory of two of its R-workers, so that the next one may be on another host."""
+"""An engine's journal in the memory of two of its R-workers, so that the next engine may be on another host."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class JournalCopies:
-    """``fastdecode.journal.places.Place`` on R-workers of ``pool``, on two hosts where there are two.
+    """A ``fastdecode.journal.places.Place`` on R-workers of ``pool``, on two hosts if there are two.
 
-    Where one is lost another R-worker gets all of it before anything more is written, from the copy that is here.
+    If one is lost, another R-worker gets all of it, from the copy here, before anything more is written.
     """
 
     name = "R-workers"
     growth_bytes = 1 << 24
     most_bytes: float = MOST_JOURNAL_BYTES
     is_own = True
-    """An S-worker that was superseded hears of it by a SupersededError, whatever it writes."""
+    """A superseded S-worker gets a SupersededError, whatever it writes."""
 
     def __init__(self, pool: PoolBackend) -> None:
         self._pool = pool
@@ -38,7 +38,7 @@ class JournalCopies:
         self._was_kept = False
 
     def copies(self) -> list[bytes]:
-        """Return what each R-worker has; an R-worker that is lost meanwhile has none."""
+        """Return each R-worker's copy; one that is lost meanwhile has none."""
         found = []
         for journal in self._able():
             try:
@@ -71,7 +71,7 @@ class JournalCopies:
 
     @interrupts_deferred()
     def end(self, data: bytes) -> None:
-        """Free it everywhere, also where an older copy may be: R-workers are not kept for a session without one."""
+        """Free it everywhere, including older copies, since R-workers keep no session without a journal."""
         self._holders = _told(self._able(), 0, b"")
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class JournalCopies:
         return [worker.journal for worker in self._pool.workers if worker.journal and worker.journal.is_there]
 
     def _spread(self) -> None:
-        """Until ``COPIES`` have it, or no other R-worker is left."""
+        """Copy it to R-workers until ``COPIES`` have it, or no other R-worker is left."""
         others = [] if len(self._holders) >= COPIES else [each for each in self._able() if each not in self._holders]
         while len(self._holders) < COPIES and others:
             hosts = {each.host for each in self._holders}
@@ -99,13 +99,13 @@ class JournalCopies:
 
 
 def _told(journals: Iterable[RemoteJournal], start: int, data: bytes) -> list[RemoteJournal]:
-    """Those of ``journals`` that have ``data`` now; one whose R-worker is lost is not among them."""
+    """Return those of ``journals`` that now have ``data``; one whose R-worker is lost is left out."""
     sent = [journal for journal in journals if _did(journal.record, start, data)]
     return [journal for journal in sent if _did(journal.recorded)]
 
 
 def _did(act: Callable[..., None], *values: Any) -> bool:
-    """False if ``act`` finds its R-worker lost, of which the pool will hear at its next step."""
+    """Call ``act``; return False if its R-worker is lost. The pool notices the loss at its next step."""
     try:
         act(*values)
     except WorkerLostError as error:

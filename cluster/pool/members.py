@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class PoolMembers:
-    """The R-workers of a pool, by index; an index keeps its place when its R-worker is lost.
+    """The R-workers of a pool by index. The index remains when its R-worker is lost.
 
-    ``joined``: names of the last R-workers that have joined since ``open``, in order. ``join_listener``: through which
-    they join, None if they cannot.
+    ``joined``: names of the latest R-workers that joined after ``open``, in order. ``join_listener``: where they join;
+    None if they cannot.
     """
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
@@ -47,15 +47,15 @@ class PoolMembers:
         self._step_shape = (0, 0)
 
     def accept_joins(self, listener: JoinListener) -> None:
-        """Let R-workers join through ``listener``, which the pool closes; to be called before ``open``."""
+        """Let R-workers join through ``listener``, which the pool closes. Call it before ``open``."""
         self.join_listener, self._newcomers = listener, Newcomers(listener)
 
     def take_back(self) -> None:
-        """Let R-workers that were lost come back, where they can; to be called before ``open``."""
+        """Let lost R-workers return if they can. Call it before ``open``."""
         self._takes_back = True
 
     def keep_states(self, keeper: StateKeeper) -> None:
-        """Have ``keeper`` keep the states of sequences beside their R-workers; to be called before ``open``."""
+        """Let ``keeper`` keep sequences' states beside their R-workers. Call it before ``open``."""
         self._keeper = keeper
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
@@ -78,7 +78,7 @@ class PoolMembers:
         return infos
 
     def _with_states(self, worker: PoolWorker, info: RWorkerInfo) -> tuple[PoolWorker, RWorkerInfo]:
-        """``worker``, which is open, and what it says of itself; where states are kept here the pair with them."""
+        """Return the open ``worker`` and its description; the pair with states if they are kept here."""
         if not self._keeper or not self._parts:
             return worker, info
         return self._keeper.pair(worker, self._parts), paired_info(info)
@@ -88,18 +88,18 @@ class PoolMembers:
         self.close()
 
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """Return all at once."""
+        """Open all R-workers at once; return their descriptions."""
         return self._open_some(list(self.workers), layout)
 
     def _open_some(self, workers: Sequence[PoolWorker], layout: KVLayout) -> list[RWorkerInfo]:
-        """Open ``workers`` at once, and return the descriptions of those that are not lost."""
+        """Open ``workers`` at once; return the descriptions of those that are not lost."""
         for worker in workers:
-            with contextlib.suppress(WorkerLostError):  # which ``opened`` says again
+            with contextlib.suppress(WorkerLostError):  # ``opened`` raises it again
                 worker.open(layout)
         return [info for worker in workers if (info := self._opened(worker))]
 
     def _opened(self, worker: PoolWorker) -> RWorkerInfo | None:
-        """Return the description of ``worker``; None if it is lost and the others continue without it."""
+        """Return the description of ``worker``; None if it is lost and the others continue."""
         try:
             return worker.opened()
         except WorkerLostError as error:
@@ -112,11 +112,11 @@ class PoolMembers:
         return None
 
     def _may_miss(self, worker: PoolWorker) -> bool:
-        """Return whether ``open`` continues when ``worker`` is lost, since it may come back."""
+        """Return whether ``open`` continues without a lost ``worker``, since it may return."""
         return self._takes_back and self._anew(worker, False) is not None
 
     def _expect(self, gone: PoolWorker) -> None:
-        """Have ``gone``, which is lost, come back, where it can."""
+        """Expect the lost ``gone`` back, if it can return."""
         gone = gone.r_worker if isinstance(gone, StatePair) else gone
         if self._takes_back and (make := self._anew(gone, self._is_empty)):
             self._returns = self._returns or Returns(self._told)
@@ -124,11 +124,11 @@ class PoolMembers:
 
     @property
     def num_newcomers(self) -> int:
-        """R-workers that have joined and were not admitted yet."""
+        """R-workers that have joined and are not admitted yet."""
         return self._newcomers.num_waiting if self._newcomers else 0
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
-        """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
+        """See ``AttentionBackend.admit``. ``most``: how many to admit now; the others follow later."""
         found = self._returns.take() if self._returns else []
         if self._newcomers:
             found += self._newcomers.take(most)
@@ -151,7 +151,7 @@ class PoolMembers:
             self._newcomers.dismiss(name)
 
     def give_up(self, worker: int) -> None:
-        """Forget R-worker ``worker`` and what it holds; it may join again."""
+        """Drop R-worker ``worker`` and what it holds; it may join again."""
         if isinstance(self.workers[worker], LostWorker):
             return
         name = self._replace(worker)
@@ -159,7 +159,10 @@ class PoolMembers:
             self._newcomers.forget(name)
 
     def break_off(self) -> None:
-        """Leave the R-workers as an end by a signal would: what they keep for an S-worker after this one stays."""
+        """Leave the R-workers as if this process were killed.
+
+        So they keep what they hold for the next S-worker.
+        """
         for worker in self.workers:
             worker.break_off()
         self.close()
@@ -174,7 +177,7 @@ class PoolMembers:
 
     @property
     def blocks_used(self) -> int:
-        """Referenced blocks over all workers, as of the last step's end."""
+        """Referenced blocks over all workers at the end of the last step."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
 
     @property
@@ -182,16 +185,19 @@ class PoolMembers:
         return all(isinstance(worker, LostWorker) for worker in self.workers)
 
     def _none_left(self, message: str) -> WorkerLostError:
-        """Return the error that says so, a NoRWorkerError if one may come."""
+        """Return the error that no R-worker is left: a NoRWorkerError if one may come."""
         may_come = self._takes_back and (self._newcomers or self._returns)
         return NoRWorkerError(message) if may_come else WorkerLostError(message)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """What makes ``gone``, which is lost, anew, to be opened until it answers; None for one that asks by itself."""
+        """Return a function that makes the lost R-worker ``gone`` again; None if it asks to join by itself.
+
+        Its result is opened until it answers.
+        """
         return None
 
     def _replace(self, index: int) -> str:
-        """Close worker ``index`` and put a ``LostWorker`` in its place; its name."""
+        """Close worker ``index`` and put a ``LostWorker`` in its place; return its name."""
         gone = self.workers[index]
         gone.close()
         self.workers[index] = LostWorker(gone.name, self._step_shape)

@@ -1,4 +1,4 @@
-"""R-workers as ranks of an MPI job, the S-worker's side."""
+"""The S-worker's side of R-workers that are ranks of an MPI job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.cluster.pool.remote import RemoteWorker
 
 
 class MpiBackend(PoolBackend):
-    """``AttentionBackend`` over the other ranks of this job."""
+    """An ``AttentionBackend`` over the other ranks of this job."""
 
     def __init__(self, block_size: int) -> None:
         rank = join_as_s_worker()

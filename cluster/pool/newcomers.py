@@ -1,4 +1,4 @@
-"""R-workers that come and go: those that were lost and return, and those that have joined and wait."""
+"""Waiting R-workers: lost ones that return, and new ones that have joined."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.pool.remote import RemoteWorker
 
 RETURN_SECONDS = 1.0
-"""Between two attempts to open an R-worker that was lost."""
+"""Seconds between two attempts to open a lost R-worker."""
 
 logger = logging.getLogger(__name__)
 
 
 class Returns:
-    """R-workers that were lost and do not ask to join: each is opened again in a thread, until it answers."""
+    """Lost R-workers that do not ask to join. A thread opens each again until it answers."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -32,17 +32,20 @@ class Returns:
         self._superseded: SupersededError | None = None
 
     def expect(self, make: Callable[[], RemoteWorker]) -> None:
-        """From now on open ``make()``, again and again; never waits."""
+        """Open ``make()`` repeatedly from now on, in a thread; never waits."""
         threading.Thread(target=self._await, args=(make,), name="return", daemon=True).start()
 
     def take(self) -> list[Joined]:
-        """Those that have come back since the last call. Raise SupersededError if one serves the next S-worker."""
+        """Return those that have returned since the last call.
+
+        Raise SupersededError if one serves the next S-worker.
+        """
         if self._superseded:
             raise self._superseded
         return [self._returned.get() for _ in range(self._returned.qsize())]
 
     def close(self) -> None:
-        """Also those that nobody took; may be called twice."""
+        """Stop, and close those that nobody took; may be called twice."""
         self._is_closed.set()
         self._superseded = None
         for joined in self.take():
@@ -69,48 +72,51 @@ class Returns:
 
 
 class Newcomers:
-    """R-workers that have joined and wait until the pool admits them."""
+    """R-workers that have joined and wait for the pool to admit them."""
 
     def __init__(self, listener: JoinListener) -> None:
-        """``listener`` is closed with this."""
+        """``listener`` is closed with this object."""
         self._listener = listener
         self._waiting: list[Joined] = []
         self._asked_to_leave: set[str] = set()
 
     def open(self, layout: KVLayout) -> None:
-        """From now on joining R-workers are opened for ``layout``."""
+        """Open joining R-workers for ``layout`` from now on."""
         self._listener.open(layout)
 
     @property
     def num_waiting(self) -> int:
-        """R-workers that have joined and were not admitted yet; never waits."""
+        """R-workers that have joined and are not admitted yet; never waits."""
         self._waiting += self._listener.joined()
         return len(self._waiting)
 
     def take(self, most: int | None = None) -> list[Joined]:
-        """Return the first ``most`` of those that wait, None: all."""
+        """Return the first ``most`` of the waiting R-workers; None for all."""
         count = self.num_waiting if most is None else most
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         return taken
 
     def asks_to_leave(self, name: str) -> None:
-        """The R-worker ``name`` asks to be let go."""
+        """Note that the R-worker ``name`` asks to leave."""
         self._asked_to_leave.add(name)
 
     def forget(self, name: str) -> None:
-        """The R-worker ``name`` is gone, and may join again."""
+        """Note that the R-worker ``name`` is lost, and may join again."""
         self._asked_to_leave.discard(name)
         self._listener.forget(name)
 
     def dismiss(self, name: str) -> None:
-        """The R-worker ``name`` was let go; it may join again only where its process ends, since it asked for that."""
+        """Note that the R-worker ``name`` was dismissed.
+
+        If it had asked to leave, it may join again only as a new process.
+        """
         has_asked = name in self._asked_to_leave
         self.forget(name)
         if not has_asked:
             self._listener.dismissed(name)
 
     def close(self) -> None:
-        """Close the listener and those that wait; may be called twice."""
+        """Close the listener and the waiting R-workers; may be called twice."""
         self._listener.close()
         for joined in self._waiting:
             joined.worker.close()

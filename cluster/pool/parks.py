@@ -1,4 +1,4 @@
-"""The disks of a pool's R-workers, as ``Parks``."""
+"""The disks of a pool's R-workers as ``Parks``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PoolParks:
-    """``Parks`` over the R-workers of a pool."""
+    """The ``Parks`` of a pool's R-workers."""
 
     def __init__(self, pool: PoolBackend) -> None:
         self._pool = pool

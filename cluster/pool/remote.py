@@ -1,4 +1,4 @@
-"""An R-worker in another process: its client on the S-worker, over any link."""
+"""The S-worker's client of an R-worker in another process, over any link."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 from fastdecode.kinds.layout import KVLayout
 
 OPEN_SECONDS = 30.0
-"""Most time from HELLO to WELCOME: a running R-worker answers in milliseconds, one that starts in seconds."""
+"""Most seconds from HELLO to WELCOME. A running R-worker answers in milliseconds, a starting one in seconds."""
 
 TAKE_SECONDS = 5.0
-"""How long to ask for a named session that another S-worker has: one that is silent gives way in less."""
+"""How long to ask for a named session that another S-worker has. A silent one loses it in less time."""
 
 RETRY_SECONDS = 0.3
 
 
 class RemoteWorker(PoolWorker):
-    """``PoolWorker`` over a link to another process. Once the link is lost every call raises WorkerLostError.
+    """A ``PoolWorker`` over a link to another process. Once the link is lost, every call raises WorkerLostError.
 
     Ctrl-C waits until a request is answered, since half an answer would garble the next. Between layers it need not
-    wait: ``abandon_step`` drops what is under way. ``link``: None before ``open`` and once it is closed.
+    wait, since ``abandon_step`` drops what is under way. ``link``: None before ``open``, and after it is closed.
     """
 
     def __init__(
@@ -71,8 +71,10 @@ class RemoteWorker(PoolWorker):
         lease: AskedLease | None = None,
         take_seconds: float = TAKE_SECONDS,
     ) -> None:
-        """``connect`` starts the process or the connection; it is called by ``open``, and fails with BackendError.
-        ``lease``: where the session has a name, for which ``opened`` asks for ``take_seconds``."""
+        """``connect`` starts the process or the connection; ``open`` calls it, and it raises BackendError.
+
+        ``lease``: set for a named session, which ``opened`` asks for during ``take_seconds``.
+        """
         self.name, self._take_seconds = name, take_seconds
         self._connect, self._block_size, self._lease = connect, block_size, lease
         self.calls = Calls(name)
@@ -117,14 +119,14 @@ class RemoteWorker(PoolWorker):
         return replace(info, held=self._held(welcome), kept_of=welcome.kept_of, epoch=welcome.lease_epoch)
 
     def _welcomed(self, deadline: float) -> Frame:
-        """Return the WELCOME.
+        """Return the WELCOME frame.
 
-        Where a named session's S-worker is still served, which may be silent, ask again for a while.
+        If the session's S-worker is still served, it may be silent; so ask again for a while.
         """
         while True:
             try:
                 return self.calls.answer(Kind.WELCOME, OPEN_SECONDS)
-            except ValueError as refusal:  # of what the settings ask for; nothing else is under way yet
+            except ValueError as refusal:  # of the settings; nothing else is under way yet
                 raise ConfigError(f"R-worker {self.name}: {refusal}") from refusal
             except BusyError:
                 if self._lease is None or self._lease.epoch or time.monotonic() > deadline:
@@ -134,14 +136,14 @@ class RemoteWorker(PoolWorker):
             self.open(self._layout)
 
     def _send_weights(self) -> None:
-        """K and V of latent layers, to an R-worker that multiplies them; one piece is under way at a time."""
+        """Send K and V of latent layers to an R-worker that multiplies with them, one piece at a time."""
         for layer, first, rows in self._layout.weight_parts():
             with self.calls.losses as link:
                 link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)
             self.calls.answer(Kind.READY)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
-        """Return what the R-worker has of the session that goes on; from now on this side has its epoch."""
+        """Return what the R-worker holds of the continued session, and adopt its epoch."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
             raise self.calls.lose("it serves a named session that was not asked for, or none")
         if self._lease is not None:
@@ -220,7 +222,7 @@ class RemoteWorker(PoolWorker):
 
     @interrupts_deferred()
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        if num_tokens is not None and num_tokens < 0:  # which would ask for all tokens that follow
+        if num_tokens is not None and num_tokens < 0:  # it would ask for all tokens that follow
             raise ValueError(f"export: {num_tokens} tokens from token {start} on; num_tokens must not be negative")
         self.calls.send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
         num_bytes = self.calls.number(self.calls.answer(Kind.EXPORTED), NUM_BYTES)
@@ -262,7 +264,7 @@ class RemoteWorker(PoolWorker):
         self.calls.close()
 
     def _take(self, timeout_seconds: float) -> bool:
-        """Receive one o, if one comes in time, into its mini-batch's array."""
+        """Receive one o, if it comes in time, into its mini-batch's array."""
         frame = self.calls.next(timeout_seconds)
         if frame is None:
             return False

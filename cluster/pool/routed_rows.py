@@ -1,5 +1,7 @@
-"""The rows of one mini-batch on their way: each R-worker gets its part of q, k, v, and o is filled and merged; and how
-long the ways took."""
+"""The rows of one mini-batch during a step.
+
+Each R-worker gets its part of q, k, v; o is filled and merged; transfer times are measured.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
-"""q, k, v, o and partial results, as ``PoolWorker.submit`` takes them."""
+"""q, k, v, o and partial results, as in ``PoolWorker.submit``."""
 
 
 class _Share(NamedTuple):
-    """One R-worker's part of layers of one shape: rows of q, and of k and v, and the places of its answer.
+    """One R-worker's part of layers of one shape: its rows of q, k and v, and where its answer goes.
 
-    ``in_place``: its rows follow one another, so that none is copied.
+    ``in_place``: its rows are consecutive, so that none is copied.
     """
 
     worker: int
@@ -34,10 +36,10 @@ class _Share(NamedTuple):
 
 
 class RoutedRows:
-    """One mini-batch in a step: takes q, k, v apart by R-worker, layer by layer, and puts o together.
+    """One mini-batch in a step: splits q, k, v by R-worker, layer by layer, and assembles o.
 
-    ``busy``: the R-workers with rows in it. ``layer``: the one that was scattered last, None before the first. Layers
-    of the same shape share their arrays.
+    ``busy``: the R-workers with rows in it. ``layer``: the last one scattered, None before the first. Layers of the
+    same shape share their arrays.
     """
 
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
@@ -51,8 +53,10 @@ class RoutedRows:
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
 
     def scatter(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[int, Arrays]]:
-        """Each busy R-worker and its part of q, k, v, as ``AttentionBackend.submit`` takes them, of o and of partial
-        results."""
+        """Yield each busy R-worker with its part of q, k, v, of o and of partial results.
+
+        q, k, v are as in ``AttentionBackend.submit``.
+        """
         spec, self.layer = self._layout.layers[layer], layer
         shapes = spec.row_shapes[3], spec.partial_shape
         if shapes not in self._shares:
@@ -66,9 +70,9 @@ class RoutedRows:
                 yield worker, (own_q, own_k, self._take("v", worker, v, kv_rows), o, partials)
 
     def gather(self, isa: str) -> np.ndarray:
-        """o of the layer that was scattered, once every busy R-worker has answered; valid until the next ``scatter``.
+        """Return o of the scattered layer, once every busy R-worker has answered; valid until the next ``scatter``.
 
-        Partial results are merged in the arithmetic of ``isa``; those of an index layer are for ``picks``.
+        Partial results are merged in the arithmetic of ``isa``. Those of an index layer are for ``picks``.
         """
         for rows in self._zeroed:
             self._o[rows] = 0
@@ -79,8 +83,11 @@ class RoutedRows:
         return self._o
 
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """After ``gather`` of an index layer: each R-worker with ranges, and how many of what they ranked is picked,
-        int32 [rows of partial results, heads that pick]. Of equal scores the earlier tokens are."""
+        """After ``gather`` of an index layer, yield each R-worker with ranges, and its counts of picked tokens.
+
+        The counts tell how many of the ranked tokens are picked: int32 [rows of partial results, heads that pick]. Of
+        equal scores, earlier tokens win.
+        """
         if not (self._spec and self._spec.ranks_tokens):
             return
         none = np.zeros((0, 5), np.int64), np.zeros((0, 4), np.int64)
@@ -91,7 +98,7 @@ class RoutedRows:
                     yield worker, counts
 
     def lose(self, worker: int) -> None:
-        """R-worker ``worker`` is lost: rows of o that it has a part in are zeros from now on."""
+        """Read zeros from now on for rows of o in which the lost R-worker ``worker`` has a part."""
         gone = self._merge.with_part_of(worker)
         merged = self._merge.merged[gone]
         ends = merged["row"] + merged["num_rows"]
@@ -111,7 +118,7 @@ class RoutedRows:
     def _make_shares(
         self, num_rows: int, shape: tuple[int, int], partial_shape: tuple[int, int]
     ) -> tuple[np.ndarray, list[_Share]]:
-        """o of layers with rows of such shapes, of o and of partial results, and the busy R-workers' shares in them."""
+        """Return o and the busy R-workers' shares, for layers with rows of these shapes."""
         o, shares = np.empty((num_rows, *shape), self._o.dtype), []
         for worker in self.busy:
             route = self._routes[worker]
@@ -130,7 +137,7 @@ class RoutedRows:
         return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # which needs no copy in between
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
-        """Return every R-worker's partial results of ``spec``, the layer that was scattered."""
+        """Return every R-worker's partial results of ``spec``, the scattered layer."""
         found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)
         for share in self._shares[spec.row_shapes[3], spec.partial_shape][1]:
             if share.partials is not None:
@@ -146,11 +153,12 @@ def _as_table(records: np.ndarray) -> np.ndarray:
 def transfer_seconds(
     submitted: np.ndarray, busy_start: np.ndarray, busy_end: np.ndarray, arrived: np.ndarray | None = None
 ) -> float:
-    """Σ (busy start − the later of submit and the worker's previous call's end), plus the ways back, in seconds.
+    """Return the seconds of transfer to and from a worker, without time in its queue.
 
+    They are Σ (busy start − the later of submit and the previous call's end), plus the time from busy end to arrival.
     All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 if nothing ran. A worker serves its calls
-    one after another, so a call waits for the one before it, which is not transfer. ``arrived`` is when o came where
-    the S-worker was waiting for it, else 0: other ways back are not counted, since they cost no time.
+    one after another, so a call waits for the previous one, which is not transfer. ``arrived``: when o came if the
+    S-worker was waiting for it, else 0; other returns cost no time and do not count.
     """
     ran = busy_end > 0
     order = np.argsort(busy_start[ran])

@@ -1,4 +1,4 @@
-"""R-workers as processes that the S-worker starts on this machine, and ends."""
+"""R-workers as processes on this machine that the S-worker starts and ends."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
 END_SECONDS = 10.0
-"""How long an R-worker may take to end once its socket is closed; then the S-worker kills it."""
+"""Most seconds for an R-worker to end after its socket is closed; then the S-worker kills it."""
 
 EXIT_SECONDS = 0.1
-"""From the moment a process closes its socket to its end."""
+"""Seconds that a process takes to end after closing its socket."""
 
 
 class SpawnBackend(PoolBackend):
-    """``AttentionBackend`` over one process per entry of ``sizes``; payload goes through shared memory."""
+    """An ``AttentionBackend`` over one process per entry of ``sizes``, with payload in shared memory."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class SpawnBackend(PoolBackend):
         silence_seconds: float = SILENCE_SECONDS,
         park: ParkPlace | None = None,
     ) -> None:
-        """``key_file`` and ``security`` (see ``TcpBackend``): of their KV ports, where the layout asks for some.
-        ``silence_seconds``: after which one is lost, and killed. ``park``: where they park, each in a folder of its
-        own."""
+        """``key_file``, ``security`` (see ``TcpBackend``): of their KV ports, if the layout asks for some.
+
+        ``silence_seconds``: after which one is lost, and killed. ``park``: where they park, each in its own folder.
+        """
         flags = _security_flags(key_file, security)
         self._park = park.folder if park else None
         places = [park.of(index).flags() if park else [] for index in range(len(sizes))]
@@ -59,7 +60,7 @@ class SpawnBackend(PoolBackend):
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         if self._park:
-            with contextlib.suppress(OSError):  # which R-workers say
+            with contextlib.suppress(OSError):  # the R-workers report these
                 make_folder(self._park)
         return super().open(layout)
 
@@ -69,15 +70,15 @@ class SpawnBackend(PoolBackend):
             leave_folder(self._park)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """Return another process, where none is left."""
+        """Return a function that starts another process, if none is left."""
         return gone.anew if isinstance(gone, RemoteWorker) and is_last else None
 
 
 class _SpawnedLink(SharedMemoryLink):
-    """The link to a ``process`` that it starts and ends."""
+    """A link to a ``process`` that it starts and ends."""
 
     def __init__(self, size: RWorkerSize, flags: Sequence[str], silence_seconds: float) -> None:
-        """``flags``: further ones of its command line."""
+        """``flags``: additional flags of its command line."""
         mine, theirs = socket.socketpair()
         memory = make_memory()
         super().__init__(mine, memory, is_s_worker=True, silence_seconds=silence_seconds)
@@ -87,12 +88,12 @@ class _SpawnedLink(SharedMemoryLink):
                 pass_fds=(theirs.fileno(), memory),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},  # a checkout that is the current folder has no extensions
-                start_new_session=True,  # Ctrl-C must reach the S-worker alone, which then sends BYE
+                env={**os.environ, "PYTHONSAFEPATH": "1"},  # a checkout as current folder would hide the extensions
+                start_new_session=True,  # Ctrl-C must reach only the S-worker, which then sends BYE
             )
 
     def close(self) -> None:
-        """See ``Link.close``; the process ends when it sees its socket close."""
+        """See ``Link.close``. The process ends when it sees its socket close."""
         super().close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -101,7 +102,7 @@ class _SpawnedLink(SharedMemoryLink):
         self.process.wait()
 
     def give_up(self, error: Exception) -> str:
-        """See ``Link.give_up``: says how the process ended, and kills one that goes on."""
+        """See ``Link.give_up``. The reason says how the process ended; a process that still runs is killed."""
         how_it_ended = "" if isinstance(error, SilenceError) else self._how_it_ended()
         self.process.kill()
         return how_it_ended or str(error)

@@ -1,8 +1,8 @@
-"""R-workers beside which the S-worker's process keeps the states of their sequences: one R-worker each to the pool.
+"""R-workers paired with states of their sequences in the S-worker's process. The pool sees each pair as one R-worker.
 
-Of a hybrid's layers the R-worker has those that attend, and this process the recurrent ones, both with the same
-sequences. What the plan says goes to both, and a layer's rows to whoever has it. So an R-worker that is lost takes its
-sequences' states with it, and nothing above the pool knows pairs from R-workers.
+Of a hybrid's layers, the R-worker has the attending ones and this process the recurrent ones, for the same sequences.
+Both get the plan, and each gets the rows of its layers. So a lost R-worker takes its sequences' states with it, and
+nothing above the pool distinguishes pairs from R-workers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 
 TABLE_TOKENS = 1 << 30
-"""Tokens of a block of states: they leave nothing in it, so that a sequence takes one for all of them."""
+"""Tokens of a block of states. Tokens leave nothing in it, so a sequence takes one block for all of them."""
 
 _NUM_BYTES = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The layers of a hybrid by who has them: ``attention`` the R-worker, ``states`` this process.
+    """The layers of a hybrid by place: ``attention`` on the R-worker, ``states`` in this process.
 
-    ``places``: of each layer whether it is recurrent, and its number among those.
+    ``places``: for each layer, whether it is recurrent, and its number among those of its kind.
     """
 
     attention: KVLayout
@@ -41,7 +41,7 @@ class LayerParts:
 
     @classmethod
     def of(cls, layout: KVLayout) -> LayerParts:
-        """Those of ``layout``, of which some layers attend and some are recurrent."""
+        """Return the parts of ``layout``, which has attending and recurrent layers."""
         parts: tuple[list[Layer], list[Layer]] = ([], [])
         places = []
         for layer in layout.layers:
@@ -60,42 +60,44 @@ class LayerParts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the states of one sequence take in this process, exactly: whole blocks."""
+        """Bytes of one sequence's states in this process, in whole blocks."""
         return self.blocks_of_state * block_bytes(self.states, TABLE_TOKENS)
 
     @property
     def blocks_of_state(self) -> int:
-        """Blocks that a sequence takes in this process, that of its tokens included."""
+        """Blocks that a sequence takes in this process, including one for its tokens."""
         layers = list(self.states.layers)
         return _rworker.state_blocks(layers, self.states.kv_dtype, TABLE_TOKENS) + 1
 
 
 @dataclass(frozen=True)
 class StateKeeper:
-    """Keeps up to ``most_states`` states beside each R-worker, on the S-worker's threads and cores; memory is committed
-    as states come."""
+    """Keeps up to ``most_states`` states beside each R-worker, on the S-worker's threads and cores.
+
+    Memory is committed as states come.
+    """
 
     most_states: int
     num_threads: int
     cores: tuple[int, ...]
 
     def pair(self, worker: PoolWorker, parts: LayerParts) -> StatePair:
-        """``worker``, which is open for the layers that attend, and its states."""
+        """Return the pair of the open ``worker``, which has the attending layers, and its states."""
         num_bytes = self.most_states * parts.state_bytes
         size = RWorkerSize(num_bytes, self.num_threads, self.cores)
         return StatePair(worker, parts, make_rworker(parts.states, TABLE_TOKENS, size))
 
 
 def paired_info(info: RWorkerInfo) -> RWorkerInfo:
-    """Return what a pair says of itself, of which the R-worker says ``info``."""
+    """Return the description of a pair whose R-worker's description is ``info``."""
     return replace(info, state_blocks=COUNTED_BLOCKS)
 
 
 class StatePair(PoolWorker):
-    """An open R-worker, ``r_worker``, for the layers that attend, and a cache here for the states of its sequences.
+    """An open R-worker, ``r_worker``, for the attending layers, and a cache here for its sequences' states.
 
-    A recurrent layer is computed within ``submit``, on the cores that compute the model: there is nothing to wait for.
-    Its time is the model's, so a report's busy times are those of the layers that attend.
+    ``submit`` computes a recurrent layer on the model's cores, so there is nothing to wait for. Its time counts as the
+    model's, and a report's busy times are those of the attending layers.
     """
 
     def __init__(self, r_worker: PoolWorker, parts: LayerParts, states: _rworker.RWorker) -> None:
@@ -148,7 +150,7 @@ class StatePair(PoolWorker):
         )
 
     def _of_all_layers(self, moments: np.ndarray) -> np.ndarray:
-        """``moments``, [num_mini_batches, layers that attend], among zeros for the others."""
+        """Return ``moments``, [num_mini_batches, attending layers], with zeros for the other layers."""
         found = np.zeros((len(moments), len(self._parts.places)))
         found[:, self._parts.attending] = moments
         return found
@@ -160,7 +162,7 @@ class StatePair(PoolWorker):
             self._states.abandon_step()
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        """See ``PoolWorker``: bytes of the R-worker's part as int64, that part, and the state where there is one."""
+        """See ``PoolWorker``. The result is the length of the R-worker's part as int64, that part, and any state."""
         parts = [each.export(sequence_id, start, num_tokens) for each in (self.r_worker, self._states)]
         return np.concatenate([np.frombuffer(_NUM_BYTES.pack(parts[0].nbytes), np.uint8), *parts])
 

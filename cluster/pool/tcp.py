@@ -1,4 +1,4 @@
-"""R-workers over TCP, the S-worker's side; the R-worker's is ``r_worker/server.py``."""
+"""The S-worker's side of R-workers over TCP; the R-worker's is ``r_worker/server.py``."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
 SETTLE_SECONDS = LEASE_SECONDS + 0.5
-"""From the moment in which one R-worker notices that an S-worker is gone to that in which all have."""
+"""Seconds between the first R-worker's noticing that an S-worker is gone, and the last one's."""
 
 MEETING_SECONDS = 3.0
-"""Of one that stands by, until an R-worker's host has taken its connection, for which that needs no Python: one that
-only starts may come back."""
+"""Most seconds in which a standby waits for an R-worker's host to accept its connection, which needs no Python.
+
+A host that is only starting may return later.
+"""
 
 log = logging.getLogger("fastdecode.r_worker")
 
 
 class TcpBackend(PoolBackend):
-    """``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
+    """An ``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
 
     ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
-    ``security``: "encrypt" (also None) or "authenticate", which leaves the data clear. ``silence_seconds``: after which
-    an R-worker is lost; one that listens again later is taken again. ``lease``: what R-workers are asked to keep.
-    ``in_order``: they are opened one after another, so that of two that want them the first R-worker's choice has all;
-    one that does not even take the connection for ``MEETING_SECONDS`` is lost.
-    ``may_miss``: ``open`` goes on without those that are lost, as where they were killed with the engine before.
+    ``security``: "encrypt" (also None), or "authenticate", which leaves data unencrypted. ``silence_seconds``: after
+    which an R-worker is lost; one that listens again later is used again. ``lease``: what R-workers are asked to keep.
+    ``in_order``: open them one after another, so that of two competing S-workers the first R-worker's choice gets all.
+    One that does not accept the connection for ``MEETING_SECONDS`` is lost. ``may_miss``: ``open`` continues without
+    lost ones, for instance if they were killed with the previous engine.
     """
 
     def __init__(
@@ -74,13 +76,13 @@ class TcpBackend(PoolBackend):
         if not self._in_order:
             return super()._open_all(layout)
         found = [info for worker in list(self.workers) for info in self._open_some([worker], layout)]
-        for worker in self.workers:  # one that waits has all now, and will not close what it has just opened
+        for worker in self.workers:  # a waiting one has all now, and will not close what it has just opened
             if isinstance(worker, RemoteWorker) and worker.link:
                 worker.link.begin_beats()
         return found
 
     def _leave_unopened(self) -> None:
-        """Without a word: what R-workers have kept is for the next one that tries."""
+        """Close without a message, so that R-workers keep what they hold for the next one that tries."""
         self.break_off()
 
     def _may_miss(self, worker: PoolWorker) -> bool:
@@ -92,7 +94,7 @@ class TcpBackend(PoolBackend):
 
 
 class JoiningBackend(PoolBackend):
-    """``AttentionBackend`` over R-workers that join; ``open`` waits for the first ``count``. It takes a listener."""
+    """An ``AttentionBackend`` over R-workers that join; ``open`` waits for the first ``count``. It takes a listener."""
 
     def __init__(self, count: int) -> None:
         super().__init__([])
@@ -113,7 +115,7 @@ class JoiningBackend(PoolBackend):
         return infos
 
     def wait_for_more(self) -> None:
-        """Wait a moment for R-workers to join; raises where no more can come."""
+        """Wait a moment for R-workers to join. Raise an error if no more can come."""
         time.sleep(TICK_SECONDS)
 
 
@@ -126,7 +128,7 @@ def listen_for_joins(
 ) -> JoinListener:
     """Listen at ``address`` ("host:port") for R-workers that join a pool. Raise ConfigError if that is impossible.
 
-    Messages to this listener are encrypted wherever there is a key; ``security`` is for the links to the R-workers.
+    Messages to this listener are encrypted whenever there is a key. ``security``: for the links to the R-workers.
     """
     return join_listener(address, block_size, read_security(key_file, security), silence_seconds)
 
@@ -134,7 +136,7 @@ def listen_for_joins(
 def join_listener(
     address: str, block_size: int, both: Security, silence_seconds: float = SILENCE_SECONDS
 ) -> JoinListener:
-    """Listen as ``listen_for_joins`` does, with a key that may be in no file."""
+    """Listen as ``listen_for_joins`` does, with a key that need not be in a file."""
     host, port = split_address("pool_listen", address, least_port=0)
     try:
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)

@@ -1,4 +1,4 @@
-"""One R-worker as the pool sees it: its protocol, one that is lost, and one that has joined."""
+"""An R-worker for the pool: its interface, a lost one, and a joined one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class PoolWorker:
-    """One R-worker as the pool sees it.
+    """The pool's interface to one R-worker.
 
-    The pool sends a slow request to all workers before it waits for any answer; where that comes at once there is
+    The pool sends a slow request to all workers before it waits for any answer. If answers come at once, there is
     nothing to wait for.
 
-    Refusals are ValueError or KeyError with the reason, and change nothing. A WorkerLostError names one that is lost.
+    A refusal is a ValueError or KeyError with the reason, and changes nothing. A WorkerLostError names a lost worker.
     """
 
     name: str
@@ -32,7 +32,7 @@ class PoolWorker:
         raise NotImplementedError
 
     def opened(self) -> RWorkerInfo:
-        """Wait for the answer to ``open``. Raise CapacityError when its memory is too small."""
+        """Wait for the answer to ``open``. Raise CapacityError if its memory is too small."""
         raise NotImplementedError
 
     def begin_step(self, plan: WorkerPlan) -> None:
@@ -43,33 +43,35 @@ class PoolWorker:
         """Wait for the answer to ``begin_step``."""
 
     def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
-        """Start one layer of one mini-batch with rows here; o is filled by the time ``wait`` returns.
+        """Start one layer of one mini-batch with rows here. ``wait`` returns when o is filled.
 
-        Arrays as in ``AttentionBackend.submit`` and ``collect``, this worker's rows only. Partial results: float32
-        [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
+        Arrays are as in ``AttentionBackend.submit`` and ``collect``, with this worker's rows only. Partial results:
+        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
         """
         raise NotImplementedError
 
     def ready(self, mini_batch: int) -> bool:
-        """Return True if ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         raise NotImplementedError
 
     def wait(self, mini_batch: int) -> None:
-        """Wait for the layer that was submitted for this mini-batch."""
+        """Wait for the submitted layer of this mini-batch."""
 
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
-        """Tell how many of what each row of a range ranked in index layer ``layer``, the last, is picked: int32 [rows
-        of partial results, heads that pick], of a row's first node."""
+        """Send how many of the tokens ranked in index layer ``layer``, the last one, are picked.
+
+        ``counts``: int32 [rows of partial results, heads that pick], for a row's first node.
+        """
 
     def end_step(self) -> None:
         """Ask the worker to commit the step."""
 
     def ended(self) -> WorkerReport:
-        """Wait for the answer to ``end_step``; its ``transfer_seconds`` is 0."""
+        """Wait for the answer to ``end_step``. Its ``transfer_seconds`` is 0."""
         raise NotImplementedError
 
     def abandon_step(self) -> None:
-        """Forget the step; no effect where none was begun, and no error where the worker is lost."""
+        """Drop the open step; no effect without one, and no error if the worker is lost."""
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         raise NotImplementedError
@@ -79,7 +81,7 @@ class PoolWorker:
 
     @property
     def disk(self) -> Disk | None:
-        """Where it parks; None if it has none."""
+        """Its disk for parking; None if it has none."""
         return None
 
     @property
@@ -88,7 +90,7 @@ class PoolWorker:
         return None
 
     def break_off(self) -> None:
-        """``close`` without a word to a process elsewhere, which may keep what it has."""
+        """Close without a message to another process, which may then keep what it has."""
         self.close()
 
     def close(self) -> None:
@@ -96,7 +98,7 @@ class PoolWorker:
 
 
 class LostWorker(PoolWorker):
-    """``PoolWorker`` in place of one that is lost or was dismissed: its rows read zeros, and it reports nothing."""
+    """A ``PoolWorker`` in place of a lost or dismissed one: its rows read zeros, and its report is empty."""
 
     def __init__(self, name: str, step_shape: tuple[int, int]) -> None:
         """``step_shape``: mini-batches and layers of the step."""
@@ -133,7 +135,7 @@ class LostWorker(PoolWorker):
 
 @dataclass(frozen=True)
 class Joined:
-    """An R-worker that has joined and is open, and its description."""
+    """An open R-worker that has joined, and its description."""
 
     worker: PoolWorker
     info: RWorkerInfo

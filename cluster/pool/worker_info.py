@@ -1,4 +1,4 @@
-"""An R-worker as the S-worker knows it: what its WELCOME says, where it is, and how far its clock is off."""
+"""An R-worker's description on the S-worker: its WELCOME, its place, and the offset of its clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_PINGS = 8
 
 
 def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) -> RWorkerInfo:
-    """Return what is known of R-worker ``name``, which has opened a cache of ``layout``."""
+    """Return the description of R-worker ``name``, which has opened a cache for ``layout``."""
     return RWorkerInfo(
         name=name,
         num_blocks=welcome.num_blocks,
@@ -32,12 +32,12 @@ def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) 
 
 
 def _has_own_cores(welcome: Welcome) -> bool:
-    """Return True for another machine, and for cores of this one that the S-worker keeps off."""
+    """Return True for another machine, and for cores of this one that the S-worker does not use."""
     return welcome.host_id != host_id() or not set(welcome.cores) & allowed_cores()
 
 
 def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...]:
-    """Return the KV port for prefill workers, if any; its host may be the one at which R-worker ``name`` is found."""
+    """Return the KV port for prefill workers, if any. Its host defaults to that of R-worker ``name``."""
     address = welcome.kv_address
     if address.startswith(":"):
         host = name.rpartition(":")[0]
@@ -46,8 +46,10 @@ def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...
 
 
 def clock_offset(ping: Callable[[], float]) -> float:
-    """Return the worker's clock, which ``ping`` tells, minus ours in seconds, by the quickest of NUM_PINGS;
-    0 where both may be the same."""
+    """Return the worker's clock minus ours in seconds, from the quickest of NUM_PINGS calls of ``ping``.
+
+    Return 0 if both may be the same clock.
+    """
     rounds = []
     for _ in range(NUM_PINGS):
         asked = time.perf_counter()

@@ -1,1 +1,1 @@
-"""Prefill workers as processes: what travels to and from them, the pool that the engine calls, and their own end."""
+"""Prefill workers as processes: their messages, the pool that the engine calls, and the worker's side."""

@@ -13,20 +13,22 @@ from fastdecode.cluster.wire.messages import decode_refusal
 from fastdecode.core.errors import BackendError, FrameError
 
 OPEN_SECONDS = 300.0
-"""Most time from HELLO to WELCOME: a prefill worker that starts loads its model first."""
+"""Most seconds from HELLO to WELCOME, since a starting prefill worker loads its model first."""
 
 TICK_SECONDS = 0.1
 
 
 class PrefillClient:
-    """One prefill worker, over a link."""
+    """The client of one prefill worker over a link."""
 
     def __init__(
         self, name: str, connect: Callable[[], Link], end: Callable[[], None] = lambda: None, process_id: int = 0
     ) -> None:
-        """``connect`` is called by ``open``, and fails with BackendError; ``end``, by ``close``, ends the process.
+        """``connect`` is called by ``open``, and raises BackendError.
 
-        ``process_id``: of a process that was started for it.
+        ``end`` is called by ``close``, and ends the process.
+
+        ``process_id``: of the process started for it; 0 for none.
         """
         self.name, self.process_id = name, process_id
         self._connect, self._end = connect, end
@@ -34,7 +36,7 @@ class PrefillClient:
         self.welcome: PrefillWelcome | None = None
 
     def open(self, hello: bytes) -> None:
-        """Ask for a session. Raise BackendError if the worker is gone, or does not hold this side's key."""
+        """Ask for a session. Raise BackendError if the worker is gone, or does not have this side's key."""
         self.link = self._connect()
         try:
             self.link.send(Kind.HELLO, hello)
@@ -42,7 +44,7 @@ class PrefillClient:
             raise BackendError(f"prefill worker {self.name}: {error}") from error
 
     def opened(self, model: str) -> None:
-        """Wait for the answer. Raise BackendError when it is a refusal, or does not come."""
+        """Wait for the answer. Raise BackendError if it is a refusal, or does not come."""
         link, deadline = self._open_link, time.monotonic() + OPEN_SECONDS
         try:
             while (frame := link.receive(TICK_SECONDS)) is None:
@@ -60,7 +62,7 @@ class PrefillClient:
 
     @property
     def port_epoch(self) -> int:
-        """What keys and values sent to it must carry."""
+        """The epoch that keys and values sent to it must carry."""
         return self.welcome.port_epoch if self.welcome else 0
 
     @property
@@ -84,5 +86,5 @@ class PrefillClient:
 
 
 def refusal(link: Link, frame: Frame) -> str:
-    """Return why the other end refuses, which ``frame`` says."""
+    """Return the other end's reason for refusing, from ``frame``."""
     return decode_refusal(link.body(frame, MAX_JSON_BYTES))[1]

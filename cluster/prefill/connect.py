@@ -1,4 +1,4 @@
-"""How an S-worker comes by its prefill workers: it starts processes, connects to those that listen, or has ranks."""
+"""How an S-worker gets its prefill workers: it starts processes, connects to listening ones, or uses MPI ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi_job import SWorkerRank
 
 ANSWER = "fastdecode prefill-worker: "
-"""What the line that names a prefill worker's address begins with."""
+"""The beginning of the line that tells a prefill worker's address."""
 
 END_SECONDS = 5.0
-"""How long a spawned prefill worker may take to end; then it is killed."""
+"""Most seconds for a spawned prefill worker to end; then it is killed."""
 
 
 def listening_workers(addresses: Sequence[str], security: Security) -> PrefillPool:
-    """Prefill workers that listen at ``addresses``, "host:port"."""
+    """Return a pool of prefill workers that listen at ``addresses``, "host:port"."""
     clients = [PrefillClient(address, partial(connect, address, security)) for address in addresses]
     return PrefillPool(clients, lambda: addresses, partial(connect, security=security))
 
@@ -45,7 +45,7 @@ def spawned_workers(
     key_file: str | None,
     security: Security,
 ) -> PrefillPool:
-    """``count`` processes here, which load their model at once and at the same time; ``cores`` are dealt in turn."""
+    """Return a pool of ``count`` processes here, which load their models concurrently. ``cores`` are dealt in turn."""
     turns = itertools.cycle(cores)
     flags = ["--engine-config", json.dumps(dict(engine_config)), "--threads", str(num_threads)]
     if key_file:
@@ -62,7 +62,7 @@ def spawned_workers(
 
 
 def ranked_workers(security: Security) -> PrefillPool:
-    """Return the prefill workers among the ranks of this process's MPI job, which listen once their model is loaded."""
+    """Return a pool of the prefill workers among this MPI job's ranks, which listen after loading their models."""
     from fastdecode.cluster.links.mpi_job import Role, join_as_s_worker
 
     job = join_as_s_worker()
@@ -80,7 +80,7 @@ def _connect(process: _Spawned, security: Security) -> Link:
 
 
 class _Spawned:
-    """A process that has been started, and its address once it listens."""
+    """A started process, and its address once it listens."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         command = [sys.executable, "-m", "fastdecode.cli.main", "prefill-worker", "--listen", "tcp://127.0.0.1:0"]
@@ -90,13 +90,13 @@ class _Spawned:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
-            start_new_session=True,  # Ctrl-C must reach the S-worker alone
+            start_new_session=True,  # Ctrl-C must reach only the S-worker
         )
         self._address = ""
 
     @property
     def address(self) -> str:
-        """ "host:port"; waits for it. BackendError if the process ends instead."""
+        """Its "host:port", awaited if necessary. Raise BackendError if the process ends instead."""
         while not self._address:
             line = self.process.stdout.readline() if self.process.stdout else ""
             if not line:
@@ -106,7 +106,7 @@ class _Spawned:
         return self._address
 
     def end(self) -> None:
-        """May be called twice."""
+        """End the process; may be called twice."""
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)

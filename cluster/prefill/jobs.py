@@ -1,4 +1,4 @@
-"""A job on a prefill worker: its part of a prompt, the keys and values of the others, and the way of its own."""
+"""A job on a prefill worker: its part of a prompt, keys and values from others, and where its own go."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.kinds.layout import KVLayout
 
 TICK_SECONDS = 0.2
-"""How long a wait for another's keys and values lasts before the S-worker is looked after again."""
+"""Seconds of a wait for others' keys and values before the S-worker's connection is checked again."""
 
 KV_BYTES = 1 << 22
-"""Most bytes of keys in one KV frame: many are under way at once, and a decode step waits for at most one."""
+"""Most bytes of keys in one KV frame. Many are under way at once, and a decode step waits for at most one."""
 
 LAYERS_AHEAD = 2
-"""Layers of a prefix that are asked for before the layer that is computed: one comes while another is on its way."""
+"""Layers of a prefix requested before the layer that is computed, so that transfers overlap."""
 
 Read = Callable[[int, np.ndarray, Callable[[], None]], None]
 """Queues a range of a prefix to be read from its R-worker.
 
-Its arguments: layer, where the tokens go as they are stored, and what is called once they are there.
+Its arguments: layer, the array to fill in stored form, and a function to call when it is filled.
 """
 
 
 @dataclass(frozen=True)
 class ReadWay:
-    """Tokens ``start`` to ``end`` of a prompt's prefix, which ``read`` asks of an R-worker."""
+    """A source of tokens ``start`` to ``end`` of a prompt's prefix; ``read`` requests them from an R-worker."""
 
     start: int
     end: int
@@ -43,15 +43,15 @@ class ReadWay:
 
 
 class JobCancelledError(FastDecodeError):
-    """The S-worker does not want this prompt any more, or is gone."""
+    """The S-worker has cancelled this prompt, or is gone."""
 
 
 class PromptJob:
-    """One part of a prompt that this worker computes; the port's thread fills in what other workers send.
+    """One part of a prompt that this worker computes. The port's thread fills in what other workers send.
 
-    KV-Runahead: a worker needs the parts before its own, which the worker before it sends, and sends all up to its end
-    on. A prefix is a part before the first, which the first worker reads from the R-worker. Tensor/sequence parallel:
-    it needs all parts, which go round in a ring, each as often as there are others.
+    With KV-Runahead, a worker needs the earlier parts, which the previous worker sends, and passes all parts up to its
+    own on. A prefix is a part before the first; the first worker reads it from the R-worker. With tensor/sequence
+    parallelism, every worker needs all parts. They go round in a ring, each as often as there are other workers.
     """
 
     def __init__(
@@ -63,9 +63,11 @@ class PromptJob:
         stores: Sequence[StoreWay],
         prefix: Sequence[ReadWay] = (),
     ) -> None:
-        """``layout``: with the dtype and the arithmetic of the R-workers' caches. ``send_on``: to the next worker, None
-        where there is none; ``stores``: to each R-worker that stores tokens of the prompt; ``prefix``: from those that
-        have it, needed by the first worker."""
+        """``layout``: with the R-workers' KV dtype and arithmetic.
+
+        ``send_on``: sends to the next worker; None if there is none. ``stores``: the R-workers that store tokens of the
+        prompt. ``prefix``: those that hold it, needed by the first worker.
+        """
         self.prompt, self.token_ids, self.layout = prompt, token_ids, layout
         self._bounds = (0, *prompt.bounds) if prompt.context_len else prompt.bounds
         self._own = prompt.part + len(self._bounds) - len(prompt.bounds)
@@ -81,21 +83,21 @@ class PromptJob:
         self.sent_bytes = self.read_bytes = 0
 
     def begin(self) -> None:
-        """Ask for the first layers of the prefix, if that is this worker's to do, before it is computed.
+        """Request the first layers of the prefix before they are computed with, if this worker reads it.
 
-        ConnectionError where the R-worker is gone.
+        Raise ConnectionError if the R-worker is gone.
         """
         for layer in range(LAYERS_AHEAD):
             self._read_prefix(layer)
 
     def cancel(self) -> None:
-        """Have the computation end at its next layer, or at once where it waits."""
+        """End the computation at its next layer, or at once if it waits."""
         with self._changed:
             self.is_cancelled = True
             self._changed.notify_all()
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
-        """Where ``num_rows`` rows from another worker go; FrameError where they have no place."""
+        """Return the place for ``num_rows`` rows from another worker. Raise FrameError if they have none."""
         if 0 <= layer < len(self.layout.layers) and not self.layout.layers[layer].caches_rows:
             return self._place_for_state(layer, start, num_rows)
         if self._prefix and start < self.prompt.start:
@@ -114,17 +116,17 @@ class PromptJob:
         return rows.of(start, start + num_rows)
 
     def take_in(self, layer: int, start: int, arrays: Arrays) -> None:
-        """Rows from another worker, which came before the job; FrameError where they have no place."""
+        """Take rows from another worker that arrived before the job. Raise FrameError if they have no place."""
         found = self.place_for(layer, start, len(arrays[0]))
         places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
         if [each.nbytes for each in places] != [each.nbytes for each in rows]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(places, rows, strict=True):  # keys may have come as what is stored
+        for place, each in zip(places, rows, strict=True):  # keys may have come in stored form
             place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 
     def filled(self, layer: int, start: int, num_rows: int) -> None:
-        """The rows that ``place_for`` gave a place are there."""
+        """Note that the rows in the place from ``place_for`` have arrived."""
         with self._changed:
             if not self.layout.layers[layer].caches_rows:
                 self._has_state.add(layer)
@@ -134,9 +136,9 @@ class PromptJob:
             self._changed.notify_all()
 
     def exchange(self, layer: int, k: np.ndarray, v: np.ndarray) -> PromptKV:
-        """Hand on this part's ``k`` and ``v`` of ``layer``, and wait for what they attend to; see ``Exchange``.
+        """Send this part's ``k`` and ``v`` of ``layer`` on, and wait for the rows they attend to; see ``Exchange``.
 
-        JobCancelledError once the job is not wanted any more.
+        Raise JobCancelledError if the job was cancelled.
         """
         self._check_wanted()
         prompt = self.prompt
@@ -156,10 +158,10 @@ class PromptJob:
         return rows.kv
 
     def advance(self, layer: int, by_own_rows: Callable[[np.ndarray | None], tuple[Any, np.ndarray]]) -> Any:
-        """Have the state of recurrent layer ``layer`` after the parts before, once it is here, advanced by this part's
-        rows, and hand it on, to the R-workers that store the prompt where this is its last part; see ``Advance``.
+        """Advance the state of recurrent layer ``layer`` by this part's rows, and send it on; see ``Advance``.
 
-        JobCancelledError once the job is not wanted any more.
+        Wait first for the state after the earlier parts. After the last part, the state goes to the R-workers that
+        store the prompt. Raise JobCancelledError if the job was cancelled.
         """
         self._check_wanted()
         output, state = by_own_rows(self._await_state(layer) if self.prompt.part else None)
@@ -178,7 +180,7 @@ class PromptJob:
             raise JobCancelledError(f"job {self.prompt.job_id} is not wanted any more")
 
     def _place_for_state(self, layer: int, start: int, num_rows: int) -> Arrays:
-        """Where the state after the part before this one goes."""
+        """Return the place for the state after the previous part."""
         with self._changed:
             wanted = self._num_done <= layer and layer not in self._states and self.prompt.part > 0
             if not wanted or num_rows != 1 or start != self.prompt.bounds[self.prompt.part - 1]:
@@ -194,14 +196,14 @@ class PromptJob:
             return self._states[layer]
 
     def _hand_on(self, layer: int, rows: LayerRows) -> None:
-        """The chain: own rows first, since they are here, then those before them as they come."""
+        """Send rows along the chain: own rows first, since they are here, then earlier ones as they arrive."""
         self._pass(layer, rows, self._own)
         for part in range(self._own):
             self._await(rows, part)
             self._pass(layer, rows, part)
 
     def _go_round(self, layer: int, rows: LayerRows) -> None:
-        """The ring: own rows, then each part that comes, but for the one that the next worker began with."""
+        """Send rows around the ring: own rows, then each arriving part except the one that the next worker computed."""
         count, own = self.prompt.num_parts, self.prompt.part
         self._pass(layer, rows, own)
         for step in range(1, count):
@@ -225,7 +227,7 @@ class PromptJob:
             self.sent_bytes += self._send(self._send_on, *self._bounds[part : part + 2], layer, rows)
 
     def _send(self, send: Send, first: int, end: int, layer: int, rows: LayerRows) -> int:
-        """Send rows ``first`` to ``end``, if any, in pieces; returns the bytes that were sent."""
+        """Send rows ``first`` to ``end`` in pieces, if there are any; return the number of bytes."""
         if first >= end:
             return 0
         arrays = rows.of(first, end)
@@ -250,7 +252,7 @@ class PromptJob:
         return self._layers[layer]
 
     def _part_of(self, start: int) -> int:
-        """The part in which position ``start`` lies; FrameError for a position beyond the prompt."""
+        """Return the part that has position ``start``. Raise FrameError for a position beyond the prompt."""
         if not 0 <= start < self._bounds[-1]:
             raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is beyond its prompt")
         return int(np.searchsorted(self._bounds, start, side="right")) - 1

@@ -1,4 +1,4 @@
-"""The way of keys and values from a prefill worker to a port, an R-worker's or another prefill worker's, and back."""
+"""Transfer of keys and values between a prefill worker and the port of an R-worker or another prefill worker."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MOST_IN_FLIGHT,
 from fastdecode.core.errors import FrameError
 
 PIECE_BYTES = 1 << 19
-"""Bytes of keys and values in one frame, about: an R-worker stores or reads it in a fraction of a millisecond."""
+"""Approximate bytes of keys and values per frame. An R-worker stores or reads them in a fraction of a millisecond."""
 
 ANSWER_SECONDS = 30.0
-"""Most time to an answer; an R-worker whose host is gone is noticed sooner, by its heartbeats."""
+"""Most seconds for an answer. A lost host of an R-worker is noticed sooner, by its heartbeats."""
 
 TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The outcome of one call of ``KvFeed.store`` or ``read``; ``refusal`` says why it failed, "" if it did not."""
+    """The outcome of one call of ``KvFeed.store`` or ``read``. ``refusal``: why it failed; "" if it did not."""
 
     job_id: int
     layer: int
@@ -37,7 +37,7 @@ class Stored:
 
 @dataclass
 class _Call:
-    """A call of ``store`` or ``read``; ``pieces_left`` of its frames have answers to come."""
+    """A call of ``store`` or ``read``. ``pieces_left``: frames without an answer so far."""
 
     kind: Kind
     job_id: int
@@ -50,7 +50,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A frame that waits for its answer, with the arrays that libzmq still reads, or that the answer fills."""
+    """A frame that waits for its answer, and the arrays that libzmq still reads, or that the answer fills."""
 
     call: _Call
     start: int
@@ -58,23 +58,23 @@ class _Piece:
 
     @property
     def rows(self) -> bytes:
-        """Return the bytes that a KV frame of it begins with: job, first row, number of rows."""
+        """The beginning of its KV frame: job, first row, number of rows."""
         return KV_ROWS.pack(self.call.job_id, self.start, len(self.arrays[0]))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Bytes of the parts of such a frame, of which there are three at most."""
+        """Bytes of the parts of its frame, at most three."""
         return (KV_ROWS.size, *(each.nbytes for each in self.arrays), 0)[:3]
 
 
 class KvFeed:
-    """Stores rows at the port of one worker, and reads prefixes at an R-worker's; used from one thread.
+    """Stores rows at the port of one worker, and reads prefixes from an R-worker's port. Use it from one thread.
 
-    Every method raises ConnectionError, saying why, once the worker is gone.
+    Every method raises ConnectionError, with the reason, once the worker is gone.
     """
 
     def __init__(self, address: str, epoch: int, security: Security) -> None:
-        """``address`` and ``epoch``: the port's. BackendError if the two sides do not share a key."""
+        """``address`` and ``epoch``: the port's. Raise BackendError if the two sides do not share a key."""
         self.address = address
         self._channel = proven(ZmqChannel(address, security.curve_secret), security, address)
         self._conversation = Conversation(self._channel)
@@ -89,27 +89,28 @@ class KvFeed:
         return len(self._in_flight)
 
     def store(self, job_id: int, layer: int, start: int, *arrays: np.ndarray) -> None:
-        """Send the rows of the tokens from ``start`` on; ``poll`` tells their outcome.
+        """Send the rows of the tokens from ``start`` on; ``poll`` returns the outcome.
 
         ``arrays``: k [num_rows, num_kv_heads, key_head_dim] and v [num_rows, num_kv_heads, value_head_dim], or stored
-        uint8 [num_rows, bytes] of a prefix: C-contiguous, as on the wire, and unchanged until then: large ones are not
-        copied. Waits while MOST_IN_FLIGHT frames are unanswered. ValueError for arrays of other forms.
+        uint8 [num_rows, bytes] of a prefix. They are C-contiguous, in wire form, and must not change until the outcome,
+        since large ones are not copied. The call waits while MOST_IN_FLIGHT frames are unanswered. Raise ValueError for
+        other arrays.
         """
         _check_rows(arrays)
         self._call(Kind.KV, job_id, layer, start, arrays)
 
     def read(self, job_id: int, layer: int, start: int, stored: np.ndarray) -> None:
-        """Ask for tokens that the sequence of the job had when it was reserved, to be written to ``stored``.
+        """Request tokens that the job's sequence had when it was reserved, to be written to ``stored``.
 
-        That is C-contiguous uint8 [num_rows, bytes], as ``_rworker.RWorker.read_prefix`` gives it; ``poll`` tells once
-        it is filled.
+        ``stored``: C-contiguous uint8 [num_rows, bytes], in the form of ``_rworker.RWorker.read_prefix``. ``poll`` says
+        when it is filled.
         """
         if stored.ndim != 2 or stored.dtype != np.uint8 or not len(stored) or not stored.flags.c_contiguous:
             raise ValueError(f"stored must be C-contiguous uint8 [num_rows, bytes], not {stored.dtype}{stored.shape}")
         self._call(Kind.READ, job_id, layer, start, (stored,))
 
     def poll(self, timeout_seconds: float) -> list[Stored]:
-        """Return outcomes since the last call, in the order of the calls; empty when none came in time."""
+        """Return the outcomes since the last call, in the order of the calls; empty if none came in time."""
         deadline = time.monotonic() + timeout_seconds
         while self._in_flight and self._hear(0.0):
             pass
@@ -119,11 +120,11 @@ class KvFeed:
         return done
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the connection; may be called twice."""
         self._channel.close()
 
     def _call(self, kind: Kind, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> None:
-        """In pieces."""
+        """Send ``arrays`` in pieces."""
         num_rows = len(arrays[0])
         most = max(1, PIECE_BYTES * num_rows // sum(each.nbytes for each in arrays))
         begins = range(0, num_rows, most)
@@ -141,7 +142,7 @@ class KvFeed:
         self._conversation.send(piece.call.kind, piece.rows, *payload, layer=piece.call.layer)
 
     def _hear(self, timeout_seconds: float) -> bool:
-        """Take the next answer, if one comes in time; the R-worker answers in the order of the frames."""
+        """Take the next answer, if it comes in time. Answers come in the order of the frames."""
         try:
             frame = self._conversation.receive(timeout_seconds)
             if frame is None:
@@ -188,7 +189,7 @@ def _stored(piece: _Piece) -> bytes:
 
 
 def _check_rows(arrays: tuple[np.ndarray, ...]) -> None:
-    """Raise ValueError unless all are C-contiguous, k and v of three dimensions, and as many rows, at least one."""
+    """Raise ValueError unless k and v are C-contiguous, have three dimensions, and equal, positive row counts."""
     dimensions = {1: [2], 2: [3, 3]}.get(len(arrays))
     is_right = [each.ndim for each in arrays] == dimensions and 0 < len(arrays[0]) == len(arrays[-1])
     if not is_right or not all(each.flags.c_contiguous for each in arrays):

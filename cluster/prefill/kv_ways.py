@@ -1,6 +1,6 @@
-"""The ways of a prompt's keys and values to the KV ports of R-workers that store it, and from those with its prefix.
+"""Destinations and sources of a prompt's keys and values: the KV ports of R-workers that store it, or hold its prefix.
 
-Where ranks share the model, an R-worker is one of each rank, with that rank's KV heads and a KV port of its own.
+If ranks share the model, an R-worker is one worker of each rank, with that rank's KV heads and its own KV port.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class PortHeads:
-    """Which of a model's KV heads each KV port of an R-worker takes."""
+    """The KV heads of a model that each KV port of an R-worker takes."""
 
     def __init__(self, layout: KVLayout, kv_heads: Sequence[int]) -> None:
-        """``layout``: the whole model's; ``kv_heads``: as ``PrefillHello`` has them, FrameError for other numbers."""
+        """``layout``: the whole model's. ``kv_heads``: as in ``PrefillHello``. Raise FrameError for wrong numbers."""
         if len(kv_heads) != len(layout.layers):
             raise FrameError(f"HELLO: KV heads of {len(kv_heads)} layers, and the model has {len(layout.layers)}")
         for layer, count in zip(layout.layers, kv_heads, strict=True):
@@ -34,7 +34,7 @@ class PortHeads:
         self._layout, self._kv_heads = layout, tuple(kv_heads)
 
     def check(self, num_ports: int) -> None:
-        """Raise FrameError if ``num_ports`` ports do not have all heads, each as often."""
+        """Raise FrameError unless ``num_ports`` ports together have all heads, each equally often."""
         for layer, count in zip(self._layout.layers, self._kv_heads, strict=True):
             if num_ports % (layer.num_kv_heads // count):
                 raise FrameError(f"PROMPT: {num_ports} ports of {count} of the {layer.num_kv_heads} KV heads")
@@ -46,14 +46,14 @@ class PortHeads:
         return slice(first, first + count)
 
     def part(self, layer: int, port: int, num_ports: int, arrays: Arrays) -> Arrays:
-        """Of rows of a layer, those of the heads of port ``port``; a state whole."""
+        """Return the rows of a layer for the heads of port ``port``; a state is returned whole."""
         if not self._layout.layers[layer].caches_rows:
             return arrays
         own = self.of(layer, port, num_ports)
         return tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
 
     def take(self, layer: int, heads: slice, rows: np.ndarray, stored: np.ndarray) -> None:
-        """Enter ``rows``, a prefix as the cache of ``heads`` stores it, in that of all heads; both uint8 [rows, …]."""
+        """Copy ``rows``, a stored prefix of ``heads``, into ``stored``, that of all heads; both uint8 [rows, …]."""
         shape, kv_dtype = self._layout.layers[layer], self._layout.kv_dtype
         for whole, part in zip(
             _by_head(shape, kv_dtype, stored, shape.num_kv_heads),
@@ -63,13 +63,16 @@ class PortHeads:
             whole[:, heads] = part
 
     def empty_rows(self, layer: int, num_rows: int) -> np.ndarray:
-        """Return room for a prefix as the cache behind one port stores it: uint8 [num_rows, bytes]."""
+        """Return memory for a prefix as the cache behind one port stores it: uint8 [num_rows, bytes]."""
         head_bytes = sum(self._layout.layers[layer].head_bytes(self._layout.kv_dtype))
         return np.empty((num_rows, self._kv_heads[layer] * head_bytes), np.uint8)
 
 
 def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSender]) -> Send:
-    """Rows by position in the prompt to all ports of an R-worker, which counts from the first token that it stores."""
+    """Return a function that sends rows, by position in the prompt, to all ports of an R-worker.
+
+    The R-worker counts from the first token that it stores.
+    """
 
     def send(layer: int, start: int, arrays: Arrays) -> int:
         num_bytes = 0
@@ -82,7 +85,7 @@ def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSende
 
 
 def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
-    """Return a range of a prefix from the ports of its R-worker; what several of them have comes from the first."""
+    """Return a function that reads a range of a prefix from its R-worker; the first port with a head supplies it."""
 
     def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         parts = {heads.of(layer, port, len(readers)).start: port for port in reversed(range(len(readers)))}
@@ -98,7 +101,7 @@ def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReade
 
 
 def after(count: int, tell: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls ``tell`` at its call number ``count``; for any threads."""
+    """Return a function that calls ``tell`` at its ``count``-th call; any thread may call it."""
     left, lock = [count], threading.Lock()
 
     def once() -> None:

@@ -1,6 +1,6 @@
 """The bodies of frames between an S-worker and its prefill workers, with every value checked.
 
-Keys and values travel as ``KV`` frames from one prefill worker to the next and to R-workers (``wire/messages.py``).
+Keys and values are sent as ``KV`` frames to the next prefill worker and to R-workers (``wire/messages.py``).
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ from fastdecode.core.types import ISAS, PREFILL_METHODS
 from fastdecode.kinds.kind import MAX_LAYERS, Heads
 
 MAX_PARTS = 1 << 12
-"""Prefill workers that share one prompt."""
+"""Most prefill workers that share a prompt."""
 
 MAX_PLACES = 1 << 12
-"""R-workers that store one prompt."""
+"""Most R-workers that store a prompt."""
 
 MAX_PORTS = 1 << 10
-"""Ranks whose R-workers are one."""
+"""Most ranks whose R-workers count as one."""
 
 PREFILLED = struct.Struct("<qdqqq")
-"""The first part of PREFILLED: job id, seconds that the part took, and bytes of keys and values that went to other
-prefill workers and to R-workers, and came from those; then TICKETS of places that lack some of the part. The second
-part is the last row's logits, or empty."""
+"""The first part of PREFILLED.
+
+It has the job id, the seconds of the part, and the bytes sent to other prefill workers, sent to R-workers, and read
+from those. TICKETS of places that lack some of the part follow. The second part is the last row's logits, or empty.
+"""
 
 TICKETS = np.dtype("<i8")
 
 JOB = struct.Struct("<q")
-"""The body of CANCEL."""
+"""The body of CANCEL: the job id."""
 
 Position = Annotated[int, Meta(ge=0, le=MAX_ROWS)]
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A port, "host:port", that keys and values are sent to, and the number that shows that they are welcome."""
+    """A port, "host:port", that keys and values are sent to, and the number that admits them."""
 
     address: Text
     epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt; its positions count from ``start``.
+    """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt. Its positions count from ``start``.
 
-    It knows them as job ``ticket``. Of several places, the R-workers of ranks that share the model, each has its KV
-    heads.
+    It knows them as job ``ticket``. If ranks share the model, each rank's R-worker is a place with its KV heads.
     """
 
     places: Annotated[tuple[Place, ...], Meta(min_length=1, max_length=MAX_PORTS)]
@@ -64,11 +65,11 @@ class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The S-worker that asks for a session; ``model`` identifies the model that both must have.
+    """An S-worker's request for a session. ``model`` identifies the model that both must have.
 
-    ``kv_dtype``: what its R-workers' caches store. ``state_dtype``: of its states' matrices. ``isa``: in whose
-    arithmetic they attend, "auto" where they differ. ``kv_heads``: of each layer, how many of the model's KV heads one
-    KV port takes; those of an R-worker have them all in order, each head as often as there are ports for it.
+    ``kv_dtype``: of its R-workers' caches. ``state_dtype``: of its state matrices. ``isa``: the arithmetic of its
+    R-workers; "auto" if they differ. ``kv_heads``: by layer, how many KV heads one KV port takes. The ports of an
+    R-worker have all heads in order, each equally often.
     """
 
     name: Text
@@ -81,7 +82,7 @@ class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a prefill worker is: it computes with ``num_threads`` on ``cores`` of the machine ``host_id``."""
+    """A prefill worker's description: it computes with ``num_threads`` on ``cores`` of the machine ``host_id``."""
 
     num_threads: Annotated[int, Meta(ge=1, le=1 << 16)]
     cores: tuple[Annotated[int, Meta(ge=0, lt=MAX_CORES)], ...]
@@ -94,8 +95,8 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
-    Tokens before ``bounds[0]`` are a prefix that the R-workers of ``prefix`` have; each of ``stores`` gets its rows.
-    ``next``: where its keys and values go on to, None at the end of a chain. The tokens are the frame's second part.
+    Tokens before ``bounds[0]`` are a prefix, held by the R-workers of ``prefix``. Each of ``stores`` gets its rows.
+    ``next``: where its keys and values go next; None at the end of a chain. The tokens are the frame's second part.
     """
 
     job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -123,24 +124,27 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def own_stores(self) -> list[PlacedRows]:
-        """Those of ``stores`` that get rows of the part."""
+        """Those of ``stores`` that get rows of this part."""
         return [each for each in self.stores if each.start < self.end and self.start < each.end]
 
     @property
     def own_prefix(self) -> tuple[PlacedRows, ...]:
-        """Where the part gets the prefix from: the first part alone from R-workers."""
+        """The R-workers from which this part reads the prefix. Only the first part reads it."""
         return () if self.part else self.prefix
 
     def depends_on(self, place: Place, numbers: Collection[int]) -> bool:
-        """Whether the part cannot be computed without ``place``, the next prefill worker or an R-worker with some of
-        the prefix, which knows what goes there, or is read there, by one of ``numbers``."""
+        """Return whether the part cannot be computed without ``place``.
+
+        ``place`` is the next prefill worker, or an R-worker with some of the prefix. It knows the transfer by one of
+        ``numbers``.
+        """
         if self.next == place and self.job_id in numbers:
             return True
         return any(place in each.places and each.ticket in numbers for each in self.own_prefix)
 
     @property
     def num_parts(self) -> int:
-        """Prefill workers that share the prompt."""
+        """The number of prefill workers that share the prompt."""
         return len(self.bounds) - 1
 
     @property
@@ -150,35 +154,37 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why a job was not computed."""
+    """The reason why a job was not computed."""
 
     job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
     reason: Text
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """As JSON."""
+    """Return the message as JSON."""
     return encode_json(message)
 
 
 def decode_prefill_hello(data: bytes | bytearray) -> PrefillHello:
-    """FrameError names the field that is wrong."""
+    """Return the HELLO in ``data``. A FrameError names the wrong field."""
     return decode_json("HELLO", data, PrefillHello)
 
 
 def decode_prefill_welcome(data: bytes | bytearray) -> PrefillWelcome:
-    """FrameError names the field that is wrong."""
+    """Return the WELCOME in ``data``. A FrameError names the wrong field."""
     return decode_json("WELCOME", data, PrefillWelcome)
 
 
 def decode_failure(data: bytes | bytearray) -> Failure:
-    """FrameError names the field that is wrong."""
+    """Return the failure in ``data``. A FrameError names the wrong field."""
     return decode_json("FAILED", data, Failure)
 
 
 def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: int, vocab_size: int) -> Prompt:
-    """``tokens``: int64 [rows]. FrameError for parts that do not ascend, an address that is none, or other tokens than
-    the part's."""
+    """Return the prompt in ``data``. ``tokens``: int64 [rows], the part's tokens.
+
+    Raise FrameError for parts that do not ascend, a malformed address, or a wrong number of tokens.
+    """
     prompt = decode_json("PROMPT", data, Prompt)
     bounds = np.array(prompt.bounds)
     if not (np.diff(bounds) > 0).all() or bounds[-1] > max_model_len:
@@ -196,7 +202,7 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
 
 
 def _check_places(prompt: Prompt) -> None:
-    """Raise FrameError for a prefix or stores with gaps, a place named twice, or an address that is none."""
+    """Raise FrameError for a prefix or stores with gaps, a repeated place, or a malformed address."""
     placed = (*prompt.stores, *prompt.prefix)
     if any(each.start >= each.end for each in placed):
         raise FrameError("PROMPT: a range of a place is empty")

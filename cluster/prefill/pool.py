@@ -1,4 +1,4 @@
-"""The S-worker's end of its prefill workers: hands out prompts, and hears what became of them."""
+"""The S-worker's end of its prefill workers: hands out prompts, and collects the results."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
 LOOK_SECONDS = 0.001
-"""Between two looks at all links, for an engine that has nothing else to do."""
+"""Seconds between two looks at all links, for an engine without other work."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Job:
-    """A prompt under way: who computes it, and what is known of each part."""
+    """A prompt in work: its workers, and the progress of each part."""
 
     prefill: RemotePrefill
     seconds: list[float] = field(default_factory=list)
@@ -57,9 +57,9 @@ class _Job:
 
 
 class PrefillPool:
-    """``PrefillBackend`` over links.
+    """A ``PrefillBackend`` over links.
 
-    ``addresses``: "host:port" at which the others reach each.
+    ``addresses``: the "host:port" at which other workers reach each one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PrefillPool:
         addresses: Callable[[], Sequence[str]],
         connect: Callable[[str], Link],
     ) -> None:
-        """``addresses`` is called once all are open; ``connect`` with the address of one that joins later."""
+        """``addresses`` is called once all are open; ``connect`` with the address of each one that joins later."""
         self._connect = connect
         self.clients: list[PrefillClient | None] = list(clients)
         self._find_addresses = addresses
@@ -109,7 +109,7 @@ class PrefillPool:
         for index in reversed(range(len(prefill.parts))):  # the receiver is told before the sender
             part = prefill.parts[index]
             if prefill.job_id not in self._jobs:
-                return  # a worker was found lost
+                return  # a worker was found to be lost
             prompt = Prompt(
                 job_id=prefill.job_id,
                 method=prefill.method,
@@ -137,7 +137,7 @@ class PrefillPool:
         return outcomes
 
     def invite(self, address: str) -> None:
-        """Open a session with the worker that listens at ``address``, in a thread of its own, so that no step waits."""
+        """Open a session with the worker at ``address``, in its own thread, so that no step waits."""
         known = address in self.addresses or address in self._invited
         if self._hello and not known and self._attempts.may_try(address):
             self._invited.add(address)
@@ -154,7 +154,10 @@ class PrefillPool:
         self.clients = []
 
     def _next(self, prefill: RemotePrefill, index: int) -> Place | None:
-        """Return where part ``index`` sends keys and values: to the next in the chain, or in the ring."""
+        """Return where part ``index`` sends keys and values: the next worker in the chain or ring.
+
+        Return None if there is none.
+        """
         count = len(prefill.parts)
         if count == 1 or (index == count - 1 and prefill.method != "tsp"):
             return None
@@ -173,7 +176,7 @@ class PrefillPool:
             self._lose(worker, str(error))
 
     def _hear(self) -> bool:
-        """Read all frames that are there; True if something has become known that ``outcomes`` tells."""
+        """Read all frames that are there; return True if ``outcomes`` has news."""
         for worker, client in enumerate(self.clients):
             try:
                 while client and client.link and (frame := client.link.receive(0.0)):
@@ -199,7 +202,7 @@ class PrefillPool:
             self._invited.discard(address)
 
     def _take_in(self) -> None:
-        """Those that have joined get the next numbers."""
+        """Give the next numbers to workers that have joined."""
         while not self._opened.empty():
             client = self._opened.get()
             self._invited.discard(client.name)
@@ -260,7 +263,7 @@ class PrefillPool:
             self._found.failed.append(job_id)
 
     def _lose(self, worker: int, reason: str) -> None:
-        """Go on without a worker; what it had a part in fails."""
+        """Continue without a worker; the jobs that it had a part in fail."""
         client, self.clients[worker] = self.clients[worker], None
         if client is None:
             return
@@ -268,7 +271,7 @@ class PrefillPool:
         client.close()
         self._found.lost.append(worker)
         if worker < len(self.addresses):
-            self.addresses[worker] = ""  # so that it may join anew
+            self.addresses[worker] = ""  # so that it may join again
         for job_id, job in list(self._jobs.items()):
             if any(part.worker == worker for part in job.prefill.parts):
                 self._fail(job_id)

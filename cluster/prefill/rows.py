@@ -1,4 +1,4 @@
-"""Keys and values of a prompt on a prefill worker: those of a layer, and those that came before their prompt did."""
+"""Keys and values of a prompt on a prefill worker: those of a layer, and those that arrive before their prompt."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 
 MOST_EARLY_BYTES = 1 << 28
-"""Keys and values that are kept for prompts that were not announced yet: the worker before may have begun."""
+"""Most bytes of keys and values kept for prompts not announced yet, since the previous worker may be earlier."""
 
 Arrays = tuple[np.ndarray, ...]
-"""Rows of a layer: (k, v), [rows, num_kv_heads, …] in the model's dtype; of a prefix (stored,), uint8 [rows, bytes]."""
+"""Rows of a layer:
+
+(k, v), [rows, num_kv_heads, …] in the model's dtype; for a prefix (stored,), uint8 [rows, bytes].
+"""
 
 
 class LayerRows:
-    """Keys and values of one layer, from position 0 to ``end``; ``filled``: rows of each part that are here."""
+    """Keys and values of one layer, from position 0 to ``end``. ``filled``: arrived rows of each part."""
 
     def __init__(self, layout: KVLayout, layer: Layer, context_len: int, end: int, num_parts: int) -> None:
         dtype, num_rows = WIRE_DTYPE[layout.model_dtype], end - context_len
@@ -32,7 +35,7 @@ class LayerRows:
         self.filled = [0] * num_parts
 
     def of(self, start: int, end: int) -> Arrays:
-        """Return the rows of positions ``start`` to ``end``, all of the prefix or all after it."""
+        """Return the rows of positions ``start`` to ``end``, which are all in the prefix or all after it."""
         context_len = len(self.kv.prefix)
         if start < context_len:
             return (self.kv.prefix[start:end],)
@@ -40,7 +43,7 @@ class LayerRows:
 
 
 class EarlyRows:
-    """Keys and values that came before the prompt that they belong to. For any thread."""
+    """Keys and values that arrive before their prompt. Any thread may use it."""
 
     def __init__(self, most_bytes: int = MOST_EARLY_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -49,7 +52,7 @@ class EarlyRows:
         self.num_bytes = 0
 
     def keep(self, job_id: int, layer: int, start: int, arrays: Arrays) -> None:
-        """Raise FrameError if all that is kept would take too many bytes."""
+        """Keep rows for a later prompt. Raise FrameError if that would take too many bytes."""
         num_bytes = sum(each.nbytes for each in arrays)
         with self._lock:
             if self.num_bytes + num_bytes > self._most_bytes:
@@ -60,14 +63,14 @@ class EarlyRows:
             self.num_bytes += num_bytes
 
     def take(self, job_id: int) -> list[tuple[int, int, Arrays]]:
-        """Layer, first position and rows of all that came for this job, in order; they are not kept any longer."""
+        """Remove and return layer, first position and rows of all that arrived for this job, in order."""
         with self._lock:
             rows = self._rows.pop(job_id, [])
             self.num_bytes -= sum(each.nbytes for _, _, arrays in rows for each in arrays)
         return rows
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop everything."""
         with self._lock:
             self._rows.clear()
             self.num_bytes = 0

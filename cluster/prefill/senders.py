@@ -1,4 +1,4 @@
-"""Threads of a prefill worker that send keys and values, or read them, one for each place, while the model computes."""
+"""Threads of a prefill worker that send or read keys and values while the model computes, one per place."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError
 
 POLL_SECONDS = 0.002
-"""Between two looks for answers."""
+"""Seconds between two looks for answers."""
 
 MOST_REMEMBERED = 64
-"""Jobs that are taken for lost with the next prefill worker: the last to have sent there."""
+"""Most jobs that fail with the next prefill worker: the latest that have sent to it."""
 
 OnFailure = Callable[[list[int], Place, str, bool], None]
-"""Called with the numbers of what cannot be sent there, the place, why, and whether nothing can any more."""
+"""A function called if something cannot be sent: its numbers, the place, the reason, and whether the place is gone."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer that are to be sent: (k, v), or (stored,) of a prefix; ``start`` is the first one's position.
+    """Rows of a layer to send: (k, v), or (stored,) of a prefix. ``start``: the position of the first.
 
-    ``job_id``: by which the receiver knows them, the job's number or an R-worker's ticket; so below.
+    ``job_id``: the receiver's number for them: the job's, or an R-worker's ticket. The same holds below.
     """
 
     job_id: int
@@ -42,7 +42,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Reading:
-    """A prefix of a layer that is to be read into ``stored``; then ``when_read`` is called."""
+    """A layer of a prefix to be read into ``stored``; ``when_read`` is called afterwards."""
 
     job_id: int
     layer: int
@@ -52,7 +52,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Telling:
-    """``tell`` is to be called once all that was sent of the job is stored."""
+    """A request to call ``tell`` once everything sent of the job is stored."""
 
     job_id: int
     tell: Callable[[], None]
@@ -64,7 +64,7 @@ log = logging.getLogger("fastdecode.prefills.worker")
 
 
 class Sender:
-    """A queue of rows for one place, and the thread that sends them; the first failure ends it."""
+    """A queue of rows for one place, and the thread that sends them. The first failure ends it."""
 
     def __init__(self, place: Place, security: Security, on_failure: OnFailure) -> None:
         self.place = place
@@ -75,20 +75,20 @@ class Sender:
         threading.Thread(target=self._run, name=f"send to {place.address}", daemon=True).start()
 
     def send(self, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> int:
-        """Queue rows ``start`` and on of a layer, see ``Rows``, which must not change any more; returns their bytes.
+        """Queue rows of a layer from ``start`` on (see ``Rows``), which must not change any more; return their bytes.
 
-        ConnectionError once the thread has ended.
+        Raise ConnectionError once the thread has ended.
         """
         self._put(Rows(job_id, layer, start, arrays))
         return sum(each.nbytes for each in arrays)
 
     @property
     def has_ended(self) -> bool:
-        """True once it has failed."""
+        """True after a failure."""
         return bool(self._reason)
 
     def close(self) -> None:
-        """Drop what is queued; may be called twice."""
+        """Drop the queue and end the thread; may be called twice."""
         self._is_closed = True
         self._queue.put(None)
 
@@ -114,11 +114,11 @@ class Sender:
                 self._on_failure(list(jobs), self.place, str(error), True)
 
     def _serve(self, jobs: dict[int, None]) -> None:
-        """Send until ``close``; ``jobs`` gets the jobs that were to send."""
+        """Send until ``close``; add the jobs that send to ``jobs``."""
         raise NotImplementedError
 
     def _next(self, is_busy: bool) -> Item | None:
-        """Return the next item; while answers are to come (``is_busy``), None after a moment without one."""
+        """Return the next item. While answers are due (``is_busy``), return None after a moment without one."""
         try:
             return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
         except queue.Empty:
@@ -129,36 +129,36 @@ AnySender = TypeVar("AnySender", bound=Sender)
 
 
 class Senders:
-    """The threads of a prefill worker by what they do and for which place, each begun with the first rows for it."""
+    """The threads of a prefill worker, by task and place. Each starts with the first rows for it."""
 
     def __init__(self, security: Security, on_failure: OnFailure) -> None:
         self._security, self._on_failure = security, on_failure
         self._threads: dict[tuple[type[Sender], Place], Any] = {}
 
     def of(self, kind: type[AnySender], place: Place) -> AnySender:
-        """Return the thread for ``place``."""
+        """Return the thread for ``place``, started if necessary."""
         if (kind, place) not in self._threads:
             self._threads[kind, place] = kind(place, self._security, self._on_failure)
         return self._threads[kind, place]
 
     def of_each(self, kind: type[AnySender], placed: PlacedRows) -> list[AnySender]:
-        """Return the thread for each port of an R-worker."""
+        """Return the threads for all ports of an R-worker."""
         return [self.of(kind, place) for place in placed.places]
 
     def drop_ended(self) -> None:
-        """Forget those that have failed: a later job tries again."""
+        """Forget the failed threads, so that a later job tries again."""
         for key in [key for key, sender in list(self._threads.items()) if sender.has_ended]:
             self._threads.pop(key, None)
 
     def close(self) -> None:
-        """End all."""
+        """End all threads."""
         threads, self._threads = self._threads, {}
         for sender in threads.values():
             sender.close()
 
 
 class ChainSender(Sender):
-    """To the next prefill worker, which says of each piece that it has it."""
+    """Sends to the next prefill worker, which confirms each piece."""
 
     def _serve(self, jobs: dict[int, None]) -> None:
         feed = KvFeed(self.place.address, self.place.epoch, self._security)
@@ -178,10 +178,10 @@ class ChainSender(Sender):
 
 
 class StoreSender(Sender):
-    """To the R-worker that holds the sequence, which says of each piece that it is stored."""
+    """Sends to the R-worker that holds the sequence, which confirms each stored piece."""
 
     def when_stored(self, job_id: int, tell: Callable[[], None]) -> None:
-        """Have the thread call ``tell`` once all that was sent of ``job_id`` is stored."""
+        """Call ``tell`` in the thread once everything sent of ``job_id`` is stored."""
         self._put(Telling(job_id, tell))
 
     def _serve(self, jobs: dict[int, None]) -> None:
@@ -211,12 +211,12 @@ class StoreSender(Sender):
 
 
 class PrefixReader(Sender):
-    """From the R-worker that holds the sequence, which sends what the sequence has from before the prompt's parts."""
+    """Reads a cached prefix from the R-worker that holds the sequence."""
 
     def read(self, job_id: int, layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
-        """Have the thread fill ``stored``, uint8 [rows, bytes], and then call ``when_read``.
+        """Fill ``stored``, uint8 [rows, bytes], in the thread, and then call ``when_read``.
 
-        ConnectionError once the thread has ended.
+        Raise ConnectionError once the thread has ended.
         """
         self._put(Reading(job_id, layer, stored, when_read))
 

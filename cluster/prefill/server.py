@@ -1,4 +1,4 @@
-"""A prefill worker's end of its connections: prompts from the S-worker, keys and values from and to other workers."""
+"""A prefill worker's connections: prompts from the S-worker, and keys and values from and to other workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fastdecode.core.machine import host_id
 from fastdecode.kinds.layout import KVLayout
 
 MOST_ENDED = 1 << 12
-"""Jobs that are remembered after their end: what still comes for them is dropped."""
+"""Most ended jobs that are remembered, so that late frames for them are dropped."""
 
 MOST_JOBS = 1 << 12
 
@@ -47,7 +47,7 @@ log = logging.getLogger("fastdecode.prefills.worker")
 
 @dataclass(frozen=True)
 class PrefillModel:
-    """What a prefill worker computes with; ``name`` identifies the model: layout and weights."""
+    """The model of a prefill worker. ``name`` identifies its layout and weights."""
 
     name: str
     layout: KVLayout
@@ -59,9 +59,9 @@ class PrefillModel:
 
 
 class PrefillServer:
-    """Serves one S-worker after another; prompts are computed one by one, in the order in which they came.
+    """Serves one S-worker after another. Prompts are computed one by one, in order of arrival.
 
-    The port's thread handles frames; the thread that computes calls ``next_job``, then ``finish`` or ``fail``.
+    The port's thread handles frames. The computing thread calls ``next_job``, then ``finish`` or ``fail``.
     """
 
     def __init__(self, model: PrefillModel, security: Security) -> None:
@@ -86,19 +86,19 @@ class PrefillServer:
         }
 
     def listen(self, host: str, port: int) -> str:
-        """Open the port; returns its address, "host:port". OSError where that is impossible."""
+        """Open the port; return its address, "host:port". Raise OSError if that is impossible."""
         self._port = Port(host, port, self._security, self._handle, open_kinds=frozenset({Kind.HELLO}))
         return self._port.address
 
     def next_job(self, timeout_seconds: float) -> PromptJob | None:
-        """The next prompt to compute, None when none came in time."""
+        """Return the next prompt to compute; None if none came in time."""
         try:
             return self._queue.get(timeout=timeout_seconds)
         except queue.Empty:
             return None
 
     def finish(self, job: PromptJob, seconds: float, logits: np.ndarray | None) -> None:
-        """The part is computed: once all R-workers that store it have it, tell the S-worker."""
+        """Report a computed part to the S-worker, once all R-workers have stored it."""
         if job.is_cancelled:
             return
         counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stores.num_bytes, job.read_bytes)
@@ -117,7 +117,7 @@ class PrefillServer:
                 self._miss(job, each.ticket, str(error))
 
     def fail(self, job: PromptJob, reason: str) -> None:
-        """The part cannot be computed: tell the S-worker, unless it has given the job up itself."""
+        """Report to the S-worker that a part cannot be computed, unless the S-worker has cancelled it."""
         if not job.is_cancelled:
             job.cancel()
             self._report(job, Kind.FAILED, encode(Failure(job.prompt.job_id, reason)))
@@ -128,7 +128,7 @@ class PrefillServer:
         return self._peer is None
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the port; may be called twice."""
         self._drop_peer()
         if self._port:
             self._port.close()
@@ -139,10 +139,10 @@ class PrefillServer:
             self._port.send(self._peer, kind, *parts)
 
     def _handle(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """In the port's thread."""
+        """Handle a frame in the port's thread."""
         handler = self._handlers.get(frame.kind)
         if frame.kind is Kind.BYE and identity != self._peer:
-            return  # of one that was refused, or served before
+            return  # from a refused or former S-worker
         if handler is None:
             raise FrameError(f"a {frame.kind.name} frame, which has no place here")
         if frame.kind not in (Kind.HELLO, Kind.KV) and identity != self._peer:
@@ -201,12 +201,12 @@ class PrefillServer:
         self._queue.put(job)
 
     def _stores(self, prompt: Prompt) -> tuple[StoreWay, ...]:
-        """The ways to the R-workers that store rows of the part."""
+        """Return the destinations at R-workers that store rows of the part."""
         ways = [(each, self._senders.of_each(StoreSender, each)) for each in prompt.own_stores]
         return tuple(StoreWay(each.start, each.end, store_way(each, self._heads, to), each.ticket) for each, to in ways)
 
     def _prefix(self, prompt: Prompt) -> tuple[ReadWay, ...]:
-        """The ways from the R-workers that have the prefix."""
+        """Return the sources at R-workers that hold the prefix."""
         return tuple(
             ReadWay(each.start, each.end, read_way(each, self._heads, self._senders.of_each(PrefixReader, each)))
             for each in prompt.own_prefix
@@ -228,7 +228,7 @@ class PrefillServer:
             self._early.keep(job_id, frame.layer, start, arrays)
 
     def _place(self, job_id: int, frame: Frame, start: int, num_rows: int) -> Arrays:
-        """Where the rows of a KV frame go; FrameError for a frame of other sizes."""
+        """Return the place for the rows of a KV frame. Raise FrameError for wrong sizes."""
         layers = self._layout.layers
         if not (frame.layer < len(layers) and start >= 0 and 0 < num_rows <= self.model.max_model_len):
             raise FrameError(f"KV: layer {frame.layer}, {num_rows} rows from position {start}")
@@ -249,7 +249,7 @@ class PrefillServer:
             job.cancel()
 
     def _end(self, job_id: int) -> PromptJob | None:
-        """Forget a job; what still comes for it is dropped."""
+        """Forget a job, so that late frames for it are dropped; return it, or None."""
         self._early.take(job_id)
         self._ended[job_id] = None
         if len(self._ended) > MOST_ENDED:
@@ -260,7 +260,7 @@ class PrefillServer:
         self._drop_peer()
 
     def _drop_peer(self) -> None:
-        """The S-worker is gone: nothing is wanted any more."""
+        """End the session of the lost S-worker, and cancel all its jobs."""
         if self._peer is not None:
             log.info("free")
         self._peer, self._serving = None, ""
@@ -272,8 +272,10 @@ class PrefillServer:
         self._senders.close()
 
     def _cannot_send(self, numbers: list[int], place: Place, reason: str, is_lost: bool) -> None:
-        """What ``place`` knows by these numbers, of jobs or tickets, cannot be sent there, or read from there; where it
-        ``is_lost``, a later job tries anew."""
+        """Handle a failure to send to, or read from, ``place``.
+
+        ``numbers``: the jobs or tickets under which it knows them. If it ``is_lost``, a later job tries again.
+        """
         if is_lost:
             self._senders.drop_ended()
         known = set(numbers)
@@ -286,7 +288,7 @@ class PrefillServer:
                     self._miss(job, each.ticket, f"{place.address}: {reason}")
 
     def _miss(self, job: PromptJob, ticket: int, reason: str) -> None:
-        """Go on without an R-worker that was to store rows of ``job``, if others do."""
+        """Continue without an R-worker that was to store rows of ``job``, if others store them."""
         if not job.stores.miss(ticket):
             self.fail(job, reason)
         elif not job.is_cancelled:

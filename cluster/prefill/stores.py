@@ -10,13 +10,16 @@ from fastdecode.cluster.prefill.messages import Prompt
 from fastdecode.cluster.prefill.rows import Arrays
 
 Send = Callable[[int, int, Arrays], int]
-"""Queues rows of a layer to be sent: layer, first position, and the rows; returns how many bytes that are."""
+"""Queues rows of a layer to be sent: layer, first position, and the rows; returns their bytes."""
 
 
 @dataclass(frozen=True)
 class StoreWay:
-    """Tokens ``start`` to ``end`` of a prompt; ``send`` queues rows for their R-worker, by position in the prompt, and
-    raises ConnectionError once that is gone. ``ticket``: by which it knows them."""
+    """A destination of tokens ``start`` to ``end`` of a prompt.
+
+    ``send`` queues rows for their R-worker by position, and raises ConnectionError once that is gone. ``ticket``: the
+    R-worker's number for them.
+    """
 
     start: int
     end: int
@@ -65,7 +68,7 @@ class Stores:
         return reached >= self._end
 
     def when_stored(self, tickets: Sequence[int], tell: Callable[[], None]) -> None:
-        """Have ``tell`` called once ``stored`` has been, for each of ``tickets`` that is not missed."""
+        """Call ``tell`` once ``stored`` was called for each of ``tickets`` that is not missed."""
         with self._lock:
             self._to_store = [each for each in tickets if each not in self.missed]
             self._when_stored = tell

@@ -1,1 +1,1 @@
-"""The R-worker's process: the machine it runs on, its kernels, and the session that serves one S-worker."""
+"""The R-worker's process: its machine, its kernels, and the session with one S-worker."""

@@ -1,4 +1,4 @@
-"""An R-worker's health port: /health, /live and /metrics over HTTP, in threads of their own, for probes."""
+"""An R-worker's health port for probes: /health, /live and /metrics over HTTP, in its own threads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.core.errors import ConfigError
 
 CLIENT_SECONDS = 5.0
-"""A connection is closed after this, whatever it is at."""
+"""A connection is closed after so many seconds, whatever its state."""
 
 MOST_BYTES = 1 << 13
 """Most bytes of a request's line and header; a probe sends some hundred."""
 
 POLL_SECONDS = 0.1
-"""Between two looks for connections that take too long."""
+"""Seconds between two looks for connections that take too long."""
 
 MOST_CLIENTS = 16
-"""Connections at once; further ones are closed."""
+"""Most concurrent connections; further ones are closed."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,10 +31,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class HealthPort(ThreadingHTTPServer):
     """Answers GET /health, /live (200, or 503 with the reason) and /metrics until ``close``.
 
-    /live says whether the process works, /health also whether it can be given work.
+    /live tells whether the process works; /health also tells whether it can be given work.
 
-    Clients cannot harm the R-worker: each has few seconds and few bytes, and their number is limited. ConfigError if it
-    cannot listen at ``host`` and ``port`` (0: any).
+    Clients cannot harm the R-worker, since their time, bytes and number are limited. Raise ConfigError if it cannot
+    listen at ``host`` and ``port`` (0: any).
     """
 
     daemon_threads = True
@@ -59,17 +59,17 @@ class HealthPort(ThreadingHTTPServer):
         return f"{host!s}:{port}"
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         self.shutdown()
         self.server_close()
 
     def server_bind(self) -> None:
-        """Without the look-up of this machine's name that ``HTTPServer`` does, which may take long."""
+        """Bind without ``HTTPServer``'s look-up of this machine's name, which may take long."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "fastdecode", self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """False closes the connection."""
+        """Return False to close the connection."""
         with self._lock:
             if len(self._clients) >= MOST_CLIENTS:
                 return False
@@ -77,7 +77,7 @@ class HealthPort(ThreadingHTTPServer):
         return True
 
     def service_actions(self) -> None:
-        """Every POLL_SECONDS: end connections that take too long."""
+        """End connections that take too long, every POLL_SECONDS."""
         now = time.monotonic()
         with self._lock:
             late = [client for client, deadline in self._clients.items() if now > deadline]
@@ -85,13 +85,13 @@ class HealthPort(ThreadingHTTPServer):
             self._end(client)
 
     def shutdown_request(self, request: Any) -> None:
-        """After each connection."""
+        """Close a connection after its answer."""
         with self._lock:
             self._clients.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes in the middle of its answer is no matter for the log."""
+        """Ignore a client that leaves in the middle of its answer."""
 
     @staticmethod
     def _end(client: socket.socket) -> None:
@@ -102,14 +102,14 @@ class HealthPort(ThreadingHTTPServer):
 
 
 class _Limited:
-    """The lines that the handler reads of a connection: MOST_BYTES together, then ConnectionError."""
+    """The lines of a connection that the handler reads: MOST_BYTES together, then ConnectionError."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._left = file, MOST_BYTES
         self.close = file.close
 
     def readline(self, size: int = -1) -> bytes:
-        """As a file's."""
+        """Return the next line, as a file does."""
         line = self._file.readline(self._left + 1 if size < 0 else min(size, self._left + 1))
         self._left -= len(line)
         if self._left < 0:
@@ -118,19 +118,19 @@ class _Limited:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection, one answer."""
+    """One connection with one answer."""
 
     server: HealthPort
     server_version, sys_version = "fastdecode", ""
     timeout = CLIENT_SECONDS
 
     def setup(self) -> None:
-        """Before the connection's request is read."""
+        """Limit the connection before its request is read."""
         super().setup()
         self.rfile = _Limited(self.rfile)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
-        """/health, /live or /metrics."""
+        """Answer /health, /live or /metrics."""
         path = self.path.partition("?")[0]
         vitals = self.server.vitals
         if path == "/metrics":
@@ -153,4 +153,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes come every few seconds: they are not logged."""
+        """Log nothing, since probes come every few seconds."""

@@ -1,4 +1,4 @@
-"""The machine an R-worker runs on, what it gives an R-worker, and the C++ R-worker made from that."""
+"""The machine of an R-worker, its resources, and the C++ R-worker made from them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 LAYER_CACHE_BLOCK = 256
-"""Tokens of a block of a cache that holds one layer of one prompt: it makes no difference to a token."""
+"""Tokens of a block in a cache for one layer of one prompt. The size changes no token."""
 
 
 @dataclass(frozen=True)
 class RWorkerSize:
-    """Memory and threads of one R-worker; thread i is pinned to ``cores[i % len(cores)]`` (empty: unpinned)."""
+    """Memory and threads of one R-worker. Thread i is pinned to ``cores[i % len(cores)]``; empty means unpinned."""
 
     kv_cache_bytes: int
     num_threads: int
@@ -49,8 +49,7 @@ class RWorkerSize:
 
 @dataclass(frozen=True)
 class Host:
-    """An R-worker's memory and threads, its read bandwidth, the machine and cores it runs on, and its disk to park on,
-    if any."""
+    """An R-worker's resources: memory, threads, read bandwidth, machine, cores, and a disk for parking if any."""
 
     size: RWorkerSize
     tuning: Tuning
@@ -60,7 +59,7 @@ class Host:
     park: ParkDirectory | None = None
 
     def close(self) -> None:
-        """Let another R-worker have the disk; may be called twice."""
+        """Release the disk for another R-worker; may be called twice."""
         if self.park:
             self.park.close()
 
@@ -76,11 +75,11 @@ class Host:
 def take_host(
     cores: list[int] | None, num_threads: int | None, kv_cache_bytes: int | None, park: ParkPlace | None = None
 ) -> Host:
-    """Bind this process to ``cores`` and measure its read bandwidth.
+    """Bind this process to ``cores`` and measure its read bandwidth; return the resources.
 
-    None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. Where the cgroup has a quota of
-    processor time, threads are not pinned: all containers of a host would be on its first cores. ConfigError or
-    CapacityError for what this machine does not have, BackendError for kernels that it gets wrong.
+    None means all cores, one thread per core, and KV_CACHE_SHARE of the free memory. With a CPU quota threads are not
+    pinned, since all containers of a host would choose its first cores. Raise ConfigError or CapacityError for missing
+    resources, and BackendError for kernels with wrong results.
     """
     tuned = tuning()
     if cores is not None:
@@ -93,7 +92,7 @@ def take_host(
             f"of this machine's {total_memory_bytes() / 2**30:.2f} GiB"
         )
     threads = num_threads or len(bound)
-    pinned = () if cores is None and has_cpu_quota() else bound  # a quota says how much, not which cores
+    pinned = () if cores is None and has_cpu_quota() else bound  # a quota limits time, not cores
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
@@ -102,19 +101,19 @@ def take_host(
 
 @cache
 def check_isa(isa: str) -> None:
-    """Raise BackendError if this machine or build gets an instruction set wrong; tested once per process, in 10 ms."""
+    """Raise BackendError if an instruction set gives wrong results here. The test runs once per process, in 10 ms."""
     refusal = _rworker.self_test(isa)
     if refusal:
         raise BackendError(refusal)
 
 
 def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rworker.RWorker:
-    """Return a cache of as many blocks as fit.
+    """Return a C++ R-worker with a cache of as many blocks as fit.
 
-    Raise CapacityError if not even one does, ValueError for an impossible layout, ConfigError for an instruction set
-    that is not to be had.
+    Raise CapacityError if not even one block fits, ValueError for an impossible layout, and ConfigError for an
+    instruction set that is missing.
 
-    BackendError, as ``check_isa``, for kernels that do not compute what they should.
+    Raise BackendError, as ``check_isa`` does, for kernels with wrong results.
     """
     tuned, forced = tuning(), forced_isa()
     if "auto" not in (forced, layout.isa) and forced != layout.isa:
@@ -150,7 +149,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
 
 @contextlib.contextmanager
 def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
-    """What the system does not give becomes a CapacityError."""
+    """Turn failures to get resources from the system into a CapacityError."""
     try:
         yield
     except MemoryError:
@@ -165,9 +164,9 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
 
 
 def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
-    """Return a cache for ``layout``, that of one layer, or of one and its index, and a sequence of ``num_tokens``.
+    """Return a cache for one sequence of ``num_tokens`` and one layer, or one layer and its index.
 
-    Where this process does not attend in the arithmetic that ``layout`` names, it does in its own.
+    If this process cannot attend in the layout's arithmetic, it uses its own.
     """
     layout = layout.absorbed
     if not attends_in(layout.isa):
@@ -181,7 +180,7 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
 
 
 def attends_in(isa: str) -> bool:
-    """Say whether this process attends in the arithmetic of ``isa``, one of ``ISAS`` or "auto", if it is asked to."""
+    """Return whether this process attends in the arithmetic of ``isa`` (one of ``ISAS``, or "auto") when asked to."""
     return isa == "auto" or (has_isa(isa) and forced_isa() in ("auto", isa))
 
 
@@ -191,17 +190,17 @@ def has_isa(isa: str) -> bool:
 
 
 def block_bytes(layout: KVLayout, block_size: int) -> int:
-    """Return bytes that a block of ``block_size`` tokens takes, over all layers."""
+    """Return the bytes of a block of ``block_size`` tokens over all layers."""
     return _rworker.block_bytes(list(layout.layers), layout.kv_dtype, block_size)
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:
-    """Give ``worker`` its plan; ValueError or KeyError if the plan is impossible."""
+    """Give ``worker`` its plan. Raise ValueError or KeyError if the plan is impossible."""
     worker.begin_step(_columns(plan.controls), [_columns(spans) for spans in plan.mini_batches])
 
 
 def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
-    """Commit the step; busy times on this machine's clock, ``transfer_seconds`` 0."""
+    """Commit the step; return busy times on this machine's clock, with ``transfer_seconds`` 0."""
     busy_start, busy_end, bytes_read, blocks_free = worker.end_step()
     return WorkerReport(busy_start, busy_end, 0.0, bytes_read, blocks_free, leaving)
 
@@ -224,7 +223,7 @@ def _bind(cores: list[int]) -> None:
 
 
 def _ranges(cores: list[int] | tuple[int, ...]) -> str:
-    """0-2,5 for [0, 1, 2, 5]."""
+    """Return a short form of core numbers: "0-2,5" for [0, 1, 2, 5]."""
     parts: list[list[int]] = []
     for core in cores:
         if parts and parts[-1][1] == core - 1:
@@ -235,7 +234,10 @@ def _ranges(cores: list[int] | tuple[int, ...]) -> str:
 
 
 def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> KvPort:
-    """See ``KvPort``; ValueError where it cannot be opened. Imported here, since most R-workers need no ZeroMQ."""
+    """Open a KV port; see ``KvPort``. Raise ValueError if it cannot be opened.
+
+    The import is here, since most R-workers need no ZeroMQ.
+    """
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
     try:

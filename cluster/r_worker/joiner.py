@@ -1,4 +1,4 @@
-"""An R-worker, or a prefill worker, that asks a running job to let it join."""
+"""An R-worker's, or a prefill worker's, requests to join a running job."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fastdecode.core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 1.0
-"""Time between two JOINs: the S-worker may not listen yet, or not have noticed that this R-worker was lost."""
+"""Seconds between two JOINs. The S-worker may not listen yet, or not have noticed that this R-worker was lost."""
 
 
 TROUBLE_SECONDS = 3.0
-"""One that asks for so long, and reaches nobody who lets it ask, says so."""
+"""Seconds of fruitless asking after which a worker reports trouble."""
 
 
 class Joiner:
-    """Asks the S-worker at ``pool`` again and again to connect to ``address``; both are "host:port".
+    """Asks the S-worker at ``pool`` repeatedly to connect to ``address``; both are "host:port".
 
-    ``trouble``: why it cannot ask, "" if it can, or has only begun to; logged once per reason.
+    ``trouble``: why it cannot ask, logged once per reason; "" if it can, or has only begun.
     """
 
     def __init__(self, pool: str, address: str, secret: bytes | None, role: str = R_WORKER) -> None:
@@ -39,7 +39,7 @@ class Joiner:
         self._logged: set[str] = set()
 
     def ask(self) -> None:
-        """Send a JOIN unless one was just sent; over a new connection each time, so that old JOINs do not pile up."""
+        """Send a JOIN unless one was just sent. Each uses a new connection, so that old JOINs do not pile up."""
         if time.monotonic() < self._next:
             return
         self._look()
@@ -50,13 +50,13 @@ class Joiner:
             Conversation(self._channel).send(Kind.JOIN, encode_join(self._address, self._role))
 
     def close(self) -> None:
-        """May be called twice."""
+        """Stop asking; may be called twice."""
         if self._channel:
             self._channel.close()
             self._channel = None
 
     def _look(self) -> None:
-        """See what has become of the last JOIN."""
+        """Check the result of the last JOIN."""
         now = time.monotonic()
         reason = self._channel.failure() if self._channel else ""
         if not self._channel or not reason:
@@ -68,9 +68,9 @@ class Joiner:
 
 
 def local_address(pool: str) -> str:
-    """Return the address of this machine from which ``pool``, "host:port", is reached.
+    """Return this machine's address on the route to ``pool``, "host:port".
 
-    Raise ConfigError when it is not.
+    Raise ConfigError if there is no route.
     """
     host, port = split_address("join", pool)
     try:

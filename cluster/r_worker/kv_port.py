@@ -1,4 +1,4 @@
-"""An R-worker's KV port: prefill workers store keys and values there, and read prefixes, beside the session's steps."""
+"""An R-worker's KV port, where prefill workers store keys and values and read prefixes, concurrently with steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from fastdecode.core.machine import own_address
 from fastdecode.kinds.layout import KVLayout
 
 NICENESS = 10
-"""Beside threads that attend or wait for the next layer on the same core, the port's get about a tenth of it: rows come
-in bursts of some 10 ms per layer of a prompt, and a step must not last so much longer."""
+"""Niceness of the port's threads.
+
+On a core shared with threads that attend, they get about a tenth of it. Rows come in bursts of some 10 ms per layer of
+a prompt, and a step must not take so much longer.
+"""
 
 MOST_READ_BYTES = 1 << 21
-"""Bytes of keys and values that one READ asks for: what others send waits no longer than that takes."""
+"""Most bytes of keys and values that one READ asks for; others' frames wait no longer than that takes."""
 
 
 class RowStore:
-    """The rows behind a KV port: those of a KV frame, or a recurrent layer's state in place of a row, go to a sequence
-    that is incoming, and STORED back; READ
-    is answered with a KV frame of what the sequence has from before, as the cache stores it."""
+    """The rows behind a KV port.
+
+    Rows of a KV frame, or a recurrent layer's state, go to an incoming sequence, and STORED is answered. READ is
+    answered with a KV frame of cached tokens in stored form.
+    """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
         self._worker, self._layout = worker, layout
@@ -42,7 +47,7 @@ class RowStore:
             raise FrameError(f"a {frame.kind.name} frame, which has no place at a KV port")
 
     def _store(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """Rows that nothing waits for are refused before they are read."""
+        """Store the rows of a frame. Rows that no reservation expects are refused before they are read."""
         job_id, start, num_rows = reader.record(KV_ROWS)
         self._worker.check_store(job_id, frame.layer, start, num_rows)
         layer = self._layers[frame.layer]
@@ -69,17 +74,17 @@ class RowStore:
 
 
 class KvPort:
-    """Listens for prefill workers, in a thread of its own that stores what they send.
+    """Listens for prefill workers, in its own thread that stores what they send.
 
-    Its thread waits while nothing comes, and lets Python's lock go while it stores. It must be closed before the
-    R-worker is. ``address``: "host:port" for prefill workers, without the host where that is the one at which the
-    S-worker reaches this R-worker; ``epoch``: what frames to it must carry.
+    The thread sleeps while nothing comes, and releases Python's lock while it stores. Close the port before the
+    R-worker. ``address``: "host:port" for prefill workers, without the host if it is the one at which the S-worker
+    reaches this R-worker. ``epoch``: what frames to it must carry.
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:
-        """``host``: where the R-worker listens for S-workers ("": it does not); the port opens no further than that.
+        """``host``: where the R-worker listens for S-workers; "" if it does not. The port opens no further than that.
 
-        ValueError without a key where it would be open beyond this machine, OSError if it cannot listen.
+        Raise ValueError without a key if it would be open beyond this machine, OSError if it cannot listen.
         """
         bound = "127.0.0.1" if layout.kv_port == "loopback" else host or "*"
         if not is_loopback(bound) and security.secret is None:

@@ -1,7 +1,7 @@
-"""The lease under which an R-worker serves a named session: what it keeps when the link breaks, and who may have it.
+"""The lease of a named session on an R-worker: what is kept when the link breaks, and for whom.
 
-Each S-worker that takes the lease gets the next epoch. One of an older epoch, which may have been stopped for a while,
-is refused by name, so it can write nothing; frames of its connection are not those of the S-worker that is served.
+Each S-worker that takes the lease gets the next epoch. An S-worker with an older epoch, which may have been stopped for
+a while, is refused by name and can write nothing. Frames of its connection are not those of the served S-worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 
 class LeaseError(Exception):
-    """An S-worker that may not be served; ``kind``: as of ``encode_refusal``."""
+    """The S-worker may not be served. ``kind``: as in ``encode_refusal``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -32,11 +32,11 @@ class LeaseError(Exception):
 
 
 class Lease:
-    """Of one R-worker, over all S-workers that it serves, one after another.
+    """The lease of one R-worker, for all S-workers that it serves one after another.
 
-    At most one cache is kept, in the memory that the next one would get: it is closed before another is made.
-    ``epoch``: of the S-worker that is served, 0 if it named no session; ``kept_of``: the fingerprint of the one whose
-    cache it got, "" if it got none. ``journal``: of the session, as S-workers wrote it.
+    At most one cache is kept. Its memory is the one that the next cache gets, so it is closed before another is made.
+    ``epoch``: of the served S-worker; 0 if it named no session. ``kept_of``: the fingerprint of the S-worker whose
+    cache it got; "" if none. ``journal``: the session's journal, as S-workers wrote it.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class Lease:
         self._until = 0.0
 
     def open(self, hello: Hello, make: Callable[[], _rworker.RWorker]) -> _rworker.RWorker:
-        """Return the cache for ``hello``: the one that was kept for its session, or what ``make`` makes.
+        """Return the cache for ``hello``: the one kept for its session, or a new one from ``make``.
 
         Raises:
-            LeaseError: another session's cache is kept, or the session went on with another S-worker.
+            LeaseError: another session's cache is kept, or another S-worker has continued the session.
         """
         asked = hello.lease
         self._check(asked)
@@ -73,25 +73,27 @@ class Lease:
         return kept if kept is not None and goes_on else make()
 
     def superseded(self, asked: AskedLease | None) -> str:
-        """Return why one that asks for this, of an older epoch, must end; "" if it need not."""
+        """Return why an S-worker that asks with an older epoch must end; "" if it need not."""
         if asked is None or asked.session != self._name or not 0 < asked.epoch < self._last_epoch:
             return ""
         return f"session {self._name} went on with {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
 
     def may_pass_to(self, hello: Hello, has_stopped: Callable[[], bool]) -> bool:
-        """Whether ``hello`` is of one that is to come after the S-worker that is served; if it waits for the end of
-        that, ``has_stopped`` says whether it is as good as gone."""
+        """Return whether the S-worker of ``hello`` may follow the served one.
+
+        ``has_stopped``: tells whether the served one is as good as gone, if ``hello`` waits for its end.
+        """
         asked = hello.lease
         if asked is None or not self.epoch or asked.session != self._name or asked.epoch:
             return False
         return not asked.waits or has_stopped()
 
     def leave(self, worker: _rworker.RWorker, is_broken: bool, is_untouched: bool = False) -> None:
-        """The S-worker is gone: where its link ``is_broken``, and it asked for that, ``worker`` is kept for a while. It
-        is for the heir of the one before where it ``is_untouched``: this one did not get all of its R-workers.
+        """Keep ``worker`` for a while if the link ``is_broken`` and the S-worker asked for that; otherwise free it.
 
-        What prefill workers were storing is not: nothing brings the rest of those prompts any more. The journal is kept
-        however it went: an S-worker that leaves nothing undone has emptied it.
+        If ``worker`` ``is_untouched``, this S-worker did not get all of its R-workers, and the cache is kept for the
+        heir of the previous one. Half-stored prompts of prefill workers are dropped, since nobody completes them. The
+        journal is always kept: an S-worker that leaves nothing undone has emptied it.
         """
         asked = self._served.lease if self._served else None
         if self.journal.num_bytes and asked:
@@ -106,7 +108,7 @@ class Lease:
         log.info("session %s: what it has here is kept for %g s", asked.session, asked.keep_seconds)
 
     def expire(self) -> None:
-        """Free what is kept once its time is over."""
+        """Free what is kept after its time."""
         if self._keeps and time.monotonic() > self._until:
             log.info("session %s has not come back: what was kept is freed", self._name)
             self.close()
@@ -120,12 +122,12 @@ class Lease:
 
     @property
     def goes_on(self) -> bool:
-        """True if the S-worker that is served got what was kept."""
+        """True if the served S-worker got the kept cache."""
         return self.kept_of != ""
 
     @property
     def _keeps(self) -> bool:
-        """True if something is kept, while no S-worker is served."""
+        """True if something is kept while no S-worker is served."""
         return self._kept is not None or self.journal.num_bytes > 0
 
     def _check(self, asked: AskedLease | None) -> None:
@@ -136,7 +138,7 @@ class Lease:
             raise LeaseError("superseded", reason)
 
     def _fits(self, hello: Hello) -> bool:
-        """Return whether ``hello`` wants the cache that the S-worker before it wanted, and is its heir."""
+        """Return whether ``hello`` wants the same cache as its predecessor, and is its heir."""
         before = self._served
         if before is None or before.lease is None or hello.lease is None:
             return False

@@ -19,7 +19,7 @@ from fastdecode.kinds.layout import KVLayout
 
 @dataclass
 class _Incoming:
-    """Tokens of a sequence that arrive: uint8 [num_bytes], filled up to ``filled``."""
+    """Tokens of a sequence that arrive in pieces: uint8 [num_bytes], filled up to ``filled``."""
 
     sequence_id: int
     start: int

@@ -1,4 +1,4 @@
-"""Serve one S-worker: the process that started this one, or the first rank of an MPI job."""
+"""Serves one S-worker: the process that started this one, or the first rank of an MPI job."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def serve_parent(control: int, memory: int, host: Host, security: Security) -> None:
-    """Serve the S-worker at the other end of the socket ``control``, over ``memory``, until it goes.
+    """Serve the S-worker at the other end of the socket ``control``, over ``memory``, until it leaves.
 
-    ``security``: of its KV port.
+    ``security``: of the KV port.
     """
     link = SharedMemoryLink(socket.socket(fileno=control), memory, is_s_worker=False)
     try:
@@ -32,8 +32,8 @@ def serve_parent(control: int, memory: int, host: Host, security: Security) -> N
 def serve_job(host: Host, on_join: Callable[[int], None], security: Security) -> None:
     """Join this process's job as an R-worker and serve its S-worker until the job is over.
 
-    ``on_join`` is called with the rank. ``security``: of its KV port. ConfigError if this process is alone; a failure
-    ends the job.
+    ``on_join`` is called with the rank. ``security``: of the KV port. Raise ConfigError if this process is alone. A
+    failure ends the job.
     """
     job = join_as_r_worker().job
     on_join(job.rank)

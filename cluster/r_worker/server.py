@@ -1,4 +1,4 @@
-"""An R-worker that listens: it serves one S-worker after another, and answers those that come meanwhile."""
+"""An R-worker that listens: serves one S-worker after another, and answers others meanwhile."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 
 class Server:
-    """The R-worker's loop: serves the first S-worker that asks, frees everything when it goes, or keeps it for its
-    session, and serves the next.
+    """The R-worker's loop: serves one S-worker after another, and frees or keeps each one's cache.
 
     ``joiner``: sends JOIN while no S-worker is served. ``security``: with a proof key, an S-worker must prove to hold
     it before its HELLO. ``listens_at``: the host of ``listener``, where a KV port opens too. ``vitals``: as of
@@ -52,7 +51,7 @@ class Server:
         listener.on_stranger = self._refuse_stranger
 
     def run(self) -> None:
-        """Return once this R-worker was asked to leave and its S-worker has let it go."""
+        """Serve until this R-worker was asked to leave and its S-worker has dismissed it."""
         while not self._is_leaving:
             self._vitals.turn()
             self._lease.expire()
@@ -67,9 +66,9 @@ class Server:
             channel.close()
 
     def leave(self) -> bool:
-        """Ask the S-worker to move its sequences away, and end after that.
+        """Ask the S-worker to move its sequences away, and end afterwards.
 
-        False if the caller should end at once: no S-worker is served, or this was called before.
+        Return False if the caller should end at once: no S-worker is served, or this was called before.
         """
         if self._session is None or self._is_leaving:
             return False
@@ -86,10 +85,12 @@ class Server:
         log.info("free")
 
     def _admits(self, peer: PeerChannel) -> bool:
-        """True when ``peer`` may open a session; of one that has proven nothing yet this reads the message, which must
-        be a proof."""
+        """Return whether ``peer`` may open a session.
+
+        The message of a peer without a proof is read here, and must be a proof.
+        """
         if self._door.knows(peer):
-            return _kind(peer) is not Kind.BYE  # of one that was refused, or whose session is over
+            return _kind(peer) is not Kind.BYE  # from a refused peer, or one whose session is over
         if self._door.has_gate:
             return self._door.opens(peer)
         self._log_once("a peer that asks for proof of a key, and this R-worker has none")
@@ -103,15 +104,15 @@ class Server:
         log.info("serving %s", hello.name)
 
     def _refuse_stranger(self, peer: PeerChannel) -> None:
-        """Tell a second S-worker the name of the first; other frames of strangers are dropped and logged once.
+        """Send a second S-worker the name of the first. Other frames of unknown peers are dropped and logged once.
 
-        One that is to come after the first, in a named session, is let in on its next attempt where that one is silent.
+        A successor in a named session is admitted at its next attempt, if the first one is silent.
         """
         if self._door.has_gate and not self._door.knows(peer):
             self._door.opens(peer)
             return
         if (kind := _kind(peer)) is Kind.BYE:
-            return  # of one that was refused
+            return  # from a refused peer
         if kind is not Kind.HELLO:
             self._log_once("a frame of a peer that is not served")
             return
@@ -126,25 +127,25 @@ class Server:
         _refuse(peer, "busy", f"it serves another S-worker, {self._serving}")
 
     def _has_stopped(self) -> bool:
-        """Return whether the S-worker that is served sends no heartbeats any more."""
+        """Return whether the served S-worker has stopped sending heartbeats."""
         return not self._listener.reaches(beats_name(self._session.epoch if self._session else 0))
 
     def _tell_of(self, hello: Hello | None) -> None:
-        """In the log, once: who asks to be served beside the one that is; a standby does again and again."""
+        """Log once which other S-worker asks to be served; a standby asks repeatedly."""
         if hello and hello.lease and hello.lease.waits:
             self._log_once(f"S-worker {hello.name} stands by for session {hello.lease.session}", logging.INFO, "")
         else:
             self._log_once(f"a second S-worker, {hello.name}" if hello else "a second S-worker")
 
     def _log_once(self, what: str, level: int = logging.WARNING, before: str = "refused: ") -> None:
-        """Once while one S-worker is served."""
+        """Log a message once per served S-worker."""
         if what not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(what)
             log.log(level, "%s%s", before, what)
 
 
 class _Door:
-    """Who has proven to hold the key, where one must; the last ``MOST_PENDING`` of them are remembered."""
+    """The peers that have proven to hold the key, if one is needed; the last ``MOST_PENDING`` are remembered."""
 
     def __init__(self, security: Security) -> None:
         self._gate = None if security.proof_key is None else Gate(security.proof_key)
@@ -152,15 +153,15 @@ class _Door:
 
     @property
     def has_gate(self) -> bool:
-        """True if a proof is asked for."""
+        """True if a proof is needed."""
         return self._gate is not None
 
     def knows(self, peer: PeerChannel) -> bool:
-        """Return whether ``peer`` may speak: it has proven to hold the key, or neither side has one."""
+        """Return whether ``peer`` may send frames: it has proven to hold the key, or there is no key."""
         return _kind(peer) is not Kind.CHALLENGE if self._gate is None else peer.identity in self._proven
 
     def opens(self, peer: PeerChannel) -> bool:
-        """Return True if the message of ``peer`` is a good proof, which it is told; this reads it."""
+        """Read the message of ``peer``; confirm it and return True if it is a good proof."""
         if self._gate is None or not self._gate.admits(peer, peer.identity):
             return False
         while len(self._proven) >= MOST_PENDING:
@@ -170,7 +171,7 @@ class _Door:
 
 
 def _send(peer: PeerChannel, kind: Kind, *parts: bytes) -> bool:
-    """False when ``peer`` has gone."""
+    """Send a frame; return False if ``peer`` has gone."""
     try:
         Conversation(peer).send(kind, *parts)
     except ConnectionError:
@@ -183,7 +184,7 @@ def _refuse(peer: PeerChannel, error: str, message: str) -> None:
 
 
 def _hello(peer: PeerChannel) -> Hello | None:
-    """Return what ``peer`` has sent, None if that is no HELLO as it should be."""
+    """Return the HELLO that ``peer`` has sent; None if it is none or malformed."""
     talk = Conversation(peer)
     try:
         frame = talk.receive(0.0)
@@ -193,7 +194,7 @@ def _hello(peer: PeerChannel) -> Hello | None:
 
 
 def _kind(peer: PeerChannel) -> Kind | None:
-    """Return the kind of the first frame that ``peer`` sent, None if that is no frame."""
+    """Return the kind of the first frame of ``peer``; None if it is no frame."""
     try:
         return decode(peer.first_header or b"").kind
     except FrameError:

@@ -1,4 +1,4 @@
-"""The R-worker's main loop, the same for every transport: one S-worker served from its HELLO to its BYE."""
+"""The R-worker's main loop, the same for every link: serves one S-worker from its HELLO to its BYE."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 IDLE_SECONDS = 1.0
-"""A working S-worker leaves less time than this between two steps."""
+"""A working S-worker pauses less than this between two steps."""
 
 PAYLOAD_LIMIT = 8 * FRAME_LIMIT
 """Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
@@ -53,8 +53,8 @@ log = logging.getLogger("fastdecode.r_worker")
 class Session:
     """Serves one S-worker. An impossible frame is refused, logged once per reason, and changes nothing.
 
-    Once ``leaving`` is set every report asks the S-worker to let this R-worker go. An S-worker that takes no steps has
-    no sequences here either, and then the session just ends.
+    Once ``leaving`` is set, every report asks the S-worker to dismiss this R-worker. An S-worker without steps has no
+    sequences here, so the session then just ends.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class Session:
         vitals: Vitals | None = None,
         lease: Lease | None = None,
     ) -> None:
-        """``security`` and ``listens_at`` (a host, "": none) are for the KV port, where the S-worker asks for one.
-        ``vitals`` is kept up for the health port, if there is one. ``lease`` outlives this session; by default none
-        does."""
+        """``security``, ``listens_at`` (a host; "" for none): for the KV port, if the S-worker asks for one.
+
+        ``vitals``: kept up to date for the health port. ``lease``: outlives this session; None by default.
+        """
         self.leaving = False
         self._vitals, self._lease = vitals or Vitals(), lease or Lease()
         self._security, self._listens_at = security or Security(), listens_at
@@ -99,8 +100,10 @@ class Session:
         }
 
     def run(self) -> None:
-        """Return when the S-worker has sent BYE, is gone, or was refused at its HELLO; all memory is freed then, unless
-        the lease keeps it."""
+        """Serve until the S-worker has sent BYE, is gone, or was refused.
+
+        All memory is freed then, unless the lease keeps it.
+        """
         is_broken = False
         try:
             while not self._over:
@@ -121,11 +124,11 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Of its frames; 0 before the WELCOME."""
+        """The epoch of its frames; 0 before the WELCOME."""
         return self._link.epoch
 
     def give_way(self, name: str) -> None:
-        """Have S-worker ``name`` come after the one that is served, if that has been silent for a while."""
+        """Let S-worker ``name`` follow the served one, if that has been silent for a while."""
         if time.monotonic() - self._heard > LEASE_SECONDS:
             self._gives_way_to = name
 
@@ -155,7 +158,7 @@ class Session:
             self._refuse("refused", str(error.args[0] if error.args else error))
 
     def _next(self) -> Frame | None:
-        """The next frame, None when none came within TICK_SECONDS. Within a step this busy-waits for it."""
+        """Return the next frame; None if none came within TICK_SECONDS. Within a step this busy-waits."""
         frame = self._spin.until(lambda: self._link.receive(0.0)) if self._slots else None
         return frame or self._link.receive(TICK_SECONDS)
 
@@ -208,7 +211,7 @@ class Session:
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 
     def _weights(self, frame: Frame) -> None:
-        """K and V of some heads of a latent layer; what is announced is checked before memory is taken."""
+        """Receive K and V of some heads of a latent layer. Their announced size is checked before memory is taken."""
         layer = self._layout.layers[frame.layer] if frame.layer < len(self._layout.layers) else None
         shape = layer.weight_rows if layer else None
         if layer is None or shape is None:

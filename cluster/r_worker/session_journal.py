@@ -12,21 +12,21 @@ from fastdecode.core.errors import CapacityError, FrameError
 
 
 class SessionJournal:
-    """Bytes that mean nothing here; ``MOST_JOURNAL_BYTES`` at most, and while all is written anew once more as many."""
+    """A journal's bytes, opaque to the R-worker: at most ``MOST_JOURNAL_BYTES``, twice that while it is replaced."""
 
     def __init__(self) -> None:
         self.data = bytearray()
 
     @property
     def num_bytes(self) -> int:
-        """How long it is."""
+        """Its length in bytes."""
         return len(self.data)
 
     def check(self, start: int, num_bytes: int) -> None:
-        """Whether ``num_bytes`` from byte ``start`` on may be written: at the end, or all of it anew.
+        """Check that ``num_bytes`` from byte ``start`` on may be written: at the end, or from 0 to replace it.
 
         Raises:
-            FrameError: something else lies there.
+            FrameError: other bytes are there.
             CapacityError: it would be too long.
         """
         if start not in (0, self.num_bytes):
@@ -37,26 +37,26 @@ class SessionJournal:
             )
 
     def write(self, start: int, data: bytearray) -> None:
-        """See ``check``, which must have passed."""
+        """Write ``data`` at ``start``; ``check`` must have passed."""
         if start:
             self.data += data
         else:
             self.data = data
 
     def clear(self) -> None:
-        """Free it."""
+        """Free the journal."""
         self.data = bytearray()
 
 
 class JournalDoor:
-    """Answers RECORD and RECALL of one S-worker: no other writes, so one that was superseded does not."""
+    """Answers RECORD and RECALL of one S-worker. No other may write, so a superseded one cannot."""
 
     def __init__(self, link: Link, journal: SessionJournal) -> None:
         self._link, self._journal = link, journal
         self.handlers: dict[Kind, Callable[[Frame], None]] = {Kind.RECORD: self._record, Kind.RECALL: self._recall}
 
     def _record(self, frame: Frame) -> None:
-        """What is announced is checked before memory is taken."""
+        """Receive bytes of the journal. Their announced number is checked before memory is taken."""
         if frame.lengths[0] != FIRST_BYTE.size or frame.lengths[2]:
             raise FrameError(f"a RECORD frame with parts of {frame.lengths} bytes")
         first = bytearray(FIRST_BYTE.size)

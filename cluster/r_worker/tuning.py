@@ -1,4 +1,4 @@
-"""Choices that only a measurement can make: a processor's fastest arithmetic and its fastest way to read memory."""
+"""Choices that only a measurement can make: a processor's fastest arithmetic, and its fastest prefetching."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from fastdecode.core.types import READ_AHEAD
 from fastdecode.kinds import Dense
 
 ROUNDS = 5
-"""Measurements of each kind, in turns; the fastest counts, since other processes only slow a measurement down."""
+"""Measurements of each kind in turn. The fastest counts, since other processes only slow a measurement down."""
 
 MARGIN = 0.95
-"""Part of the default's time that another choice must stay below, so that no machine hovers between two."""
+"""Another choice must take less than this part of the default's time, so that no machine alternates between two."""
 
 READ_BYTES = 1 << 27
-"""Bytes of each pass of a bandwidth measurement: more than most caches hold, and read in milliseconds."""
+"""Bytes of one pass of a bandwidth measurement: more than most caches hold, and read in milliseconds."""
 
 CONTEXT, HEADS, HEAD_DIM = 1024, 8, 128
-"""Of a trial: tokens of a sequence, query heads of a KV head, and elements of a key or value."""
+"""Sizes of a trial: tokens of a sequence, query heads per KV head, and elements of a key or value."""
 
 SEQUENCES, KV_HEADS = 12, 8
-"""Of a trial of reading: 48 MiB of keys and values, of which no cache holds much after as much of each other trial."""
+"""Sizes of a trial of reading: 48 MiB of keys and values, most of which the trials between evict from caches."""
 
 EDITION = 2
-"""Of what is measured here; what was kept of another is not looked at."""
+"""Version of the measurement; stored results of another version are ignored."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """``isa``: the instruction set of the fastest arithmetic; ``read_ahead``: of ``READ_AHEAD``."""
+    """A machine's tuning. ``isa``: the fastest instruction set. ``read_ahead``: one of ``READ_AHEAD``."""
 
     isa: str
     read_ahead: str
 
 
 def tuning() -> Tuning:
-    """Return this machine's tuning: FASTDECODE_ISA and FASTDECODE_READ_AHEAD where set, else the fastest.
+    """Return this machine's tuning: FASTDECODE_ISA and FASTDECODE_READ_AHEAD if set, else the fastest.
 
-    Measured once for a processor and kept in the user's cache folder. ConfigError for a setting that this machine does
-    not support.
+    It is measured once per processor and kept in the user's cache folder. Raise ConfigError for a setting that this
+    machine does not support.
     """
     isa, read_ahead = forced_isa(), forced_read_ahead()
     if "auto" not in (isa, read_ahead):
@@ -60,7 +60,7 @@ def tuning() -> Tuning:
 
 
 def forced_isa() -> str:
-    """FASTDECODE_ISA, or "auto" where it is not set. Raise ConfigError for one that this machine does not support."""
+    """Return FASTDECODE_ISA, or "auto" if it is not set. Raise ConfigError if this machine does not support it."""
     isa, supported = os.environ.get("FASTDECODE_ISA") or "auto", _rworker.supported_isas()
     if isa not in ("auto", *supported):
         raise ConfigError(f"FASTDECODE_ISA: this machine supports {', '.join(supported)}, not {isa!r}")
@@ -68,7 +68,7 @@ def forced_isa() -> str:
 
 
 def forced_read_ahead() -> str:
-    """FASTDECODE_READ_AHEAD, or "auto" where it is not set. Raise ConfigError for one that is not in ``READ_AHEAD``."""
+    """Return FASTDECODE_READ_AHEAD, or "auto" if it is not set. Raise ConfigError if it is not in ``READ_AHEAD``."""
     read_ahead = os.environ.get("FASTDECODE_READ_AHEAD") or "auto"
     if read_ahead not in ("auto", *READ_AHEAD):
         raise ConfigError(f"FASTDECODE_READ_AHEAD must be one of {', '.join(READ_AHEAD)}, not {read_ahead!r}")
@@ -77,7 +77,7 @@ def forced_read_ahead() -> str:
 
 @functools.cache
 def measured_tuning() -> Tuning:
-    """From the cache folder, or measured and stored there."""
+    """Return the tuning from the cache folder, or measure and store it."""
     path = _cache_path()
     try:
         kept = Tuning(**json.loads(path.read_text()))
@@ -91,8 +91,10 @@ def measured_tuning() -> Tuning:
 
 
 def fastest_isa() -> str:
-    """The newest here, or the one before: a product of bfloat16 pairs takes two cycles on some processors, one of
-    float32 half."""
+    """Return the newest instruction set or the one before it, by measurement.
+
+    A product of bfloat16 pairs takes two cycles on some processors, and one of float32 half a cycle.
+    """
     best = _rworker.supported_isas()[-1]
     if best != "avx512_bf16":
         return best
@@ -101,9 +103,12 @@ def fastest_isa() -> str:
 
 
 def fastest_read_ahead() -> str:
-    """One ascending run starts the hardware's own streams on some processors, and some have more buffers for lines on
-    their way into the second-level cache; others read eight pages faster. Bare reads of the three differ by a few per
-    cent where attention, whose arithmetic goes on meanwhile, differs by half: so this is measured."""
+    """Return the fastest way to prefetch tokens, by measurement.
+
+    One ascending run starts the hardware's own streams on some processors. Some have more buffers for lines on their
+    way into the second-level cache; others read eight pages faster. Bare reads differ by a few per cent, but attention,
+    which computes meanwhile, differs by half.
+    """
     trials = {way: _Trial("auto", way, SEQUENCES, KV_HEADS) for way in READ_AHEAD}
     seconds = {way: min(times) for way, times in zip(trials, _in_turns(trials.values()), strict=True)}
     fastest = min(seconds, key=seconds.__getitem__)
@@ -116,7 +121,7 @@ def _in_turns(trials: Iterable[_Trial]) -> list[tuple[float, ...]]:
 
 
 class _Trial:
-    """One row, or ``rows``, of each of some sequences of random bfloat16 tokens attends."""
+    """A measurement: one row, or ``rows``, of each of some sequences of random bfloat16 tokens attends."""
 
     def __init__(self, isa: str, read_ahead: str = "run", sequences: int = 1, kv_heads: int = 1, rows: int = 1) -> None:
         layer = Dense(HEADS * kv_heads, kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5)
@@ -132,13 +137,16 @@ class _Trial:
             self._worker.end_step()
 
     def seconds(self) -> float:
-        """CPU time of this thread, which the time slices of other processes do not enter."""
+        """Return the CPU time of this thread, which time slices of other processes do not affect."""
         seconds = self._step(self._spans, *self._rows)
         self._worker.abandon_step()
         return seconds
 
     def _step(self, spans: list[list[int]], q: np.ndarray, tokens: np.ndarray) -> float:
-        """``q`` [R, heads, HEAD_DIM]; ``tokens`` [T, kv_heads, HEAD_DIM], keys that are the values, too."""
+        """Return the seconds of a step.
+
+        ``q``: [R, heads, HEAD_DIM]; ``tokens``: [T, kv_heads, HEAD_DIM], both keys and values.
+        """
         out = np.empty_like(q)
         self._worker.begin_step(np.zeros((0, 4), np.int64), [np.array(spans)])
         start = time.thread_time()
@@ -152,7 +160,7 @@ def _random(rows: int, heads: int) -> np.ndarray:
 
 
 def _cache_path() -> Path:
-    """A file per processor, version and newest instruction set; a path that cannot exist where there is no home."""
+    """Return a path per processor, version and newest instruction set. Without a home folder the path cannot exist."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
     except RuntimeError:  # a user without an entry in the system's table, as in containers
@@ -161,7 +169,7 @@ def _cache_path() -> Path:
 
 
 def _keep(path: Path, measured: Tuning) -> None:
-    """Store for the next process, which measures again where the home folder cannot be written."""
+    """Store the result for later processes, which measure again if the home folder is not writable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:

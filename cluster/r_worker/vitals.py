@@ -9,12 +9,14 @@ from fastdecode.core.types import WorkerReport
 PREFIX = "fastdecode_r_worker:"
 
 STUCK_SECONDS = 90.0
-"""An R-worker's main loop comes round within a second, or three times in this while it waits for a peer that reads
-nothing; one that takes longer hangs."""
+"""A main loop that takes longer than this hangs.
+
+It comes round within a second, or three times in this while it waits for a peer that reads nothing.
+"""
 
 
 class Vitals:
-    """The state of an R-worker's process, written by its main loop only, and read by any thread at any time.
+    """The state of an R-worker's process. Only its main loop writes it, and any thread may read it.
 
     Each write is one plain value, so that it costs the main loop less than a microsecond and takes no lock.
     """
@@ -30,42 +32,42 @@ class Vitals:
         self.num_sessions, self.num_steps, self.kv_bytes_read, self.busy_seconds = 0, 0, 0, 0.0
 
     def turn(self) -> None:
-        """The main loop has come round."""
+        """Record that the main loop has come round."""
         self.turned = time.monotonic()
 
     def opened(self, num_blocks: int) -> None:
-        """A session has begun, with a cache of ``num_blocks``."""
+        """Record the start of a session with a cache of ``num_blocks``."""
         self.num_blocks = self.blocks_free = num_blocks
         self.num_sessions += 1
         self.is_serving = True
 
     def stepped(self, report: WorkerReport) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self.num_steps += 1
         self.blocks_free = report.blocks_free
         self.kv_bytes_read += report.bytes_read
         self.busy_seconds += float((report.busy_end - report.busy_start).sum())
 
     def closed(self) -> None:
-        """The session has ended, and what it held is free."""
+        """Record the end of the session, whose memory is free."""
         self.is_serving = False
         self.num_blocks = self.blocks_free = self.num_sequences = 0
 
     def complaint(self) -> str:
-        """Return why this R-worker should not be given work, or gets none, "" if nothing is wrong."""
+        """Return why this R-worker should not or does not get work; "" if all is well."""
         if self.is_ready and self.is_leaving:
             return "it is leaving"
         return self.illness() or ("" if self.is_serving else self.trouble)
 
     def illness(self) -> str:
-        """Return why its process should be started again, or is not there yet, "" if nothing is wrong."""
+        """Return why its process should be restarted, or is not ready yet; "" if all is well."""
         if not self.is_ready:
             return "it is starting"
         silent = time.monotonic() - self.turned
         return f"its main loop has not come round for {silent:.0f} s" if silent > STUCK_SECONDS else ""
 
     def metrics(self) -> str:
-        """Return all of it, for Prometheus."""
+        """Return all metrics in Prometheus' format."""
         used = self.num_blocks - self.blocks_free
         rows: tuple[tuple[str, str, str, float], ...] = (
             ("serving", "gauge", "1 while an S-worker is served", int(self.is_serving)),

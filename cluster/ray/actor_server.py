@@ -1,4 +1,4 @@
-"""An R-worker within a Ray actor's process: a thread that listens, joins the job's pool, and serves its S-worker."""
+"""An R-worker in a Ray actor's process: a thread that listens, joins the job's pool, and serves its S-worker."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.machine import has_cpu_quota, numa_nodes
 
 WATCH_SECONDS = 1.0
-"""Time between two looks at whether this node's raylet lives, and whether Ray drains the node."""
+"""Seconds between two checks whether this node's raylet lives, and whether Ray drains the node."""
 
 RETRY_SECONDS = 1.0
-"""Time between two attempts of a restarted R-worker to take its memory, which the one before may still hold."""
+"""Seconds between two attempts of a restarted R-worker to take its memory, which its predecessor may still hold."""
 
 LEFT = 3
-"""Exit status of one that has left a node that Ray drains: Ray restarts it elsewhere."""
+"""Exit status of an R-worker that has left a draining node; Ray restarts it elsewhere."""
 
 MOST_SLOTS = 4096
 
@@ -36,7 +36,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 @dataclass(frozen=True)
 class Order:
-    """An actor's order: the pool's "host:port", its key, and the R-worker's threads and memory."""
+    """An actor's task: the pool's "host:port", its key, and the R-worker's threads and memory."""
 
     pool: str
     security: Security
@@ -45,9 +45,10 @@ class Order:
 
 
 class ActorServer:
-    """Runs an R-worker's ordinary loop in a thread; the process ends with it, whatever ends it.
+    """Runs an R-worker's ordinary loop in a thread. The process ends with that thread.
 
-    ``is_draining`` says whether Ray drains this node: then the S-worker moves its sequences away, and the process ends.
+    ``is_draining`` tells whether Ray drains this node. The S-worker then moves its sequences away, and the process
+    ends.
     """
 
     def __init__(self, order: Order, is_draining: Callable[[], bool], is_restarted: bool) -> None:
@@ -76,11 +77,11 @@ class ActorServer:
             status = LEFT
         except BaseException:
             log.exception("the R-worker ends")
-        os._exit(status)  # no half of a process stays: Ray starts another
+        os._exit(status)  # no half of a process may remain: Ray starts another
 
     def _listen(self) -> tuple[Server, str]:
         while self._is_draining():
-            time.sleep(WATCH_SECONDS)  # restarted where it has just left: this node ends soon
+            time.sleep(WATCH_SECONDS)  # restarted on the node that it has just left, which ends soon
         _reset_niceness()
         order = self._order
         self._slot, cores = take_cores(order.num_threads)
@@ -107,7 +108,7 @@ class ActorServer:
                 time.sleep(RETRY_SECONDS)
 
     def _watch(self) -> None:
-        """End with the raylet, whose actors Ray starts elsewhere; leave a node that Ray drains."""
+        """End when the raylet ends, since Ray then restarts its actors elsewhere; leave a node that Ray drains."""
         is_leaving = False
         while os.getppid() == self._raylet:
             time.sleep(WATCH_SECONDS)
@@ -116,21 +117,21 @@ class ActorServer:
                 is_leaving = True
                 if not self._server.leave():
                     os._exit(LEFT)
-        os._exit(1)  # Ray itself may let the process of an actor go on
+        os._exit(1)  # Ray itself may let an actor's process continue
 
 
 def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None]:
-    """Return cores of one NUMA node that no other R-worker of Ray on this host was given, as long as there are such.
+    """Return cores of one NUMA node that no other R-worker of Ray on this host has, as long as there are any.
 
-    The socket keeps the claim: its name is free again as soon as this process has ended in whatever way. None if a
-    quota of processor time says how much this process may use, and not which cores.
+    The socket keeps the claim: its name is free again when this process ends in any way. Return None with a CPU quota,
+    which limits time and not cores.
     """
     if has_cpu_quota():
         return None, None
     for slot in range(MOST_SLOTS):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            claim.bind(f"\0fastdecode-ray-r-worker-{slot}")  # in Linux's abstract namespace: it leaves no file
+            claim.bind(f"\0fastdecode-ray-r-worker-{slot}")  # in Linux's abstract namespace, so that no file remains
         except OSError:
             claim.close()
             continue
@@ -141,8 +142,8 @@ def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None
 def choose_cores(slot: int, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int]:
     """Return the cores of R-worker number ``slot`` of a host whose NUMA nodes have the cores ``nodes``.
 
-    NUMA nodes are dealt in turn, their cores one after another, again from the first where they run out. An R-worker
-    with more threads than a NUMA node has cores gets all cores.
+    NUMA nodes are dealt in turn, and their cores one after another; both start again from the first when they run out.
+    An R-worker with more threads than a NUMA node has cores gets all cores.
     """
     cores = nodes[slot % len(nodes)]
     if num_threads > len(cores):
@@ -152,9 +153,9 @@ def choose_cores(slot: int, num_threads: int, nodes: Sequence[Sequence[int]]) ->
 
 
 def _reset_niceness() -> None:
-    """Undo Ray's niceness of 15 for this thread and those that it starts, where the system allows it.
+    """Undo Ray's niceness of 15 for this thread and those that it starts, if the system allows it.
 
-    An R-worker is as much the job's bottleneck as its S-worker is.
+    An R-worker may be the job's bottleneck as much as its S-worker.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)

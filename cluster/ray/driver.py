@@ -1,4 +1,4 @@
-"""The process that speaks with Ray for an engine: the only file that imports ray.
+"""The process that speaks with Ray for an engine. Only this file imports ray.
 
 The engine starts it and speaks with it over its stdin and stdout, one JSON object a line (``ray_backend.py`` is the
 other end); it ends with the engine, in whatever way that ends, and takes the actors along::
@@ -10,7 +10,7 @@ other end); it ends with the engine, in whatever way that ends, and takes the ac
                                                   ←    {started} or {refused, message} for each actor
     (closes stdin)                                →    ends the actors, and a cluster that it has started
 
-A process of its own, since Ray prints to stdout, takes SIGTERM, and aborts the process when its cluster has gone.
+It is a separate process, since Ray prints to stdout, takes SIGTERM, and aborts the process when its cluster has gone.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from fastdecode.core.errors import BackendError, CapacityError, ConfigError, Fas
 from fastdecode.core.machine import usable_cores
 
 PROBE_SECONDS = 5.0
-"""Most time to a TCP connection with the cluster's head."""
+"""Most seconds to connect to the cluster's head over TCP."""
 
 POLL_SECONDS = 0.2
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Object store of a cluster that is started here: about the least that Ray takes, since no payload goes through it."""
+"""Object store of a cluster started here: near Ray's minimum, since no payload uses it."""
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "fastdecode"}
 
 ERRORS = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
-"""How an error crosses to the engine: its name there."""
+"""The names of errors in messages to the engine."""
 
 
 class RWorkerActor:
-    """An R-worker as Ray sees it; Ray calls it once, and carries none of its data."""
+    """An R-worker as a Ray actor. Ray calls it once, and carries none of its data."""
 
     def __init__(self, pool: str, security: Security, num_threads: int, kv_cache_bytes: int) -> None:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -66,19 +66,19 @@ class RWorkerActor:
             self._outcome = _refusal(error)
 
     def outcome(self) -> dict[str, str]:
-        """Return the address and the resources of the actor, or the reason why it has none."""
+        """Return the actor's address and resources, or the reason why it has none."""
         return self._outcome
 
 
 class ActorGroup:
-    """The actors of one engine in a placement group of their own."""
+    """The actors of one engine, in their own placement group."""
 
     def __init__(self, count: int, num_threads: int | None, kv_cache_bytes: int | None, strict: bool) -> None:
         nodes = _nodes()
         self.ask = choose_ask(count, nodes, num_threads, kv_cache_bytes, strict)
         wait_seconds = os.environ.get("FASTDECODE_RAY_SECONDS")
         if wait_seconds is None:
-            check_fits(self.ask, nodes)  # else an autoscaler may add nodes meanwhile
+            check_fits(self.ask, nodes)  # otherwise an autoscaler may add nodes meanwhile
         self._actors: list[Any] = []
         self._group: PlacementGroup = placement_group([self.ask.bundle] * count, strategy=self.ask.strategy)
         if not self._group.wait(_seconds(wait_seconds)):
@@ -86,7 +86,7 @@ class ActorGroup:
             raise CapacityError(_busy(self.ask, _seconds(wait_seconds)))
 
     def start(self, pool: str, security: Security) -> list[Any]:
-        """Return one actor in each bundle; returns what Ray answers each one's ``outcome`` with."""
+        """Start one actor in each bundle; return Ray's references to their ``outcome``."""
         kind: Any = ray.remote(RWorkerActor)
         for bundle in range(self.ask.count):
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
@@ -100,7 +100,7 @@ class ActorGroup:
         return [actor.outcome.remote() for actor in self._actors]
 
     def outcome(self, index: int, answer: Any) -> dict[str, str] | None:
-        """Return what became of actor ``index``; None if Ray is just restarting it."""
+        """Return the outcome of actor ``index``; None if Ray is just restarting it."""
         try:
             return ray.get(answer)
         except ActorUnavailableError:
@@ -113,7 +113,7 @@ class ActorGroup:
         return self._actors[index].outcome.remote()
 
     def end(self) -> None:
-        """Kill the actors and give their place back."""
+        """Kill the actors and remove their placement group."""
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
@@ -122,7 +122,7 @@ class ActorGroup:
 
 
 def connect(stack: contextlib.ExitStack) -> bool:
-    """Connect to the cluster of RAY_ADDRESS, or to one that runs here; True if one had to be started here.
+    """Connect to the cluster of RAY_ADDRESS, or to one that runs here; return True if one was started here.
 
     ``stack`` undoes it.
     """
@@ -158,11 +158,11 @@ def connect(stack: contextlib.ExitStack) -> bool:
 
 
 def main() -> None:
-    """Serve the engine at stdin and stdout until it goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the engine's terminal
+    """Serve the engine at stdin and stdout until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of the engine's terminal
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints to it
-    os.chdir("/")  # Ray puts the current folder on its workers' path, which may be a checkout that was not built
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints to stdout
+    os.chdir("/")  # Ray adds the current folder to its workers' path, which may be a checkout without a build
     with contextlib.ExitStack() as stack:
         try:
             _serve(stack, sys.stdin, out)
@@ -211,7 +211,7 @@ def _own_address() -> str:
 
 
 def _is_draining() -> bool:
-    """Return whether Ray drains the node of this actor: its end was announced, or an operator drains it."""
+    """Return whether Ray drains this actor's node: its end was announced, or an operator drains it."""
     return ray.get_runtime_context().get_node_id() in ray_state.state.get_draining_nodes()
 
 
@@ -235,7 +235,7 @@ def _seconds(given: str | None) -> float:
 
 
 def _probe(address: str) -> None:
-    """Raise BackendError if nothing listens at ``address``: Ray would try for a minute."""
+    """Raise BackendError if nothing listens at ``address``; Ray would try for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
@@ -249,5 +249,5 @@ def _refusal(error: FastDecodeError) -> dict[str, str]:
 
 
 def _say(out: TextIO, what: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the engine has gone
+    with contextlib.suppress(BrokenPipeError):  # the engine has ended
         print(json.dumps(what), file=out, flush=True)

@@ -1,4 +1,4 @@
-"""The engine's side of R-workers on Ray: the process that speaks with Ray, and the backend over those that join."""
+"""The engine's side of R-workers on Ray: the process that speaks with Ray, and the backend over R-workers that join."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ ERRORS: dict[str, type[FastDecodeError]] = {
 }
 
 END_SECONDS = 30.0
-"""How long the process that speaks with Ray may take to end; a cluster that it has started ends with it."""
+"""Most seconds for the process that speaks with Ray to end. A cluster that it has started ends with it."""
 
 START_SECONDS = 120.0
-"""Most time from the start of the actors until all have joined."""
+"""Most seconds from the start of the actors until all have joined."""
 
 log = logging.getLogger(__name__)
 
 
 def check_installed() -> None:
-    """Raise ConfigError if Ray is not."""
+    """Raise ConfigError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("r_workers: ray:N needs Ray: pip install 'fastdecode[ray]'")
 
 
 class RayJob:
-    """Room for R-workers in a Ray cluster, and then the actors there; the key of the job is made here.
+    """Room for R-workers in a Ray cluster, and later the actors there. It makes the job's key.
 
-    ``host``: the address of this node in the cluster. ``is_alone``: the cluster was started for this job on this
-    machine; connections stay on it then, and are not encrypted unless asked for, or there is a key file.
+    ``host``: this node's address in the cluster. ``is_alone``: the cluster was started for this job on this machine.
+    Its connections then stay on it, and are encrypted only if asked for, or with a key file.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RayJob:
         key_file: str | None = None,
         security: str | None = None,
     ) -> None:
-        """Wait until Ray has the room; CapacityError, with what is missing, where it has not."""
+        """Wait until Ray has room. Raise CapacityError, with what is missing, if it has not."""
         check_installed()
         secret = read_secret(key_file) if key_file else secrets.token_hex(32).encode()
         self.count = count
@@ -89,12 +89,12 @@ class RayJob:
         log.warning("Ray placed %s", placed["placed"])
 
     def start(self, pool: str) -> None:
-        """Start the actors, which are to join at ``pool`` ("host:port")."""
+        """Start the actors, which join at ``pool`` ("host:port")."""
         secret = self.security.secret or b""
         self._tell({"pool": pool, "secret": secret.decode(), "encrypts": self.security.encrypts})
 
     def check(self) -> None:
-        """Raise what an actor was refused for, if any; never waits."""
+        """Raise the error of an actor that failed, if any; never waits."""
         while not self._said.empty():
             log.info("Ray started an R-worker: %s", self._next(None).get("started"))
 
@@ -128,9 +128,9 @@ class RayJob:
 
 
 class RayBackend(JoiningBackend):
-    """``AttentionBackend`` over the actors of a ``RayJob``, which it starts and ends. It takes a listener.
+    """An ``AttentionBackend`` over the actors of a ``RayJob``, which it starts and ends. It takes a listener.
 
-    What Ray restarts joins again, as any R-worker does.
+    An actor that Ray restarts joins again like any R-worker.
     """
 
     def __init__(self, job: RayJob) -> None:
@@ -139,7 +139,7 @@ class RayBackend(JoiningBackend):
 
     @property
     def security(self) -> Security:
-        """Return the security of the connections to its R-workers."""
+        """The security of the connections to its R-workers."""
         return self._job.security
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:

@@ -1,4 +1,4 @@
-"""The resources that R-workers ask of a Ray cluster's nodes, and whether these fit: arithmetic, without Ray."""
+"""The resources that R-workers ask of a Ray cluster's nodes, and whether they fit. This is pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster: its address, and what Ray counts there in all, free or not."""
+    """A node of the cluster: its address, and all resources that Ray counts there, free or not."""
 
     address: str
     num_cpus: int
     memory_bytes: int
 
     def describe(self) -> str:
-        """Address, CPUs and memory in a few words."""
+        """Return address, CPUs and memory in a few words."""
         return f"{self.address} with {self.num_cpus} CPU(s) and {self.memory_bytes / GIB:.2f} GiB"
 
 
 @dataclass(frozen=True)
 class Ask:
-    """``count`` R-workers of ``num_cpus`` and ``memory_bytes`` each; ``strict``: no two of them on one node."""
+    """A request for ``count`` R-workers of ``num_cpus`` and ``memory_bytes`` each. ``strict``: no two on one node."""
 
     count: int
     num_cpus: int
@@ -40,7 +40,7 @@ class Ask:
 
     @property
     def strategy(self) -> str:
-        """Ray's name of how they are spread."""
+        """Ray's name for how they are spread."""
         return "STRICT_SPREAD" if self.strict else "SPREAD"
 
     def room(self, node: Node) -> int:
@@ -49,7 +49,7 @@ class Ask:
         return min(most, 1) if self.strict else most
 
     def describe(self) -> str:
-        """Return all that is asked, in a few words."""
+        """Return the request in a few words."""
         where = "each on a node of its own" if self.strict else "spread over nodes"
         return f"{self.count} R-worker(s) of {self.num_cpus} CPU(s) and {self.memory_bytes / GIB:.2f} GiB each, {where}"
 
@@ -57,9 +57,9 @@ class Ask:
 def choose_ask(
     count: int, nodes: Sequence[Node], num_threads: int | None, kv_cache_bytes: int | None, strict: bool = False
 ) -> Ask:
-    """Return what ``count`` R-workers ask for; a None becomes the largest equal share that ``nodes`` give to all.
+    """Return the request for ``count`` R-workers. None becomes the largest equal share that ``nodes`` can give to all.
 
-    Of memory that is KV_CACHE_SHARE of what Ray counts on a node, divided among as many as may come there.
+    The memory is KV_CACHE_SHARE of what Ray counts on a node, divided by the most R-workers that may come there.
     """
     num_cpus = num_threads or _largest_share(count, nodes, strict)
     if kv_cache_bytes is None:
@@ -70,7 +70,10 @@ def choose_ask(
 
 
 def check_fits(ask: Ask, nodes: Sequence[Node]) -> None:
-    """CapacityError, with what was asked, what there is and what is missing, where not even an idle cluster has it."""
+    """Raise CapacityError if not even an idle cluster has the resources.
+
+    The message says what was asked for, what there is, and what is missing.
+    """
     room = sum(ask.room(node) for node in nodes)
     if room >= ask.count:
         return
@@ -87,7 +90,7 @@ def check_fits(ask: Ask, nodes: Sequence[Node]) -> None:
 
 
 def _largest_share(count: int, nodes: Sequence[Node], strict: bool) -> int:
-    """CPUs of each of ``count`` equal R-workers, at least 1."""
+    """Return the CPUs of each of ``count`` equal R-workers, at least 1."""
     most = max((node.num_cpus for node in nodes), default=1)
     fits = (
         cpus

@@ -1,1 +1,1 @@
-"""The wire format: what an S-worker and an R-worker send each other, whatever link carries it."""
+"""The wire format: the messages between an S-worker and an R-worker, whatever link carries them."""

@@ -1,12 +1,12 @@
-"""The wire format: every message is a fixed header and at most three parts, whose lengths the header says.
+"""The wire format: a message is a fixed header and at most three parts, whose lengths are in the header.
 
 Header, little-endian, 56 bytes::
 
-    magic "FDRW" | version u16 | kind u16 | epoch u64 | sequence u64 | mini_batch u32 | layer u32 | length u64 × 3
+magic "FDRW" | version u16 | kind u16 | epoch u64 | sequence u64 | mini_batch u32 | layer u32 | length u64 × 3
 
-``epoch`` is 0 until the R-worker's WELCOME draws one for the session; ``sequence`` grows with each frame of one
-direction, so that the receiver notices a frame of another session, a replayed one and a late one. (The sender skips a
-number where Ctrl-C comes between numbering a frame and sending it.) Integers in bodies are little-endian.
+``epoch`` is 0 until the R-worker's WELCOME draws one for the session. ``sequence`` grows with each frame of one
+direction. So the receiver notices a frame of another session, a replayed one and a late one. (The sender skips a number
+if Ctrl-C interrupts it between numbering a frame and sending it.) Integers in bodies are little-endian.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ VERSION = 28
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
-"""Most bytes of one part; a peer that announces more is refused before anything is allocated."""
+"""Most bytes of one part. A peer that announces more is refused before anything is allocated."""
 
 MAX_PARTS = 3
 
 MOST_SKIPPED = 1 << 16
-"""Most numbers that a frame may skip; after a larger skip every following frame would count as late."""
+"""Most numbers that may be skipped. After a larger skip every following frame would count as late."""
 
 
 class Kind(IntEnum):
-    """The kind of a frame, with its parts; S: sent by the S-worker, R: by the R-worker."""
+    """The kind of a frame, with its parts. S: sent by the S-worker; R: by the R-worker; P: by a prefill worker."""
 
     HELLO = 1  # S: name, layout, block size (JSON)
-    WELCOME = 2  # R: what it is (JSON)
+    WELCOME = 2  # R: its description (JSON)
     PING = 3  # S
     PONG = 4  # R: its clock (float64 seconds)
     PLAN = 5  # S: controls and spans of a step
     READY = 6  # R: the plan is in force, the import may be sent, or a piece of weights is there
     PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
-    OUTPUT = 8  # R: its o, or o and partial results, likewise
+    OUTPUT = 8  # R: o of that layer, with any partial results, likewise
     END = 9  # S
     REPORT = 10  # R: busy times, bytes read, blocks free
     ABANDON = 11  # S
@@ -59,19 +59,19 @@ class Kind(IntEnum):
     CHALLENGED = 22  # R: its nonce and its proof
     PROOF = 23  # S: its proof
     PROVEN = 24  # R: HELLO may come
-    KV = 25  # prefill worker, to a port: job, first token, rows; k and v of a layer. R: a prefix as it is stored
-    STORED = 26  # from a port, of a KV that it has taken in: job, layer, first token, rows
+    KV = 25  # P, to a port: job, first token, rows; k and v of a layer. R: a prefix in stored form
+    STORED = 26  # from a port, for a stored KV: job, layer, first token, rows
     PROMPT = 27  # S, to a prefill worker: a part of a prompt (JSON), and its tokens
-    PREFILLED = 28  # P (a prefill worker): its part is computed and stored; seconds, bytes sent, logits
+    PREFILLED = 28  # P: its part is computed and stored; seconds, bytes sent, logits
     FAILED = 29  # P: why a part was not computed (JSON)
-    CANCEL = 30  # S: a job that is not wanted any more
-    READ = 31  # prefill worker, to a KV port: job, first token, rows of a layer of a prefix, which come as KV
+    CANCEL = 30  # S: cancels a job
+    READ = 31  # P, to a KV port: job, first token, rows of a layer of a prefix, which come as KV
     PICKS = 32  # S: after the OUTPUT of an index layer, how many of what each row of a range ranked is picked (int32)
     PARKING = 33  # S: the model whose caches are to be parked (JSON)
-    CHAINS = 34  # R: what it has parked of them
+    CHAINS = 34  # R: its parked chains of that model
     PARK = 35  # S: sequence id, chain, names of chains that it supersedes; sent again while it is under way
     WAKE = 36  # S: sequence id, blocks, name of the chain; likewise
-    PARKED = 37  # R: how far a PARK or a WAKE is
+    PARKED = 37  # R: progress of a PARK or a WAKE
     INVENTORY = 38  # S: asks what the R-worker holds
     HELD = 39  # R: ids, lengths and blocks of its sequences (int64)
     WEIGHTS = 40  # S, after WELCOME: first head (int64); K and V of some heads of a layer; in the model's dtype
@@ -86,7 +86,7 @@ _KINDS = frozenset(Kind)
 
 @dataclass(frozen=True)
 class Frame:
-    """A checked header; the parts are still to be read."""
+    """A checked header; the parts are not read yet."""
 
     kind: Kind
     epoch: int
@@ -97,24 +97,29 @@ class Frame:
 
 
 class Channel(Protocol):
-    """Whole messages to and from one peer, in order; ConnectionError, saying why, once the peer is gone."""
+    """Whole messages to and from one peer, in order. Raise ConnectionError, with the reason, once the peer is gone."""
 
     def send(self, parts: Sequence[Any]) -> None:
         """Send a header and its parts: C-contiguous buffers that must not change until the peer has answered."""
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """The next message's first part, None when none came in time; unread parts of the one before are dropped."""
+        """Return the next message's first part; None if none came in time.
+
+        Unread parts of the last message are dropped.
+        """
 
     def read_into(self, buffer: Any) -> None:
         """Fill ``buffer`` from the message's next part. Raise FrameError unless it has that length."""
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the channel; may be called twice."""
 
 
 class Conversation:
-    """Numbered frames over one channel; a frame of another session, or one out of order, is refused. ``next_sent`` is
-    the number of the next frame to send."""
+    """Numbered frames over one channel.
+
+    A frame of another session, or out of order, is refused. ``next_sent``: the number of the next frame to send.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -132,9 +137,9 @@ class Conversation:
         self.channel.send([header, *parts])
 
     def receive(self, timeout_seconds: float) -> Frame | None:
-        """Return the next frame, None when none came in time.
+        """Return the next frame; None if none came in time.
 
-        Raise FrameError for a malformed one or one of another session.
+        Raise FrameError for a malformed frame, or one of another session.
         """
         header = self.channel.receive(timeout_seconds)
         if header is None:
@@ -148,7 +153,7 @@ class Conversation:
         return frame
 
     def check_order(self, frame: Frame) -> None:
-        """Raise FrameError for a frame that came before, or is from far ahead."""
+        """Raise FrameError for a frame that was received before, or is far ahead."""
         if frame.sequence < self._least_received:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
@@ -160,9 +165,9 @@ class Conversation:
         self._least_received = frame.sequence + 1
 
     def body(self, frame: Frame, most_bytes: int = FRAME_LIMIT) -> bytearray:
-        """Return the one part of ``frame``.
+        """Return the only part of ``frame``.
 
-        Raise FrameError if it announces more than ``most_bytes``, or other parts.
+        Raise FrameError if it announces more than ``most_bytes``, or several parts.
         """
         if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
             raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
@@ -176,7 +181,7 @@ class Conversation:
 
 
 def decode(header: bytes) -> Frame:
-    """Check every field of a header; FrameError says which is wrong."""
+    """Check every field of a header and return the frame. A FrameError names the wrong field."""
     if len(header) != HEADER.size:
         raise FrameError(f"a frame whose header has {len(header)} bytes, not {HEADER.size}")
     magic, version, kind, epoch, sequence, mini_batch, layer, *lengths = HEADER.unpack(header)

@@ -8,9 +8,9 @@
     PROOF      HMAC("s-worker|" n m)                  →
                                                       ←    PROVEN
 
-HMAC is HMAC-SHA256 with a key derived from the secret. The roles keep an end from sending the other's proof back to it,
-and the random bytes keep a recorded proof from being used again: each challenge is answered once. The proof holds for
-the connection on which it was made; it does not protect against changes to TCP traffic on its way.
+HMAC is HMAC-SHA256 with a key derived from the secret. The roles keep an end from sending the other's proof back. The
+random bytes keep a recorded proof from being used again, since each challenge is answered once. The proof holds for its
+connection; it does not protect TCP data from changes on the way.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fastdecode.cluster.wire.messages import decode_refusal, encode_refusal
 from fastdecode.core.errors import BackendError, ConfigError, FrameError, WorkerLostError
 
 S_WORKER, R_WORKER = "s-worker", "r-worker"
-"""The roles of the two ends of a connection, each with keys and proofs of its own."""
+"""The roles of the two ends of a connection; each has its own keys and proofs."""
 
 LEAST_BYTES = 32
 MOST_BYTES = 4096
 
 NONCE_BYTES = PROOF_BYTES = 32
 MOST_PENDING = 64
-"""Challenges that wait for their proof; with more, the oldest is dropped."""
+"""Most challenges that wait for their proof; beyond these the oldest is dropped."""
 
 PROOF_SECONDS = 30.0
-"""Most time to each answer, as long as an R-worker may take to start."""
+"""Most seconds for each answer, as long as an R-worker may take to start."""
 
 TICK_SECONDS = 0.1
 BOTH_SIDES = "--key-file with --security authenticate must be on both sides, or on neither"
@@ -54,9 +54,9 @@ log = logging.getLogger("fastdecode.r_worker")
 
 @dataclass(frozen=True)
 class Security:
-    """The security of a connection: its two ends authenticate each other by ``secret``, if any.
+    """The security of a connection. Its two ends authenticate each other by ``secret``, if there is one.
 
-    With ``encrypts`` ZeroMQ's CURVE does it; without, the handshake of this module, and frames are clear data.
+    With ``encrypts`` ZeroMQ's CURVE does it. Without, the handshake of this module does it, and data is unencrypted.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -64,12 +64,12 @@ class Security:
 
     @property
     def curve_secret(self) -> bytes | None:
-        """The source of CURVE's keys, None for connections without CURVE."""
+        """The source of CURVE's keys; None for connections without CURVE."""
         return self.secret if self.encrypts else None
 
     @property
     def proof_key(self) -> bytes | None:
-        """The 32 bytes that the handshake proves knowledge of, None for connections without it."""
+        """The 32 bytes whose knowledge the handshake proves; None for connections without it."""
         return None if self.secret is None or self.encrypts else derive_key(self.secret, "handshake")
 
 
@@ -82,9 +82,9 @@ def read_security(key_file: str | None, level: str | None) -> Security:
 
 
 def read_secret(path: str) -> bytes:
-    """Return the key file's contents, without white space at the ends.
+    """Return the key file's contents without surrounding white space.
 
-    Raise ConfigError unless it is private and long enough.
+    Raise ConfigError unless the file is private and long enough.
     """
     try:
         with Path(path).open("rb") as file:
@@ -105,19 +105,24 @@ def read_secret(path: str) -> bytes:
 
 
 def derive_key(secret: bytes, role: str) -> bytes:
-    """32 bytes for ``role`` ("s-worker", "r-worker", "handshake"): HKDF-SHA256 (RFC 5869), one block of output."""
+    """Return 32 bytes for ``role`` ("s-worker", "r-worker", "handshake"):
+
+    HKDF-SHA256 (RFC 5869), one block of output.
+    """
     extracted = hmac.digest(b"fastdecode curve keys v1", secret, "sha256")
     return hmac.digest(extracted, role.encode() + b"\x01", "sha256")
 
 
 def proof(key: bytes, role: str, nonces: bytes) -> bytes:
-    """32 bytes that only a holder of ``key`` can compute for ``role`` ("s-worker", "r-worker") and both nonces."""
+    """Return 32 bytes that only a holder of ``key`` can compute, for ``role`` and both nonces."""
     return hmac.digest(key, role.encode() + b"|" + nonces, "sha256")
 
 
 def proven(channel: AnyChannel, security: Security, name: str) -> AnyChannel:
-    """Return ``channel`` once its other end, ``name``, has proven that it holds the key of ``security``, if any, and
-    this one too; else BackendError, saying why, a WorkerLostError where it is gone, and it is closed."""
+    """Return ``channel`` once both ends have proven that they hold the key of ``security``, if any.
+
+    Otherwise close it and raise BackendError with the reason, or WorkerLostError if the other end, ``name``, is gone.
+    """
     try:
         if security.proof_key is not None:
             _prove(channel, security.proof_key, name)
@@ -144,7 +149,10 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
 
 
 def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
-    """Return both nonces and the R-worker's proof. It numbers its answers from 0: the nonces show that they are new."""
+    """Return both nonces and the R-worker's proof.
+
+    The R-worker numbers its answers from 0; the nonces show that they are new.
+    """
     conversation = Conversation(channel)
     body = _body(conversation, _answer(conversation, Kind.CHALLENGED), NONCE_BYTES + PROOF_BYTES)
     return nonce + body[:NONCE_BYTES], body[NONCE_BYTES:]
@@ -163,7 +171,7 @@ def _answer(conversation: Conversation, kind: Kind) -> Frame:
 
 
 class Gate:
-    """The R-worker's side: answers peers that have not proven anything, and keeps 64 bytes each of the last 64."""
+    """The R-worker's side of the handshake. It keeps 64 bytes for each of the last 64 unproven peers."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -171,7 +179,7 @@ class Gate:
         self._logged = False
 
     def admits(self, channel: Channel, identity: bytes) -> bool:
-        """Read and answer the current message, of the peer ``identity``; True when it is a good proof."""
+        """Read and answer the current message of the peer ``identity``; return True if it is a good proof."""
         conversation = Conversation(channel)
         try:
             frame = conversation.receive(0)

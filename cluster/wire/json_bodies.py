@@ -1,4 +1,4 @@
-"""Bodies of frames that are JSON, to bytes and back, and the texts in them."""
+"""Frame bodies in JSON, to bytes and back, and the texts in them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from msgspec import Meta
 from fastdecode.core.errors import FrameError
 
 MAX_JSON_BYTES = 1 << 22
-"""As Python objects JSON may take some thirty times its bytes; this keeps it below a frame's limit."""
+"""Most bytes of a JSON body. As Python objects it may take thirty times that, which stays below a frame's limit."""
 
 MAX_TEXT = 4096
 MAX_ERROR = 200
-"""Characters of an error about malformed JSON, which may quote it."""
+"""Most characters of an error about malformed JSON, which may quote it."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -30,7 +30,7 @@ def encode_json(message: msgspec.Struct) -> bytes:
 
 
 def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
-    """Raise FrameError for what is not valid JSON of this form, or has texts that cannot be printed in a log."""
+    """Return the message in ``data``. Raise FrameError for invalid JSON, another form, or unprintable texts."""
     try:
         message: Message = _decoder(form).decode(data)
     except (ValueError, RecursionError) as error:
@@ -42,7 +42,10 @@ def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Mess
 
 
 def _decoder(form: type) -> msgspec.json.Decoder[Any]:
-    """Made by one thread at a time: where two read a class for the first time at once, msgspec 0.22 may crash."""
+    """Return a decoder.
+
+    Only one thread at a time makes one, since msgspec 0.22 may crash if two first read a class at once.
+    """
     with _making:
         if form not in _decoders:
             _decoders[form] = msgspec.json.Decoder(form)
@@ -50,5 +53,5 @@ def _decoder(form: type) -> msgspec.json.Decoder[Any]:
 
 
 def printable(text: str) -> str:
-    """Without line breaks, escape codes and halves of characters, for logs and terminals."""
+    """Return ``text`` for logs and terminals, without line breaks, escape codes and halves of characters."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

@@ -1,4 +1,4 @@
-"""What an S-worker asks to be kept for the one after it, and what an R-worker has of one before."""
+"""What an S-worker asks R-workers to keep for its successor, and what an R-worker holds of a predecessor."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from fastdecode.core.errors import FrameError
 from fastdecode.core.held import HeldSequence
 
 MOST_JOURNAL_BYTES = 1 << 27
-"""Of a session's journal in an R-worker's memory."""
+"""Most bytes of a session's journal in an R-worker's memory."""
 
 LEASE_SECONDS = 2.0
 """An S-worker that is silent for so long loses its session to the next one that asks."""
 
 FIRST_BYTE = struct.Struct("<q")
-"""The first part of RECORD: where in the journal the bytes of the second part lie."""
+"""The first part of RECORD: the position in the journal of the bytes in the second part."""
 
 
 class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named session. What is kept for ``keep_seconds`` after its link breaks is for an S-worker that ``follows`` the
-    ``fingerprint`` of the one before: it has the same weights, and that one's journal. ``any_run``: R-workers have the
-    journal, so the S-worker does not know yet which run it follows: the fingerprint before may be any that begins with
-    ``follows``. ``epoch``: the one that the S-worker has here already, 0: none yet. ``waits``: until the one before is
-    gone; else that gives way when it is silent."""
+    """A request for a named session.
+
+    What is kept for ``keep_seconds`` after its link breaks is for an S-worker that ``follows`` the ``fingerprint`` of
+    its predecessor: it has the same weights and that one's journal. ``any_run``: the journal is on R-workers, so the
+    S-worker does not know the run yet; any fingerprint that begins with ``follows`` matches. ``epoch``: the one that
+    the S-worker already has here; 0 for none. ``waits``: wait until the predecessor is gone; otherwise a silent
+    predecessor loses the session.
+    """
 
     session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]
     fingerprint: Text
@@ -44,18 +47,20 @@ class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 HEAD_NUMBERS = 4
-"""Of a sequence in HELD, before its blocks."""
+"""Numbers of a sequence in HELD, before its blocks."""
 
 
 def encode_held(held: Iterable[HeldSequence]) -> bytes:
-    """Return for each sequence its id, tokens, the fewest that it can be cut to, and number of blocks, then these:
-    int64."""
+    """Return the HELD body, int64: per sequence its id, tokens, least tokens, number of blocks, and the blocks."""
     rows = ((each.cache_id, each.num_tokens, each.least, len(each.blocks), *each.blocks) for each in held)
     return np.fromiter(chain.from_iterable(rows), "<i8").tobytes()
 
 
 def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tuple[HeldSequence, ...]:
-    """Of an R-worker with ``num_blocks`` blocks. Raise FrameError for what it cannot hold."""
+    """Return the sequences in ``data`` of an R-worker with ``num_blocks`` blocks.
+
+    Raise FrameError for what it cannot hold.
+    """
     if len(data) % 8:
         raise FrameError(f"HELD: {len(data)} bytes")
     numbers = np.frombuffer(data, "<i8").tolist()

@@ -1,4 +1,4 @@
-"""The bodies of frames, except those of each step (payload.py), to bytes and back, with every value checked."""
+"""The bodies of frames, to bytes and back, with every value checked; those of each step are in payload.py."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from fastdecode.kinds.kind import MAX_LAYERS, MAX_NUMBER
 from fastdecode.kinds.layout import KVLayout
 
 MAX_HELLO_BYTES = 1 << 27
-"""Of a HELLO, which has the filters of a hybrid's convolutions, and of Mamba-1 a factor for each number of a state:
-bytes that stay bytes."""
+"""Most bytes of a HELLO.
+
+It has the filters of a hybrid's convolutions, and for Mamba-1 a factor per number of a state.
+"""
 
 MAX_ROWS = 1 << 24
 MAX_CORES = 1 << 12
 MOST_IN_FLIGHT = 16
-"""Frames to a port that wait for their answers, at most; so a port's queue never fills. It also bounds memory."""
+"""Most frames to a port that wait for answers, so that a port's queue never fills. It also bounds memory."""
 
 CHUNK_BYTES = 1 << 22
 """Bytes of a sequence in one DATA frame."""
 
 EXPORT = struct.Struct("<qqq")
-"""The body of EXPORT: sequence id, first token, tokens, or ``ALL_TOKENS`` that follow."""
+"""The body of EXPORT: sequence id, first token, tokens (``ALL_TOKENS``: all that follow)."""
 
 ALL_TOKENS = -1
 
@@ -46,19 +48,19 @@ IMPORT = struct.Struct("<qqqq")
 """The body of IMPORT: sequence id, first token, tokens, bytes."""
 
 KV_ROWS = struct.Struct("<qqq")
-"""The first part of KV, and the body of READ: job id, first token, rows; the layer is in the header."""
+"""The first part of KV, and the body of READ: job id, first token, rows. The layer is in the header."""
 
 KV_STORED = struct.Struct("<qqqq")
 """The body of STORED: job id, layer, first token, rows."""
 
 FIRST_HEAD = struct.Struct("<q")
-"""The first part of WEIGHTS: the head whose rows come first in the second part; the layer is in the header."""
+"""The first part of WEIGHTS: the first head of the rows in the second part. The layer is in the header."""
 
 CLOCK = struct.Struct("<d")
 """The body of PONG: seconds."""
 
 R_WORKER, PREFILL_WORKER = "r-worker", "prefill-worker"
-"""Senders that a JOIN may come from."""
+"""Kinds of workers that send JOIN."""
 
 
 def _one_of(choices: Iterable[str]) -> Meta:
@@ -66,7 +68,7 @@ def _one_of(choices: Iterable[str]) -> Meta:
 
 
 class _Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``KVLayout`` within the limits of the wire, and the block size."""
+    """A ``KVLayout`` within the limits of the wire, and the block size."""
 
     layers: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     model_dtype: Annotated[str, _one_of(WIRE_DTYPE)]
@@ -85,13 +87,13 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An R-worker's answer: ``cores`` it may use on the machine ``host_id``; ``fingerprint`` of what it opened.
+    """An R-worker's answer to HELLO.
 
-    ``state_blocks``: those that a sequence's states take. ``kv_address``: "host:port" of its KV port, without the host
-    where the S-worker's own way to it is the way for all; "" if it has none. ``kv_epoch``: what frames to that port
-    must carry. ``park_after``: seconds after which what is not used is to be parked on its disk; None: it has none.
-    ``lease_epoch``: of a named session, else 0; ``goes_on``: it has what the session's S-worker before had, whose
-    fingerprint was ``kept_of``.
+    ``cores``: those it may use on the machine ``host_id``. ``fingerprint``: of what it opened. ``state_blocks``: blocks
+    of a sequence's states. ``kv_address``: "host:port" of its KV port, without the host if all reach it as the S-worker
+    does; "" if it has none. ``kv_epoch``: what frames to that port must carry. ``park_after``: seconds without use
+    before it parks; None without a disk. ``lease_epoch``: of a named session, else 0. ``goes_on``: it has the cache of
+    the session's previous S-worker, whose fingerprint was ``kept_of``.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -122,7 +124,7 @@ class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Hello:
-    """The S-worker that asks for a session, and the cache it needs; ``lease``: where the session is to be kept."""
+    """An S-worker's request for a session, and the cache it needs. ``lease``: set if the session is to be kept."""
 
     name: str
     layout: KVLayout
@@ -131,7 +133,7 @@ class Hello:
 
 
 def fingerprint(layout: KVLayout, block_size: int) -> str:
-    """Identifies what both sides must agree on: dtypes, every layer's shape and scoring rule, and the block size."""
+    """Return a hash of what both sides must agree on: dtypes, each layer's shape and scoring rule, the block size."""
     return _fingerprint(_cache(layout, block_size))
 
 
@@ -142,7 +144,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(data: bytes | bytearray) -> Hello:
-    """FrameError names the field that is wrong."""
+    """Return the message in ``data``. A FrameError names the wrong field."""
     message = decode_json("HELLO", data, _Hello)
     cache = message.cache
     if cache.rotation != KV_ROTATION.get(cache.kv_dtype, ""):
@@ -163,7 +165,7 @@ def encode_welcome(welcome: Welcome) -> bytes:
 
 
 def decode_welcome(data: bytes | bytearray) -> Welcome:
-    """FrameError names the field that is wrong."""
+    """Return the message in ``data``. A FrameError names the wrong field."""
     welcome = decode_json("WELCOME", data, Welcome)
     if bool(welcome.kv_address) != bool(welcome.kv_epoch):
         raise FrameError("WELCOME: kv_address and kv_epoch must both be there, or neither")
@@ -177,20 +179,23 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
 
 
 def encode_join(address: str, role: str = R_WORKER) -> bytes:
-    """``address``: "host:port" at which a worker listens; ``role``: "r-worker" or "prefill-worker"."""
+    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: its kind."""
     return encode_json(_Join(address, role))
 
 
 def decode_join(data: bytes | bytearray) -> tuple[str, str]:
-    """Return the address and role. Raise FrameError for what is none."""
+    """Return the address and role. Raise FrameError if they are malformed."""
     join = decode_json("JOIN", data, _Join)
     _check_address("JOIN", join.address)
     return join.address, join.role
 
 
 def encode_refusal(error: str, message: str) -> bytes:
-    """``error``: "capacity" (too little memory), "busy" (serving another), "superseded" (by another S-worker of its
-    session), "key", "frame" or "refused" (any other)."""
+    """Return a refusal.
+
+    ``error``: "capacity" (too little memory), "busy" (serving another), "superseded" (by another S-worker of its
+    session), "key", "frame" or "refused" (any other).
+    """
     return encode_json(_Refusal(error, printable(message[:MAX_TEXT])))
 
 

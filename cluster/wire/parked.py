@@ -15,21 +15,23 @@ from fastdecode.core.errors import FrameError
 from fastdecode.core.parked import MARK_BYTES, Chain, Parked, Progress, num_marks
 
 MAX_PARK_BYTES = 1 << 24
-"""Of a PARK or a PARKED, which have 16 bytes for every 512 tokens and for every chain that is dropped."""
+"""Most bytes of a PARK or a PARKED, which have 16 bytes per 512 tokens and per dropped chain."""
 
 MAX_BLOCKS = 1 << 31
 
 _PARK = struct.Struct("<qqqq")
-"""The beginning of PARK: patience, sequence id, blocks, names of chains that it makes useless; marks and names follow.
-Patience, of WAKE too, in milliseconds: how long the R-worker may take until it says how far it is."""
+"""The beginning of PARK: patience, sequence id, blocks, and the number of superseded chains; marks and names follow.
+
+Patience, also in WAKE, is how long the R-worker may take before it reports progress, in milliseconds.
+"""
 
 WAKE = struct.Struct(f"<qqq{MARK_BYTES}s")
-"""The body of WAKE: patience, the sequence id it is to have, blocks, the chain's name."""
+"""The body of WAKE: patience, the new sequence id, blocks, the chain's name."""
 
 MOST_PATIENCE_MS = 1000
 
 _PARKED = struct.Struct("<qqqq")
-"""The beginning of PARKED: progress, tokens that are there, bytes on the disk, names of dropped chains, listed next."""
+"""The beginning of PARKED: progress, tokens done, bytes on the disk, number of dropped chains; their names follow."""
 
 
 class _Parking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,23 +39,23 @@ class _Parking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_parking(model: str) -> bytes:
-    """``model`` identifies the weights, and how the S-worker computes with them."""
+    """Return a PARKING. ``model`` identifies the weights, and how the S-worker computes with them."""
     return encode_json(_Parking(model))
 
 
 def decode_parking(data: bytes | bytearray) -> str:
-    """Raise FrameError for anything else than a name."""
+    """Return the model's name. Raise FrameError for anything else."""
     return decode_json("PARKING", data, _Parking).model
 
 
 def encode_park(patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> bytes:
-    """Return a PARK: ``superseded`` are names of chains that ``chain`` has all of."""
+    """Return a PARK. ``superseded``: names of chains that ``chain`` contains."""
     start = _PARK.pack(patience_ms, sequence_id, chain.num_blocks, len(superseded))
     return b"".join((start, *chain.marks, *superseded))
 
 
 def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Chain, tuple[bytes, ...]]:
-    """Patience, sequence id, chain and names. Raise FrameError unless they fill ``data``."""
+    """Return patience, sequence id, chain and names. Raise FrameError unless they fill ``data``."""
     patience_ms, sequence_id, num_blocks, num_names = _start("PARK", _PARK, data)
     _check_patience("PARK", patience_ms)
     if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= num_names <= len(data):
@@ -64,7 +66,7 @@ def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Cha
 
 
 def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
-    """Patience, sequence id, blocks and name. Raise FrameError unless they fill ``data``."""
+    """Return patience, sequence id, blocks and name. Raise FrameError unless they fill ``data``."""
     if len(data) != WAKE.size:
         raise FrameError(f"WAKE: {len(data)} bytes, and {WAKE.size} belong there")
     patience_ms, sequence_id, num_blocks, name = WAKE.unpack(data)
@@ -73,14 +75,14 @@ def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
 
 
 def encode_parked(parked: Parked) -> bytes:
-    """Return how far a PARK or a WAKE is."""
+    """Return the progress of a PARK or a WAKE."""
     return b"".join(
         (_PARKED.pack(parked.progress, parked.num_tokens, parked.num_bytes, len(parked.dropped)), *parked.dropped)
     )
 
 
 def decode_parked(data: bytes | bytearray) -> Parked:
-    """Raise FrameError for a progress that there is not, and unless the names fill ``data``."""
+    """Return the progress. Raise FrameError for an unknown one, and unless the names fill ``data``."""
     progress, num_tokens, num_bytes, num_names = _start("PARKED", _PARKED, data)
     if progress not in set(Progress) or num_tokens < 0 or num_bytes < 0 or not 0 <= num_names <= len(data):
         raise FrameError(f"PARKED: {progress}, {num_tokens} tokens, {num_bytes} bytes, {num_names} names")
@@ -88,13 +90,13 @@ def decode_parked(data: bytes | bytearray) -> Parked:
 
 
 def encode_chains(chains: Sequence[Chain]) -> bytes:
-    """Return what is parked: how many chains, blocks of each (int64), and all marks."""
+    """Return the parked chains: their number, the blocks of each (int64), and all marks."""
     counts = np.array([len(chains), *(chain.num_blocks for chain in chains)], "<i8")
     return b"".join((counts.tobytes(), *(mark for chain in chains for mark in chain.marks)))
 
 
 def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
-    """Raise FrameError unless they fill ``data``."""
+    """Return the parked chains. Raise FrameError unless they fill ``data``."""
     num_chains = int(np.frombuffer(data[:8], "<i8")[0]) if len(data) >= 8 else -1
     if not 0 <= num_chains <= len(data) // (8 + MARK_BYTES):
         raise FrameError(f"CHAINS: {num_chains} chains in {len(data)} bytes")
@@ -118,7 +120,7 @@ def _start(kind: str, form: struct.Struct, data: bytes | bytearray) -> tuple[int
 
 
 def _names(kind: str, data: bytes | bytearray, start: int, count: int) -> tuple[bytes, ...]:
-    """``count`` marks that fill ``data`` from ``start`` on."""
+    """Return ``count`` marks that fill ``data`` from ``start`` on."""
     if len(data) != start + count * MARK_BYTES:
         raise FrameError(f"{kind}: {len(data)} bytes, and {start + count * MARK_BYTES} belong there")
     places: Iterable[int] = range(start, len(data), MARK_BYTES)

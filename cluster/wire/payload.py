@@ -1,5 +1,7 @@
-"""What travels in each step: its plan, the places of q, k, v, o and partial results of every mini-batch in one piece of
-memory, laid out once per plan, and the report."""
+"""The messages of each step: its plan, its report, and the payload.
+
+One piece of memory has the places of q, k, v, o and partial results of every mini-batch, laid out once per plan.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 
 ALIGNMENT = 64
-"""Bytes; a cache line."""
+"""Bytes of a cache line."""
 
 MAX_MINI_BATCHES = 1024
 MAX_POSITION = 1 << 40
@@ -30,7 +32,7 @@ Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class RowCounts(NamedTuple):
-    """Rows of one R-worker in a mini-batch: of q; of k and v; of o; and of partial results, one per node."""
+    """Rows of one R-worker in a mini-batch: of q, of k and v, of o, and of partial results, one per node."""
 
     queries: int
     stored: int
@@ -39,9 +41,9 @@ class RowCounts(NamedTuple):
 
 
 class PayloadSlots:
-    """One slot per mini-batch, large enough for its largest layer; both ends of a link compute the same places.
+    """One slot per mini-batch, large enough for its largest layer. Both ends of a link compute the same places.
 
-    ``rows``: of each mini-batch on this R-worker.
+    ``rows``: the rows of each mini-batch on this R-worker.
     """
 
     def __init__(self, layout: KVLayout, rows: Sequence[RowCounts]) -> None:
@@ -62,21 +64,21 @@ class PayloadSlots:
 
     @property
     def num_mini_batches(self) -> int:
-        """Mini-batches of the step."""
+        """The number of mini-batches of the step."""
         return len(self._rows)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """The number of layers of the model."""
         return len(self._layers)
 
     def place(self, memory: np.ndarray) -> None:
-        """Use ``memory``, uint8 [at least num_bytes], aligned to a cache line."""
+        """Use ``memory``, uint8 [at least num_bytes], which is aligned to a cache line."""
         self._memory = memory
         self._views.clear()
 
     def views(self, mini_batch: int, layer: int) -> Views:
-        """q, k, v, o and partial results of one layer of one mini-batch; layers of the same shape share them."""
+        """Return q, k, v, o and partial results of one layer of one mini-batch. Layers of the same shape share them."""
         spec = self._layers[layer]
         key = (mini_batch, _shapes_of(spec))
         if key not in self._views:
@@ -93,7 +95,7 @@ class PayloadSlots:
                 )
 
     def fill(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copy q, k, v to their places; ValueError as ``check``."""
+        """Copy q, k, v to their places. Raise ValueError as ``check`` does."""
         self.check(mini_batch, layer, arrays)
         for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
             np.copyto(place, array)
@@ -104,7 +106,7 @@ class PayloadSlots:
         return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
 
     def answer(self, mini_batch: int, layer: int) -> np.ndarray:
-        """Return the R-worker's answer: o, or all bytes from its first to the last of the partial results."""
+        """Return the R-worker's answer: o, or the bytes from o to the last partial result."""
         views = self.views(mini_batch, layer)
         if not len(views[4]):
             return views[3]
@@ -129,7 +131,7 @@ class PayloadSlots:
 
 
 def aligned_memory(num_bytes: int) -> np.ndarray:
-    """Return uninitialised uint8 [num_bytes] that begins at a cache line."""
+    """Return uninitialized uint8 [num_bytes] that begins at a cache line."""
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + num_bytes]
@@ -144,14 +146,14 @@ def row_counts(spans: np.ndarray) -> RowCounts:
 
 
 def _tail_rows(spans: np.ndarray) -> int:
-    """Return rows of partial results of the PARTIAL spans."""
+    """Return the rows of partial results of PARTIAL spans."""
     tails = spans[spans["mode"] == SpanMode.PARTIAL]
     ends = (tails["context_len"] + tails["num_rows"]).tolist()
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
 
 
 def _shapes_of(layer: Layer) -> tuple[tuple[int, int], ...]:
-    """Return shapes of a row of q, k, v, o and partial results."""
+    """Return the shapes of a row of q, k, v, o and partial results."""
     return *layer.row_shapes, layer.partial_shape
 
 
@@ -162,14 +164,14 @@ def _shapes(layer: Layer, rows: RowCounts) -> list[tuple[int, int, int]]:
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:
-    """Return counts (controls, mini-batches), spans of each mini-batch, as u64, then CONTROL and SPAN records."""
+    """Return the counts of controls, mini-batches and spans per mini-batch as u64, then CONTROL and SPAN records."""
     counts = np.array([len(spans) for spans in plan.mini_batches], "<u8")
     head = _COUNTS.pack(len(plan.controls), len(counts)) + counts.tobytes()
     return b"".join([head, plan.controls.tobytes(), *(spans.tobytes() for spans in plan.mini_batches)])
 
 
 def decode_plan(data: bytes | bytearray) -> WorkerPlan:
-    """Raise FrameError unless the lengths agree and the rows are few enough; the rest is the R-worker's to check."""
+    """Return the plan. Raise FrameError for wrong lengths or too many rows; the R-worker checks the rest."""
     if len(data) < _COUNTS.size:
         raise FrameError(f"PLAN: {len(data)} bytes are too few")
     num_controls, num_mini_batches = _COUNTS.unpack_from(data)
@@ -192,13 +194,13 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
 
 
 def encode_report(report: WorkerReport) -> bytes:
-    """Bytes read, blocks free and whether the R-worker asks to leave (1), then busy starts and ends as float64."""
+    """Return bytes read, blocks free, and 1 if the R-worker asks to leave, then busy starts and ends as float64."""
     head = _REPORT.pack(report.bytes_read, report.blocks_free, report.leaving)
     return head + report.busy_start.astype("<f8").tobytes() + report.busy_end.astype("<f8").tobytes()
 
 
 def decode_report(data: bytes | bytearray, num_mini_batches: int, num_layers: int) -> WorkerReport:
-    """Return times on the R-worker's clock.
+    """Return the report, with times on the R-worker's clock.
 
     Raise FrameError for another length, times that are not finite, or negative counts.
     """

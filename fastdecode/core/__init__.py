@@ -1,1 +1,1 @@
-"""What all floors share: records of a step, protocols, errors, figures of the machine."""
+"""Types that all floors share: records of a step, protocols, errors, and the machine's resources."""

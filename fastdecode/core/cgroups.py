@@ -1,7 +1,7 @@
-"""Limits of control groups, version 1, version 2 and both at once: of this process's own group and of all above it.
+"""Limits of control groups, version 1 and 2, of this process's group and of all its parents.
 
-A limit of any group on the path counts: a Slurm job's, a systemd slice's, a pod's. In a container the path may name
-groups that cannot be seen, and the mounted root is the container's own group: then these are left out.
+The limit of any group on the path counts: a Slurm job's, a systemd slice's, a pod's. In a container the path may name
+groups that are not visible; these are left out. The mounted root is then the container's own group.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
-"""Where groups are mounted, unless ``mountinfo`` says otherwise, and where this process is told its own."""
+"""Where groups are mounted by default (``mountinfo`` may differ), and where this process finds its own."""
 
 UNLIMITED = 1 << 60
-"""Bytes from which a limit is none; version 1 writes the largest multiple of a page."""
+"""A limit of this many bytes or more counts as none; version 1 writes the largest multiple of a page."""
 
 RECLAIMABLE = ("inactive_file", "active_file")
-"""Lines of memory.stat with the page cache, which the kernel frees before it refuses memory."""
+"""Lines of memory.stat about the page cache, which the kernel reclaims before it refuses memory."""
 
 
 def memory_limit() -> int | None:
-    """Return the lowest limit of memory, in bytes; None if there is none."""
+    """Return the lowest memory limit in bytes; None if there is none."""
     limits = [limit for limit in map(_limit, _folders("memory")) if limit is not None]
     return min(limits, default=None)
 
 
 def free_memory() -> int | None:
-    """Return the bytes that may still be allocated within every limit, page cache being reclaimable; None: no limit."""
+    """Return the bytes that may still be allocated within every limit; None without a limit.
+
+    Page cache counts as free, since it can be reclaimed.
+    """
     rooms = []
     for folder in _folders("memory"):
         limit = _limit(folder)
@@ -37,12 +40,12 @@ def free_memory() -> int | None:
 
 
 def cpu_limit() -> float | None:
-    """Return the fewest cores' worth of processor time that a quota leaves; None if there is none."""
+    """Return the lowest CPU quota in cores; None if there is none."""
     return min((cores for folder in _folders("cpu") if (cores := _cores(folder))), default=None)
 
 
 def _limit(folder: Path) -> int | None:
-    """Return a group's limit: the hard one, the one above which it is throttled, or one of groups out of sight."""
+    """Return a group's memory limit: the lowest of its hard limit, throttling limit, and invisible parents' limits."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
     return min((limit for limit in found if limit is not None and limit < UNLIMITED), default=None)
@@ -51,7 +54,7 @@ def _limit(folder: Path) -> int | None:
 def _reclaimable(folder: Path) -> int:
     """Return the bytes of page cache of a group and those below it."""
     stat = _stat(folder)
-    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in RECLAIMABLE)  # total_: of version 1
+    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in RECLAIMABLE)  # "total_" is version 1's prefix
 
 
 def _stat(folder: Path) -> dict[str, int]:
@@ -65,13 +68,12 @@ def _cores(folder: Path) -> float | None:
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
     if not quota.isdigit() or not period.isdigit() or not int(period) or not int(quota):
-        return None  # "max", or -1
+        return None  # no quota: "max", or -1
     return int(quota) / int(period)
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's group and all groups above it, of either version, that may limit
-    ``controller``."""
+    """Yield the folders of this process's group and its parents, of either version, that may limit ``controller``."""
     for mount, path in _groups(controller):
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for length in range(len(parts), -1, -1):
@@ -79,8 +81,8 @@ def _folders(controller: str) -> Iterator[Path]:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, str]]:
-    """Yield the places of a hierarchy and this process's path in it."""
-    paths = {"": ""}  # by the controllers of version 1, "" for version 2
+    """Yield the mount points of a hierarchy, and this process's path in it."""
+    paths = {"": ""}  # keyed by version 1's controllers; "" is version 2
     for line in _read(PROCESS / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -98,7 +100,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, str]]:
 
 
 def _mounts() -> dict[str, list[Path]]:
-    """Return where hierarchies are mounted, by controller; "" for version 2."""
+    """Return the mount points of hierarchies by controller; "" is version 2."""
     found: dict[str, list[Path]] = {}
     for line in _read(PROCESS / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -111,7 +113,7 @@ def _mounts() -> dict[str, list[Path]]:
 
 
 def _number(folder: Path, *names: str) -> int | None:
-    """Return what the first of the files that is there holds, if it is a number."""
+    """Return the number in the first of these files that exists; None if it holds no number."""
     for name in names:
         if (text := _read(folder / name)).isdigit():
             return int(text)

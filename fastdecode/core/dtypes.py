@@ -1,4 +1,4 @@
-"""Dtypes of models and KV caches: their bytes, and how floats travel between the sides."""
+"""Dtypes of models and KV caches: their bytes, and how floats are sent between the sides."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of each model dtype."""
 
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
-"""Bits per element of each KV dtype, scales apart."""
+"""Bits per element of each KV dtype, without scales."""
 
 INT4_GROUP_DIMS = 64
-"""Dims of a token and head that share one int4 scale and zero."""
+"""Elements of a token and head that share one int4 scale and zero point."""
 
 INT4_FIFTH_BIT_DIMS = 32
-"""Dims of an int4 key whose codes' fifth bits share a word of 4 bytes: keys lose more by their rounding than values."""
+"""Elements of an int4 key whose fifth bits share a word of 4 bytes. Rounding harms keys more than values."""
 
 KV_ROTATION: dict[str, Literal["", "hadamard"]] = {"int4": "hadamard"}
-"""The matrix by which caches of a dtype rotate keys, values and queries (kernels/rotate.hpp), if any."""
+"""The matrix that rotates keys, values and queries for caches of a dtype (kernels/rotate.hpp), if any."""
 
 WIRE_DTYPE: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.uint16),
     "bfloat16": np.dtype(np.uint16),
 }
-"""How numpy carries each dtype over the seam: 16-bit floats travel as their bits."""
+"""How numpy represents each dtype between the sides: 16-bit floats are sent as their bits."""
 
 
 def is_quantized(kv_dtype: str) -> bool:
-    """Return whether caches of ``kv_dtype`` ("auto" is the model's own) hold codes with scales."""
+    """Return whether a cache of ``kv_dtype`` stores codes with scales. "auto" is the model's dtype."""
     return KV_BITS.get(kv_dtype, 16) < 16
 
 
 def row_bytes(dim: int, kv_dtype: str) -> int:
-    """Return the bytes of one token's keys or values of one head.
+    """Return the bytes of one token's keys, or values, of one head.
 
-    int8 has a float32 scale, int4 a bfloat16 scale and zero per group.
+    int8 has a float32 scale; int4 has a bfloat16 scale and zero point per group.
     """
     scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // INT4_GROUP_DIMS)}.get(kv_dtype, 0)
     return -(-dim * KV_BITS[kv_dtype] // 8) + scales
 
 
 def key_bytes(dim: int, kv_dtype: str) -> int:
-    """Return the bytes of one token's keys of one head; int4 has a fifth bit for each element of a key."""
+    """Return the bytes of one token's keys of one head; int4 keys have a fifth bit per element."""
     fifth_bits = 4 * -(-dim // INT4_FIFTH_BIT_DIMS) if kv_dtype == "int4" else 0
     return row_bytes(dim, kv_dtype) + fifth_bits
 
 
 def to_wire(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return round float32 ``values`` to ``dtype``, to nearest even: float32, or uint16 bits of float16 or bfloat16."""
+    """Return float32 ``values`` rounded to nearest even as ``dtype``. 16-bit floats become uint16 bits."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     if dtype == "float32":
         return values

@@ -1,4 +1,7 @@
-"""Every error FastDecode raises on purpose, each with what was wrong and what would be right; and Ctrl-C held back."""
+"""The errors that FastDecode raises on purpose, and deferred interrupts.
+
+Each error says what was wrong and what would be right.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 
 
 class FastDecodeError(Exception):
-    """Base of all deliberate failures: the command line prints its message as one line and exits 1."""
+    """Base of all deliberate failures. The command line prints the message as one line and exits with 1."""
 
 
 class ConfigError(FastDecodeError, ValueError):
-    """A flag or setting that cannot work; the command line exits 2."""
+    """A flag or setting that cannot work. The command line exits with 2."""
 
 
 class ModelLoadError(FastDecodeError):
@@ -22,68 +25,68 @@ class ModelLoadError(FastDecodeError):
 
 
 class UnsupportedModelError(FastDecodeError):
-    """The model loads, but its attention cannot be handed to R-workers."""
+    """The model can be loaded, but R-workers cannot compute its attention."""
 
 
 class RequestError(FastDecodeError, ValueError):
-    """A request that can never run (empty, too long, bad token ids); other requests are untouched."""
+    """A request that can never run: empty, too long, or with bad token ids. Other requests are not affected."""
 
 
 class CapacityError(FastDecodeError):
-    """Not enough memory for what was asked; the message says how much it takes."""
+    """Not enough memory; the message says how much is needed."""
 
 
 class BackendError(FastDecodeError):
-    """An R-worker refused a plan or a payload: a bug, reported as such."""
+    """An R-worker refused a plan or a payload. This is a bug, and reported as one."""
 
 
 class PlanError(FastDecodeError):
-    """No plan can meet what was asked; the message names the constraint and by how much it fails."""
+    """No plan meets the requirements; the message names the constraint, and by how much it fails."""
 
 
 class ProfileError(FastDecodeError):
-    """A hardware profile that cannot be read, or lacks what the plan needs."""
+    """A hardware profile that cannot be read, or lacks a figure that the plan needs."""
 
 
 class BusyError(BackendError):
-    """An R-worker that serves another S-worker."""
+    """The R-worker serves another S-worker."""
 
 
 class WorkerLostError(BackendError):
-    """An R-worker is gone, with everything it held; the others go on."""
+    """An R-worker is lost with everything it held; the others continue."""
 
 
 class NoRWorkerError(WorkerLostError):
-    """The last R-worker is gone, and others, or itself, may come."""
+    """The last R-worker is lost; it, or another one, may still join."""
 
 
 class RankLostError(FastDecodeError):
-    """A rank of tensor parallelism is gone, and the job with it."""
+    """A rank of tensor parallelism is lost, and the job with it."""
 
 
 class ChainError(FastDecodeError):
-    """A file of parked keys and values that is not what was written, or is another cache's: it is not read."""
+    """A file of parked keys and values that is damaged, or belongs to another cache. It is not read."""
 
 
 class SupersededError(FastDecodeError):
-    """The session goes on with another S-worker, and this one must end."""
+    """Another S-worker has taken the session over, so this one must end."""
 
 
 class FrameError(BackendError):
-    """A message between an S-worker and an R-worker that the wire format does not allow; it changed nothing."""
+    """A message between S-worker and R-worker that violates the wire format. It changed nothing."""
 
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold SIGINT back within the block; it is delivered, as it would have been, when the block ends.
+    """Defer SIGINT until the block ends.
 
-    Only the main thread is ever interrupted, so elsewhere there is nothing to hold back.
+    Only the main thread is ever interrupted, so other threads have nothing to defer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received: list[tuple[int, Any]] = []
-    # signal.signal looks for an enum's name for each handler, which takes twenty times as long
+    # signal.signal looks up an enum name for each handler, which takes twenty times as long
     handler = _signal.signal(_signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield
@@ -95,7 +98,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Have an OSError name the file at ``path``: that of a full disk names none."""
+    """Add the file name ``path`` to an OSError; that of a full disk has none."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What an R-worker holds, by its own account, for an S-worker that comes after the one which left it there."""
+"""An R-worker's account of the sequences that it holds, for a later S-worker."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class HeldSequence:
-    """``cache_id`` has ``num_tokens`` tokens in ``blocks``, which are numbers of the R-worker: sequences that share a
-    block name the same one. ``least``: fewest tokens that it can be cut to, where it has a state; more than it has
-    where that is spoilt."""
+    """A sequence ``cache_id`` of ``num_tokens`` tokens in ``blocks``, numbered by the R-worker.
+
+    Sequences that share a block name the same one. ``least``: fewest tokens that a sequence with a state can be cut to;
+    above ``num_tokens`` if the state is spoilt.
+    """
 
     cache_id: int
     num_tokens: int
@@ -19,12 +21,12 @@ class HeldSequence:
 
     @property
     def is_spoilt(self) -> bool:
-        """True if it is of no use: its state was written by a step that was not ended."""
+        """True if it is useless, since an unfinished step has written its state."""
         return self.least > self.num_tokens
 
 
 class Named(NamedTuple):
-    """R-workers know tokens of a sequence, from ``start`` on, as ``cache_id``; no other tokens get that name."""
+    """R-workers know the tokens of a sequence from ``start`` on as ``cache_id``, which stands for no other tokens."""
 
     cache_id: int
     sequence_id: int
@@ -32,14 +34,14 @@ class Named(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """Of a sequence whose prompt is computed, or all of it again, ``num_tokens`` are cached."""
+    """The first ``num_tokens`` tokens of a sequence in its prompt, or in its recomputation, are cached."""
 
     sequence_id: int
     num_tokens: int
 
 
 class KnownTokens(NamedTuple):
-    """Tokens of a sequence from its first one on, of which R-workers may have cached those from ``start`` on."""
+    """Tokens of a sequence from its first on. R-workers may have cached those from ``start`` on."""
 
     sequence_id: int
     start: int

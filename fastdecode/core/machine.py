@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores by affinity, cgroup and launcher; free memory."""
+"""Resources of the machine that this process may use: cores by affinity, cgroup and launcher; free memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 from fastdecode.core import cgroups
 
 KV_CACHE_SHARE = 0.40
-"""Part of the free memory that the R-workers on a machine take together by default."""
+"""Part of the free memory that all R-workers of a machine take together by default."""
 
 SCRATCH_SHARE = 1 / 8
-"""Part of the free memory that prompts in progress may take on the S-worker by default."""
+"""Part of the free memory for prompts in progress on the S-worker by default."""
 
 STATE_SHARE = 0.40
-"""Part of the free memory that states may take on the S-worker by default, once its model is loaded."""
+"""Part of the free memory for states on the S-worker by default, after its model is loaded."""
 
 DRAFT_CACHE_SHARE = 1 / 8
-"""Part of the free memory that the KV cache of a draft model may take."""
+"""Part of the free memory for the KV cache of a draft model."""
 
 KIND_FIELDS = (
     "vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part", "CPU revision",
 )  # fmt: skip
-"""What /proc/cpuinfo tells a kind of processor by: four on x86, four on ARM."""
+"""Fields of /proc/cpuinfo that identify a kind of processor: four on x86, four on ARM."""
 
 MOST_RANKS = 2
-"""Open MPI binds every rank of a job of at most so many to one core, and those of larger jobs to a NUMA node."""
+"""Open MPI binds each rank of a job of at most this many ranks to one core, and ranks of larger jobs to a NUMA node."""
 
 
 CAN_BIND = hasattr(os, "sched_setaffinity")
@@ -38,36 +38,35 @@ CAN_BIND = hasattr(os, "sched_setaffinity")
 
 
 def allowed_cores() -> set[int]:
-    """Return core numbers in this process's affinity mask; all cores where the system has no such masks."""
+    """Return the core numbers in this process's affinity mask; all cores if the system has no such masks."""
     return set(os.sched_getaffinity(0)) if CAN_BIND else set(range(os.cpu_count() or 1))
 
 
 def force_to_disk(descriptor: int) -> None:
-    """Wait until what was written there is on the disk; metadata too where the system (macOS) cannot do without."""
+    """Wait until everything written to ``descriptor`` is on the disk, with metadata if the system needs that."""
     getattr(os, "fdatasync", os.fsync)(descriptor)
 
 
 def advise_cache(descriptor: int, advice: str) -> None:
-    """Tell the page cache how a file is read, by the end of a name that begins POSIX_FADV_; nothing where the system
-    takes no advice."""
+    """Tell the page cache how a file is read; ``advice`` completes POSIX_FADV_. Do nothing on systems without it."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, getattr(os, f"POSIX_FADV_{advice}"))
 
 
 def usable_cores() -> list[int]:
-    """Return ``allowed_cores`` in order, cut to the cgroup's CPU quota where one is set."""
+    """Return ``allowed_cores`` in order, cut to the cgroup's CPU quota."""
     cores = sorted(allowed_cores())
     limit = cgroups.cpu_limit()
     return cores if limit is None else cores[: max(1, math.ceil(limit))]
 
 
 def has_cpu_quota() -> bool:
-    """True where the cgroup says how much processor time this process may use, which is less than its cores have."""
+    """Return whether a cgroup limits this process to less processor time than its cores have."""
     return len(usable_cores()) < len(allowed_cores())
 
 
 def numa_nodes() -> list[list[int]]:
-    """Return the cores that this process may use, by NUMA node; one list where the kernel tells of no nodes."""
+    """Return the cores that this process may use, by NUMA node; one list if the kernel reports no nodes."""
     usable = set(usable_cores())
     found = []
     for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:])):
@@ -80,9 +79,9 @@ def numa_nodes() -> list[list[int]]:
 
 
 def available_memory_bytes() -> int:
-    """Return bytes that can still be allocated without swapping, within the cgroup's limit.
+    """Return the bytes that can be allocated without swapping, within the cgroup's limit.
 
-    Half of all memory where the kernel does not tell what is free.
+    This is half of all memory if the kernel does not report free memory.
     """
     available = _meminfo_bytes("MemAvailable") or total_memory_bytes() // 2
     within = cgroups.free_memory()
@@ -90,7 +89,7 @@ def available_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Return bytes of memory this process could ever have."""
+    """Return the bytes of memory that this process could ever have."""
     limit = cgroups.memory_limit()
     total = _meminfo_bytes("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total if limit is None else min(total, limit)
@@ -105,7 +104,7 @@ def cpu_name() -> str:
 
 
 def cpu_identity() -> str:
-    """The same for all processors of one kind, in letters, digits and dashes: vendor, family, model and stepping."""
+    """Return an id of this kind of processor: vendor, family, model and stepping in letters, digits and dashes."""
     fields: dict[str, str] = {}
     for line in _lines("/proc/cpuinfo"):
         name, _, value = line.partition(":")
@@ -121,7 +120,7 @@ def _meminfo_bytes(key: str) -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Those of a file of Linux's kernel; none on other systems."""
+    """Return the lines of a file of the Linux kernel; none on other systems."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -129,14 +128,14 @@ def _lines(path: str) -> list[str]:
 
 
 def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
-    """Undo Open MPI's binding to a single core, where this machine gives more; what was done, "" if nothing was.
+    """Undo Open MPI's binding to a single core if the machine has more; return what was done, or "".
 
-    Ranks of larger jobs, and those that a user bound to more than one core, are left as they are.
+    Ranks of larger jobs, and ranks that a user bound to several cores, are left alone.
     """
     bound = allowed_cores()
     if len(bound) > 1 or not is_trapped(environment):
         return ""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel keeps to what the cgroup allows
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel stays within what the cgroup allows
     cores = usable_cores()
     if len(cores) == 1:
         os.sched_setaffinity(0, bound)
@@ -148,20 +147,20 @@ def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def is_trapped(environment: Mapping[str, str]) -> bool:
-    """Return True for a rank of a job so small that Open MPI binds it to one core."""
+    """Return whether this is a rank of a job so small that Open MPI binds it to one core."""
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
     return size.isdigit() and int(size) <= MOST_RANKS
 
 
 def return_free_memory() -> None:
-    """Give memory that this process has freed back to the system, which glibc else keeps; elsewhere do nothing."""
+    """Return freed memory to the system, which glibc would keep; do nothing with other libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
 
 
 def host_id() -> str:
-    """Return an identity that all processes of one boot of one machine share."""
+    """Return an id that all processes of one boot of a machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -169,15 +168,15 @@ def host_id() -> str:
 
 
 def own_address() -> str:
-    """This machine's address towards other machines, by its default route; 127.0.0.1 if it has none."""
+    """Return this machine's address on its default route; 127.0.0.1 if it has none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # for documentation (RFC 5737); nothing is sent
+            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); nothing is sent
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
 
 
 def process_name() -> str:
-    """This process as "host:pid"."""
+    """Return this process as "host:pid"."""
     return f"{socket.gethostname()}:{os.getpid()}"

@@ -1,4 +1,4 @@
-"""How long each side worked on a step: the S-worker's clock, the record of a step, and the trace of all steps."""
+"""Durations of a step on each side: the S-worker's clock, the record of a step, and the trace of all steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 
 MODEL = "s"
-"""Model code runs, head and sampling included."""
+"""The model computes, head and sampling included."""
 
 WAIT = "wait"
-"""No mini-batch can be resumed: its attention is still under way."""
+"""No mini-batch can resume, since its attention is not done."""
 
 HOST = "host"
-"""Scheduling, plans, detokenising, bookkeeping."""
+"""Scheduling, planning, detokenizing, bookkeeping."""
 
 S_LANE = 0
 
@@ -30,7 +30,7 @@ R_BUSY = "r"
 
 
 class Interval(NamedTuple):
-    """One stay in a state, in seconds of ``time.perf_counter``; -1 if no mini-batch or layer applies."""
+    """One stay in a state, in seconds of ``time.perf_counter``. Mini-batch and layer are -1 if none applies."""
 
     state: str
     mini_batch: int
@@ -41,8 +41,10 @@ class Interval(NamedTuple):
 
 @dataclass
 class StateClock:
-    """Accumulates seconds per state; keeps every interval while ``recording``. It has been in ``state`` since the
-    moment ``since``, in seconds."""
+    """Sums the seconds in each state; keeps every interval while ``recording``.
+
+    It entered ``state`` at ``since``, in seconds.
+    """
 
     recording: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: {MODEL: 0.0, WAIT: 0.0, HOST: 0.0})
@@ -53,7 +55,7 @@ class StateClock:
     since: float = field(default_factory=time.perf_counter)
 
     def enter(self, state: str, mini_batch: int = -1, layer: int = -1) -> float:
-        """Leave the present state for ``state`` and return the moment of change, in seconds."""
+        """Change to ``state``; return the time of the change in seconds."""
         now = time.perf_counter()
         self.seconds[self.state] += now - self.since
         if self.recording:
@@ -62,18 +64,21 @@ class StateClock:
         return now
 
     def restart(self) -> None:
-        """Begin counting again, in the host state, from now."""
+        """Restart from zero, now, in the host state."""
         self.seconds = {MODEL: 0.0, WAIT: 0.0, HOST: 0.0}
         self.state, self._mini_batch, self._layer, self.since = HOST, -1, -1, time.perf_counter()
 
     def snapshot(self) -> dict[str, float]:
-        """Return seconds per state up to now."""
+        """Return the seconds per state up to now."""
         self.enter(self.state, self._mini_batch, self._layer)
         return dict(self.seconds)
 
 
 class Pool(NamedTuple):
-    """A pool after a step: ``num_workers`` R-workers, and the sequences that lie ``once`` and ``twice`` on them."""
+    """The pool after a step:
+
+    ``num_workers`` R-workers, and how many sequences have one copy (``once``) or two (``twice``).
+    """
 
     num_workers: int = 1
     once: int = 0
@@ -85,8 +90,11 @@ ONE_WORKER = Pool()
 
 @dataclass
 class PoolChanges:
-    """How often what has become of a pool: R-workers ``joined``, ``left`` or were ``lost``; sequences, or ranges of
-    them, ``moved`` or were ``doubled``, that is got a second copy."""
+    """Counts of changes of a pool.
+
+    R-workers ``joined``, ``left`` or were ``lost``; sequences or ranges were ``moved``, or ``doubled``: got a second
+    copy.
+    """
 
     joined: int = 0
     left: int = 0
@@ -99,10 +107,9 @@ class PoolChanges:
 class StepRecord:
     """Seconds of one step. ``wall = s + wait + host``.
 
-    ``kv_loads`` (KV tokens attended), ``r_seconds`` and ``transfer_seconds`` are per R-worker.
-    ``num_starts``: requests that began in this step for the first time. ``num_prompt_tokens``: prompts' part of
-    ``num_tokens``. ``pool``: what was there after it; R-workers that are lost keep their place in the tuples until
-    another takes it.
+    ``kv_loads`` (attended KV tokens), ``r_seconds`` and ``transfer_seconds`` have an entry per R-worker; lost ones keep
+    theirs until another takes the index. ``num_starts``: requests that started for the first time.
+    ``num_prompt_tokens``: the prompts' part of ``num_tokens``. ``pool``: the pool after the step.
     """
 
     is_decode: bool
@@ -124,7 +131,7 @@ class StepRecord:
 
     @property
     def kv_load(self) -> int:
-        """KV tokens attended over all R-workers."""
+        """Attended KV tokens over all R-workers."""
         return sum(self.kv_loads)
 
 
@@ -136,7 +143,7 @@ def step_record(
     overlapped: bool,
     pool: Pool,
 ) -> StepRecord:
-    """Put together what the scheduler planned, the R-workers reported and the clock counted for one step."""
+    """Return the record of a step from the scheduler's plan, the R-workers' report and the clock's seconds."""
     return StepRecord(
         is_decode=step.is_decode,
         overlapped=overlapped,
@@ -158,20 +165,23 @@ def step_record(
 
 
 class Event(NamedTuple):
-    """A stay of one lane in one state: lane 0 is the S-worker, 1 + i is R-worker i; seconds of ``perf_counter``."""
+    """A stay of one lane in a state, in seconds of ``perf_counter``.
+
+    Lane 0 is the S-worker, lane 1 + i is R-worker i.
+    """
 
     lane: int
     interval: Interval
 
 
 class Tracer:
-    """Collects the events of every step; ``write`` makes the file of Chrome's format."""
+    """Collects the events of every step; ``write`` saves them in Chrome's trace format."""
 
     def __init__(self) -> None:
         self.steps: list[list[Event]] = []
 
     def add(self, intervals: Sequence[Interval], report: StepReport) -> None:
-        """One step: the S-worker's stays in each state and the R-workers' busy times."""
+        """Add a step: the S-worker's intervals and the R-workers' busy times."""
         events = [Event(S_LANE, interval) for interval in intervals]
         for index, worker in enumerate(report.workers):
             for mini_batch, layer in np.argwhere(worker.busy_end > 0).tolist():
@@ -180,7 +190,7 @@ class Tracer:
         self.steps.append(events)
 
     def write(self, path: str) -> None:
-        """Write all steps. Raise OSError when the file cannot be written."""
+        """Write all steps to a file. Raise OSError if it cannot be written."""
         events = [event for step in self.steps for event in step]
         lanes = sorted({event.lane for event in events})
         names = [
@@ -193,17 +203,17 @@ class Tracer:
 
 
 def lane_name(lane: int) -> str:
-    """Return how a lane is called in pictures."""
+    """Return the name of a lane in pictures."""
     return "S-worker" if lane == S_LANE else f"R-worker {lane - 1}"
 
 
 def mini_batch_name(mini_batch: int) -> str:
-    """A, B, C, …"""
+    """Return the name of a mini-batch: A, B, C, …"""
     return chr(ord("A") + mini_batch % 26)
 
 
 def _chrome_event(event: Event) -> dict:
-    """Return a complete ("X") event; times in microseconds as the format wants."""
+    """Return a complete ("X") trace event; the format counts microseconds."""
     interval = event.interval
     where = "" if interval.mini_batch < 0 else f" {mini_batch_name(interval.mini_batch)}{interval.layer}"
     return {

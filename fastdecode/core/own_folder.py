@@ -1,4 +1,4 @@
-"""Folders that this process makes: what it made goes again with it, where nothing came to lie there."""
+"""Folders made by this process, which it removes again if nothing else is in them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ _made: set[Path] = set()
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make ``folder``, and those above it, where they are missing. Raise OSError if that is impossible."""
+    """Make ``folder`` and its missing parents. Raise OSError if that is impossible."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(mode=mode, parents=True, exist_ok=True)
     _made.update(missing)
 
 
 def made_here(folder: Path) -> bool:
-    """Return whether this process has made ``folder``."""
+    """Return whether this process made ``folder``."""
     return folder in _made
 
 
 def leave_folder(folder: Path, *files: str) -> None:
-    """Remove ``folder``, those above it too, as far as this process has made them and nothing but ``files`` is in it;
-    to be called while others are kept from writing there."""
+    """Remove ``folder`` and its parents if this process made them and they hold nothing but ``files``.
+
+    The caller must keep others from writing there meanwhile.
+    """
     with contextlib.suppress(OSError):
         if not made_here(folder) or {each.name for each in folder.iterdir()} - set(files):
             return

@@ -1,4 +1,4 @@
-"""Processes of this project that end with the one that started them."""
+"""Child processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fastdecode.core.errors import BackendError
 
 
 def parent_flags() -> list[str]:
-    """Return flags of a process that is to call ``die_with`` this one."""
+    """Return the flags with which a child calls ``die_with`` for this process."""
     return ["--parent", str(os.getpid())]
 
 
 def die_with(parent: int) -> None:
-    """Kill this process when process ``parent``, which started it, ends in whatever way. BackendError if it has ended.
+    """Kill this process when its parent, process ``parent``, ends. Raise BackendError if it has already ended.
 
-    A thread watches it: Linux's own signal for this comes when the thread ends that started this process.
+    A thread watches the parent. Linux's own signal comes already when the parent's starting thread ends.
     """
     try:
         watched = os.pidfd_open(parent)
@@ -30,7 +30,7 @@ def die_with(parent: int) -> None:
 
 
 def _die_after(watched: int) -> None:
-    """Once the descriptor of a process can be read, it has ended."""
+    """Kill this process when its parent ends. Its process descriptor ``watched`` then becomes readable."""
     poll = select.poll()
     poll.register(watched, select.POLLIN)
     poll.poll()

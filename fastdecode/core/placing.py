@@ -1,4 +1,4 @@
-"""How the cache of a sequence is placed: in segments of how many tokens, each of them on how many R-workers."""
+"""How a sequence's cache is placed: the length of its segments, and the copies of each."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import SPLIT_TOKENS
 
 UNLIMITED = 1 << 60
-"""Tokens of a segment where sequences have one only."""
+"""Tokens of a segment if sequences have only one."""
 
 LEAST_RANGE_TOKENS = 4096
-"""Of ranges whose length is chosen freely."""
+"""Least tokens of a range, if the length is chosen freely."""
 
 Size = tuple[int, int]
-"""Blocks and tokens of a range."""
+"""The blocks and tokens of a range."""
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Longer sequences lie in ranges of ``segment_tokens``, each on an R-worker of its own; a multiple of the block
-    size, ``UNLIMITED`` where every sequence is one segment. ``copies``: R-workers that hold each segment, 1 or 2."""
+    """Longer sequences are cached in ranges of ``segment_tokens``, each on its own R-worker.
+
+    It is a multiple of the block size, or ``UNLIMITED`` if every sequence is one segment. ``copies``: R-workers that
+    hold each segment, 1 or 2.
+    """
 
     segment_tokens: int = UNLIMITED
     copies: int = 1
@@ -36,15 +39,15 @@ class Placing:
 
 
 WHOLE = Placing()
-"""Every sequence is one segment with one copy."""
+"""The placing in which every sequence is one segment with one copy."""
 
 
 @dataclass(frozen=True)
 class AskedPlacing:
-    """The settings of it:
+    """The settings that determine the placing.
 
-    ``kv_shard_tokens``, None if the length of ranges is to be chosen, ``kv_replicas``, and the schedule that is to go
-    with them.
+    ``kv_shard_tokens``: the length of ranges; None to choose it. ``kv_replicas``: copies. The schedule must support
+    both.
     """
 
     kv_shard_tokens: int | None = None
@@ -53,13 +56,13 @@ class AskedPlacing:
 
     @staticmethod
     def of(settings: Any) -> AskedPlacing:
-        """Return what an object with such settings asks for; one without a schedule has the first of them."""
+        """Return the placing that an object with such settings asks for. The schedule defaults to the first one."""
         schedule = getattr(settings, "schedule", AskedPlacing.schedule)
         return AskedPlacing(settings.kv_shard_tokens, settings.kv_replicas, schedule)
 
     @property
     def uncut(self) -> Placing:
-        """The same where no sequence is longer than a range."""
+        """The same placing if no sequence is longer than a range."""
         return Placing(copies=self.kv_replicas)
 
     @property
@@ -68,7 +71,10 @@ class AskedPlacing:
         return self.schedule not in ("request-level", "hybrid")
 
     def check(self) -> None:
-        """ConfigError unless ranges are whole splits, and not for schedules that keep a sequence on one R-worker."""
+        """Raise ConfigError unless ranges are whole splits and the schedule supports them.
+
+        Some schedules keep a sequence on one R-worker.
+        """
         wanted = self.kv_shard_tokens
         if wanted is None:
             return
@@ -95,9 +101,9 @@ class AskedPlacing:
     def chosen(
         self, longest: int, num_blocks: Sequence[int], block_size: int, balanced: int | None, chunk_tokens: int = 1
     ) -> Placing:
-        """Return what is asked for, or chosen for sequences of ``longest`` tokens: see :func:`choose_range_tokens`.
+        """Return the placing asked for, or a chosen one for ``longest`` tokens: see :func:`choose_range_tokens`.
 
-        ``chunk_tokens``: of which ranges are multiples. Raise ConfigError if those asked for are not.
+        ``chunk_tokens``: ranges must be multiples of it. Raise ConfigError if those asked for are not.
         """
         wanted = self.kv_shard_tokens
         if wanted and wanted % chunk_tokens:
@@ -110,8 +116,10 @@ class AskedPlacing:
         return Placing(wanted or UNLIMITED, self.kv_replicas)
 
     def fits_pool(self, longest: int, num_blocks: Sequence[int], block_size: int, chunk_tokens: int = 1) -> bool:
-        """Whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in the ranges asked for, or where
-        these are to be chosen in any, which are multiples of ``chunk_tokens``."""
+        """Return whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in the ranges asked for.
+
+        If the length is open, any multiple of ``chunk_tokens`` may be used.
+        """
         if not self.may_cut or (self.kv_shard_tokens is None and len(num_blocks) == 1):
             return False
         range_tokens = self.kv_shard_tokens or least_range_tokens(chunk_tokens)
@@ -125,10 +133,11 @@ def choose_range_tokens(
     balanced_kv_tokens: int | None,
     chunk_tokens: int = 1,
 ) -> int | None:
-    """Tokens of a range where the user leaves it open; None where every R-worker holds a longest sequence, and none is
-    known to take one longer to read than the S-part takes; also where not even the smallest ranges fit the pool.
+    """Return the tokens of a range, if the user leaves it open; None if sequences need not be cut.
 
-    ``balanced_kv_tokens``: what an R-worker attends in S time, if known. A range is a multiple of ``chunk_tokens``.
+    They need not be cut if every R-worker holds a longest sequence, and reads it in less time than the S-part takes.
+    They cannot be cut if even the smallest ranges do not fit the pool. ``balanced_kv_tokens``: what an R-worker attends
+    in S time, if known. A range is a multiple of ``chunk_tokens``.
     """
     least = least_range_tokens(chunk_tokens)
     if len(num_blocks) == 1 or least is None:
@@ -145,7 +154,10 @@ def choose_range_tokens(
 
 
 def least_range_tokens(chunk_tokens: int) -> int | None:
-    """Return the shortest ranges that are multiples of ``chunk_tokens``; None if none is: ranges are powers of two."""
+    """Return the shortest range that is a multiple of ``chunk_tokens``; None if there is none.
+
+    Ranges are powers of two.
+    """
     return max(SPLIT_TOKENS, chunk_tokens) if chunk_tokens & (chunk_tokens - 1) == 0 else None
 
 
@@ -156,17 +168,19 @@ def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_
 
 
 def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
-    """Whether ranges of ``sizes``, all alike but for one, fit ``capacities``, int64 [num_workers, 2], as ``sizes``."""
+    """Return whether ranges of ``sizes`` fit ``capacities``, int64 [num_workers, 2], in blocks and tokens.
+
+    All sizes but one are equal.
+    """
     other = max(sizes) if max(sizes) > sizes[0] else sizes[-1]
     return bool((slots_beside(np.array(other), np.array(sizes[0]), capacities) >= len(sizes) - 1).any())
 
 
 def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return how many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker:
-    [num_workers], -1 where that one does not fit.
+    """Return how many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker.
 
-    They do wherever they are put one after the other: what is left beside as many as fit is always the same. ``left``:
-    [num_workers, as many as a size has].
+    The result is [num_workers], -1 where ``other`` does not fit. The order in which ranges are placed does not matter,
+    since as many always fit. ``left``: [num_workers, entries of a size].
     """
     slots, fits = (np.maximum(left, 0) // whole).min(axis=1), (left >= other).all(axis=1)
     beside = slots.sum() - slots + (np.maximum(left - other, 0) // whole).min(axis=1)
@@ -180,5 +194,5 @@ def sizes_of(num_tokens: int, segment_tokens: int, block_size: int) -> list[Size
 
 
 def starts(num_tokens: int, segment_tokens: int) -> range:
-    """Return the first token of each segment of so many tokens; there is at least one."""
+    """Return the first token of each segment of a sequence of ``num_tokens``; there is at least one segment."""
     return range(0, max(num_tokens, 1), segment_tokens)

@@ -1,4 +1,4 @@
-"""The contracts at which the floors meet: R-workers, prefill workers, drafters, their policies, and step times."""
+"""The interfaces between the floors: R-workers, prefill workers, drafters, their policies, and step times."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class AttentionBackend(Protocol):
-    """The R-workers of an engine: threads of this process, processes, hosts, or a stand-in. Called from one thread.
+    """The R-workers of an engine: threads, processes, hosts, or a test double. It is called from one thread.
 
-    Arrays cross in the model's dtype (float32, or uint16 bits of float16 and bfloat16), C-contiguous. Rows of a
-    mini-batch are sorted by R-worker and, within one, attending rows come before append-only rows.
+    Arrays have the model's dtype (float32, or uint16 bits of float16 and bfloat16) and are C-contiguous. Rows of a
+    mini-batch are sorted by R-worker; of one R-worker, attending rows precede append-only rows.
     """
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """Allocate caches for ``layout`` and describe the workers. Raise CapacityError when memory is too small."""
+        """Allocate caches for ``layout`` and describe the workers. Raise CapacityError if memory is too small."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """Apply the controls and prepare the rows of every mini-batch. Raise BackendError if the plan is impossible."""
@@ -40,118 +40,125 @@ class AttentionBackend(Protocol):
         """Wait for o, [attending rows, num_heads, value_head_dim]; valid until this mini-batch's next submit."""
 
     def end_step(self) -> StepReport:
-        """Commit the lengths of all sequences in the plan and report."""
+        """Commit the lengths of all sequences in the plan, and report."""
 
     def abandon_step(self) -> None:
-        """Forget the rows of the step: lengths and blocks are as ``begin_step``'s controls left them.
+        """Drop the rows of the step: lengths and blocks are as after ``begin_step``'s controls.
 
-        No effect where no step is open, so that it can follow any failure.
+        It has no effect if no step is open, so that it can follow any failure.
         """
 
     def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
-        """The committed keys and values of a sequence that R-worker ``worker`` holds, as bytes: uint8 [num_bytes]; of
-        ``num_tokens`` tokens from token ``start`` on, None: of all that follow.
+        """Return committed keys and values of a sequence on R-worker ``worker``, as bytes: uint8 [num_bytes].
 
-        For each layer, for each token, keys [num_kv_heads, key_head_dim] and then values [num_kv_heads,
-        stored_value_dim], as the KV dtype stores them, whatever the block size and the instruction set. BackendError
-        for an unknown worker or sequence, for tokens that it has not, or while a step is open.
+        They are those of ``num_tokens`` tokens from ``start`` on; None means all. The order is by layer, then token:
+        keys [num_kv_heads, key_head_dim], then values [num_kv_heads, stored_value_dim]. They are in the KV dtype,
+        independent of block size and instruction set. Raise BackendError for an unknown worker or sequence, for missing
+        tokens, or while a step is open.
         """
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
-        """Give R-worker ``worker`` a new sequence of ``num_tokens`` tokens, from what ``export`` returned anywhere.
-        From ``start`` > 0 on, a multiple of the block size: as many more of one that has exactly those before.
+        """Give R-worker ``worker`` a new sequence of ``num_tokens`` tokens, exported by any R-worker.
 
-        ``data``: uint8 [num_bytes]. BackendError, with nothing changed, for an unknown worker, a sequence that exists,
-        a ``start`` that is not its length or within a block, too few free blocks, bytes that are not those of
-        ``num_tokens``, or while a step is open.
+        With ``start`` > 0, a multiple of the block size, append them to a sequence of exactly ``start`` tokens.
+        ``data``: uint8 [num_bytes]. Raise BackendError, changing nothing, for an unknown worker, an existing sequence,
+        a wrong ``start``, too few free blocks, a wrong number of bytes, or while a step is open.
         """
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
-        """Between steps: R-workers that have joined since, by index; from the next step on every plan lists them too.
+        """Return the R-workers that have joined, by index. Call it between steps; later plans include them.
 
-        They take the places ``vacant`` of R-workers that are gone, in order, and then new ones at the end. Never
-        waits. Empty where R-workers cannot join.
+        They take the ``vacant`` indices of lost R-workers in order, then new ones. This never waits. The result is
+        empty if R-workers cannot join.
         """
 
     def dismiss(self, worker: int) -> None:
-        """Between steps: let R-worker ``worker`` go, with everything it holds; plans list it still, with no rows."""
+        """Disconnect R-worker ``worker``, with everything it holds, between steps.
+
+        Plans still list it, without rows.
+        """
 
     def close(self) -> None:
         """Free everything; may be called twice."""
 
 
 class PrefillBackend(Protocol):
-    """The prefill workers of an engine, by number; called from one thread. One that is lost leaves the others going."""
+    """The prefill workers of an engine, by number.
+
+    It is called from one thread. The loss of one does not stop the others.
+    """
 
     def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout, kv_heads: Sequence[int]) -> int:
-        """Open a session with each and return how many there are.
+        """Open a session with each prefill worker; return how many there are.
 
-        BackendError if one refuses, or does not have the model that ``model`` identifies. ``layout``: the whole
-        model's, with the dtype of the R-workers' caches, and the arithmetic in which they attend ("auto" where they
-        differ). ``kv_heads``: of each layer, how many KV heads each of an R-worker's KV ports takes.
+        Raise BackendError if one refuses, or lacks the model that ``model`` identifies. ``layout``: the whole model's,
+        with the R-workers' KV dtype and their arithmetic ("auto" if they differ). ``kv_heads``: by layer, how many KV
+        heads each KV port of an R-worker takes.
         """
 
     def submit(self, prefill: RemotePrefill, r_workers: Sequence[RWorkerInfo]) -> None:
-        """Hand a prompt out, once all that store it have reserved its blocks; ``r_workers``: all, by index."""
+        """Hand out a prompt, after all its R-workers have reserved blocks. ``r_workers``: all R-workers by index."""
 
     def cancel(self, job_id: int) -> None:
-        """A prompt is not wanted any more; unknown ids are ignored."""
+        """Cancel a prompt; unknown ids are ignored."""
 
     def outcomes(self) -> PrefillOutcomes:
-        """Return what has become known since the last call; never waits."""
+        """Return what has happened since the last call; never waits."""
 
     def invite(self, address: str) -> None:
-        """Have the worker that listens at ``address``, "host:port", join, unless it is here; never waits."""
+        """Ask the worker that listens at ``address``, "host:port", to join, unless it has joined. Never waits."""
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return once ``outcomes`` has something, or the time is over."""
+        """Wait until ``outcomes`` has something to return, at most ``timeout_seconds``."""
 
     @property
     def jobs(self) -> list[int]:
-        """Ids of the jobs under way."""
+        """Ids of unfinished jobs."""
 
     def close(self) -> None:
         """Free all workers; may be called twice."""
 
 
 class PrefillPolicy(Protocol):
-    """Decides for each prompt whether prefill workers compute it, and which tokens each takes. Pure."""
+    """Decides whether prefill workers compute a prompt, and which tokens each takes. It is pure."""
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
-        """The time of the decisions that follow, prompts that have not begun, and sequences that decode."""
+        """Set the time for the next decisions, the number of prompts that have not begun, and of decoding sequences."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """Parts of the ``num_tokens`` tokens that a prompt has after a cached prefix of ``context_len``, in order.
+        """Return the parts, in order, of a prompt's ``num_tokens`` tokens after a cached prefix of ``context_len``.
 
-        None: the S-worker is to compute them.
+        An empty result means that the S-worker computes them.
         """
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        """A prompt went to prefill workers as ``assign`` said."""
+        """Record that a prompt went to prefill workers as ``assign`` decided."""
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
-        """It is ``computed``, or was aborted, or failed; unknown ids are ignored."""
+        """Record that a prompt was ``computed``, was aborted, or failed; unknown ids are ignored."""
 
     def joined(self, worker: int) -> None:
-        """Prefill worker ``worker`` is there."""
+        """Add prefill worker ``worker``."""
 
     def lost(self, worker: int) -> None:
-        """Prefill worker ``worker`` is gone."""
+        """Remove prefill worker ``worker``."""
 
 
 class DraftPolicy(Protocol):
-    """Decides how many draft tokens each sequence verifies in the next step. Pure."""
+    """Decides how many draft tokens each sequence verifies in the next step. It is pure."""
 
     def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Draft tokens of each decoding sequence: int64 [n], from 0 to ``most``, int64 [n].
+        """Return the draft tokens of each decoding sequence: int64 [n], from 0 to ``most``, int64 [n].
 
-        ``acceptance``: float64 [n], the probability that a draft token is accepted where those before it were.
-        ``num_tokens``: rows of the step without drafts; ``kv_loads``: float64 [num_workers], KV tokens attended.
+        ``acceptance``: float64 [n], the probability that a draft token is accepted if its predecessors were.
+        ``num_tokens``: rows of the step without drafts. ``kv_loads``: float64 [num_workers], attended KV tokens.
         """
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """The probability that a draft token is accepted, float64 [n], of sequences of whose drafts ``tried`` were
-        tested and ``kept`` accepted, the last ones counting most; both float64 [n]."""
+        """Return the probability that a sequence's next draft token is accepted, float64 [n].
+
+        ``tried``, ``kept``: float64 [n], decaying counts of its tested and accepted drafts.
+        """
 
     def observe(
         self,
@@ -162,18 +169,18 @@ class DraftPolicy(Protocol):
         wait_seconds: float,
         r_seconds: Sequence[float],
     ) -> None:
-        """How long a decode step of ``num_tokens`` rows, drafts included, of ``num_sequences`` sequences took."""
+        """Learn the duration of a decode step. ``num_tokens``: its rows, drafts included."""
 
     def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
-        """How long ``num_passes`` draft tokens of each of ``num_sequences`` sequences took."""
+        """Learn the time of drafting ``num_passes`` tokens for each of ``num_sequences`` sequences."""
 
 
 class DraftRequest(NamedTuple):
-    """A sequence that decodes, for which ``num_drafts`` tokens are to be drafted, at least one.
+    """A decoding sequence for which ``num_drafts`` tokens, at least one, are to be drafted.
 
-    R-worker ``worker`` has its tail, as sequence ``cache_id``: of its ``num_cached`` tokens, all but the last, those
-    from ``base`` on. ``reads``: worker, range id and start of the closed ranges before it, in order. ``sampling``: what
-    the sampler needs for the next token (``SamplingRow``).
+    R-worker ``worker`` holds its tail as sequence ``cache_id``: of its ``num_cached`` tokens (all but the last) those
+    from ``base`` on. ``reads``: worker, range id and start of the closed ranges before it, in order. ``sampling``: the
+    sampler's input for the next token (``SamplingRow``).
     """
 
     sequence_id: int
@@ -189,31 +196,31 @@ class DraftRequest(NamedTuple):
 
 
 class PendingControls(Protocol):
-    """What R-workers have yet to hear from a scheduler: forks and releases."""
+    """A scheduler's pending controls for R-workers: forks and releases."""
 
     def controls_alone(self) -> ScheduledStep:
-        """Return a step with the pending controls and no rows; they count as told."""
+        """Return a step with the pending controls and no rows; the controls then count as sent."""
 
     def take_back(self, step: ScheduledStep) -> None:
-        """The R-workers did not hear ``step``: its controls are pending again."""
+        """Make the controls of ``step`` pending again, since the R-workers did not receive it."""
 
 
 class Drafter(Protocol):
-    """Guesses next tokens; called between steps."""
+    """Guesses the next tokens of sequences; called between steps."""
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """Draft tokens by sequence, at most as many as each asks for; none if there is no guess.
+        """Return draft tokens by sequence, at most as many as requested; none without a guess.
 
-        Sequences are left out while more of their text has to be computed first. A drafter that reads the sequences'
-        own caches tells R-workers of ``pending`` first.
+        A sequence is left out while more of its text must be computed first. A drafter that reads the sequences' own
+        caches sends the ``pending`` controls first.
         """
 
     def forget(self, sequence_id: int) -> None:
-        """A sequence has ended, or lost its cache; unknown ones are ignored."""
+        """Drop all data of a sequence that has ended or lost its cache; unknown ones are ignored."""
 
 
 class StepTime(Protocol):
-    """The scheduler's only view of the future."""
+    """The scheduler's only forecast of time."""
 
     def __call__(self, tokens: int, kv_tokens: int) -> float:
-        """Return seconds a step takes that computes ``tokens`` rows and attends over ``kv_tokens`` cached tokens."""
+        """Return the seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens`` cached tokens."""

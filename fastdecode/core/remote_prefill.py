@@ -1,4 +1,4 @@
-"""Prompts that prefill workers compute, as the scheduler hands them out and as they come back."""
+"""Prompts for prefill workers: the jobs that the scheduler hands out, and their results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 
 
 class PromptKV(NamedTuple):
-    """Keys and values of one layer, which the rows of a part attend to: those of a prompt from position 0 on.
+    """Keys and values of one layer that a part's rows attend to: those of the prompt from position 0 on.
 
-    ``prefix``: uint8 [context_len, bytes], the tokens that R-workers had before, as their caches store them (see
-    ``_rworker.RWorker.export``). ``k`` and ``v`` [rows, num_kv_heads, …]: those after it, in the model's dtype as numpy
-    carries it.
+    ``prefix``: uint8 [context_len, bytes], the cached tokens as R-workers store them (see ``_rworker.RWorker.export``).
+    ``k``, ``v`` [rows, num_kv_heads, …]: the tokens after the prefix, in the model's dtype as numpy represents it.
     """
 
     prefix: np.ndarray
@@ -23,7 +22,7 @@ class PromptKV(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillPart:
-    """Tokens ``start`` to ``end`` of a prompt, which prefill worker ``worker`` computes."""
+    """Tokens ``start`` to ``end`` of a prompt, computed by prefill worker ``worker``."""
 
     worker: int
     start: int
@@ -34,8 +33,8 @@ class PrefillPart:
 class StoredAt:
     """R-worker ``r_worker`` stores tokens ``start`` to ``end`` of a prompt as its sequence ``cache_id``.
 
-    Positions in that sequence count from ``start``. ``ticket``: the number under which it has reserved blocks for them;
-    no other place has it.
+    Positions in that sequence count from ``start``. ``ticket``: the number under which blocks are reserved for the
+    tokens; it is unique.
     """
 
     r_worker: int
@@ -47,12 +46,12 @@ class StoredAt:
 
 @dataclass(frozen=True)
 class RemotePrefill:
-    """A prompt that prefill workers compute: its tokens, cut into consecutive ``parts``, except a cached prefix.
+    """A prompt for prefill workers: its tokens after a cached prefix, cut into consecutive ``parts``.
 
-    ``job_id`` and the tickets of places are new for every attempt: an R-worker refuses rows of any other. ``stores``
-    cover all tokens of ``parts``; two that overlap are two copies. ``prefix``: who has tokens 0 to ``context_len``, in
-    order, one holder each; one that stores nothing has a reservation, too. ``method``: one of ``PREFILL_METHODS``.
-    ValueError for stores or a prefix with gaps, and for two places with one ticket.
+    ``job_id`` and the tickets are new for every attempt, so that R-workers refuse rows of any other. ``stores`` cover
+    all tokens of ``parts``; overlapping ones are copies. ``prefix``: the holders of tokens 0 to ``context_len``, in
+    order; a holder that stores nothing has a reservation too. ``method``: one of ``PREFILL_METHODS``. Raise ValueError
+    for gaps in stores or prefix, and for a repeated ticket.
     """
 
     job_id: int
@@ -78,7 +77,7 @@ class RemotePrefill:
 
     @property
     def context_len(self) -> int:
-        """Tokens of the prefix, which R-workers have."""
+        """The tokens of the prefix, which R-workers have cached."""
         return self.parts[0].start
 
 
@@ -93,12 +92,12 @@ def _covered(places: tuple[StoredAt, ...], start: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prompt that prefill workers have computed, and its R-workers have stored.
+    """A prompt that prefill workers have computed, and that R-workers have stored.
 
-    ``logits`` of its last token: [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds`` of its
-    slowest part. ``sent_bytes`` of keys and values went from one prefill worker to another, ``stored_bytes`` to
-    R-workers, each copy counted, and ``read_bytes`` of its prefix came from there. ``missed``: tickets of places that
-    could not be reached and lack some of it, which others have.
+    ``logits`` of its last token: [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
+    slowest part. Bytes of keys and values: ``sent_bytes`` between prefill workers, ``stored_bytes`` to R-workers,
+    counting each copy, ``read_bytes`` of its prefix from R-workers. ``missed``: tickets of R-workers that could not be
+    reached and lack tokens which others have.
     """
 
     sequence_id: int
@@ -112,7 +111,7 @@ class Prefilled:
 
 
 class PrefillOutcomes(NamedTuple):
-    """Prompts that are computed, jobs that failed, and prefill workers that were lost and that have joined."""
+    """Computed prompts, failed jobs, and prefill workers that were lost or have joined."""
 
     computed: list[Prefilled]
     failed: list[int]

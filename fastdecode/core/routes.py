@@ -1,4 +1,4 @@
-"""Who gets which rows: each R-worker's spans and its Route, made once per plan from a mini-batch's chunks."""
+"""Which R-worker gets which rows: its spans and its Route, made once per plan from a mini-batch's chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastdecode.core.types import (
 def plan_mini_batch(
     chunks: np.ndarray, reads: np.ndarray, num_workers: int
 ) -> tuple[tuple[np.ndarray, ...], MiniBatchRoutes]:
-    """Return each R-worker's SPAN [num_spans] of a mini-batch, and who gets which rows.
+    """Return each R-worker's SPAN [num_spans] of a mini-batch, and the routes of its rows.
 
     ``chunks`` and ``reads``: CHUNK and READ records in the order of a ``MiniBatch``.
     """
@@ -55,9 +55,9 @@ def plan_mini_batch(
 
 
 def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...]:
-    """Return the routes of every mini-batch where R-workers have the rows of their spans one after the other.
+    """Return the routes of every mini-batch whose R-workers have the rows of their spans consecutively.
 
-    BackendError for READ and PARTIAL spans, which do not say whose rows they are.
+    Raise BackendError for READ and PARTIAL spans, which do not say whose rows they are.
     """
     routes = []
     for spans in zip(*(each.mini_batches for each in workers), strict=True):
@@ -78,34 +78,35 @@ def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
 
 
 def node_widths(num_tokens: int) -> list[int]:
-    """Return splits of each node that is left once the splits of so many tokens are merged, widest first.
+    """Return the splits of each node that remains after merging the splits of ``num_tokens``, widest first.
 
-    Two nodes that are the halves of an aligned power of two of splits have become one.
+    Two nodes that are halves of an aligned power of two of splits are merged into one.
     """
     num_splits = -(-num_tokens // SPLIT_TOKENS)
     return [1 << bit for bit in reversed(range(num_splits.bit_length())) if num_splits >> bit & 1]
 
 
 class _ByWorker(NamedTuple):
-    """Spans of each R-worker that are not its own, and their rows, int64 [num_rows], in the same order."""
+    """Spans of an R-worker for rows that other R-workers own, and their rows, int64 [num_rows], in the same order."""
 
     spans: list[np.ndarray]
     rows: list[np.ndarray]
 
 
 def _own_spans(chunks: np.ndarray) -> np.ndarray:
-    """SPAN [num_chunks]: the chunks on the R-workers that attend them."""
+    """Return the chunks on the R-workers that attend them: SPAN [num_chunks]."""
     spans = np.empty(len(chunks), dtype=SPAN)
     spans["sequence_id"], spans["num_rows"] = chunks["cache_id"], chunks["num_rows"]
     spans["context_len"] = chunks["context_len"] - chunks["base"]
-    spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # APPEND, ATTEND or PARTIAL
+    spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # one of APPEND, ATTEND and PARTIAL
     return spans
 
 
 def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list[Route]:
-    """Return each R-worker's own rows, which are slices; ``bounds``: int64 [num_workers + 1], where its chunks begin.
+    """Return each R-worker's own rows, which are slices.
 
-    ``has_tails``: some chunk is the tail of a longer sequence.
+    ``bounds``: int64 [num_workers + 1], where each one's chunks begin. ``has_tails``: some chunk is the tail of a
+    longer sequence.
     """
     counts, attends = chunks["num_rows"], chunks["attends"]
     q = kv = list(pairwise(_totals(counts)[bounds].tolist()))
@@ -121,13 +122,13 @@ def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list
 
 
 def _own_route(q_rows: tuple[int, int], kv_rows: tuple[int, int]) -> Route:
-    """Return the route of an R-worker that has whole sequences only, from first and last row."""
+    """Return the route of an R-worker with whole sequences only, from the bounds of its rows."""
     attending = slice(*q_rows)
     return Route(attending, slice(*kv_rows), attending)
 
 
 def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> _ByWorker:
-    """READ spans of closed ranges, and the rows of q that attend to them."""
+    """Return the READ spans of closed ranges, and the rows of q that attend to them."""
     counts = chunks["num_rows"]
     firsts = _totals(counts * chunks["attends"])[:-1]
     owners = chunks.take(reads["chunk"])
@@ -138,7 +139,10 @@ def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) ->
 
 
 def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) -> _ByWorker:
-    """APPEND spans of second copies, and the rows of k and v that they store; ``own``: the chunks' own spans."""
+    """Return the APPEND spans of second copies, and the rows of k and v that they store.
+
+    ``own``: the spans of the chunks themselves.
+    """
     copied = np.flatnonzero(chunks["copy"] >= 0)
     spans, firsts = own.take(copied), _totals(chunks["num_rows"])[copied]
     spans["mode"] = SpanMode.APPEND
@@ -146,7 +150,7 @@ def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) ->
 
 
 def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_workers: int) -> _ByWorker:
-    """``spans`` of R-workers ``workers`` and the rows of each, from ``firsts`` on, by R-worker, else in order."""
+    """Return ``spans`` and their rows by R-worker. ``firsts``: the first row of each span."""
     order = np.argsort(workers, kind="stable")
     spans, counts = spans.take(order), spans["num_rows"][order]
     ends = _totals(counts)
@@ -156,9 +160,9 @@ def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_w
 
 
 def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Merge, list[int]]:
-    """Return how rows of sequences in ranges are merged, and each R-worker's rows of partial results.
+    """Return how rows of sequences in ranges are merged, and each R-worker's number of partial results.
 
-    An R-worker's partial results begin with those of its closed ranges; then come those of tails.
+    An R-worker's partial results begin with those of its closed ranges; those of tails follow.
     """
     num_rows = chunks["num_rows"]
     firsts = _totals(num_rows * chunks["attends"])
@@ -185,7 +189,7 @@ def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Mer
 
 
 def _joined(first: Rows, second: Rows) -> Rows:
-    """Return the rows of both, one after the other; a slice where they are consecutive."""
+    """Return both groups of rows, the first before the second; a slice if they are consecutive."""
     both = (np.arange(each.start, each.stop) if isinstance(each, slice) else each for each in (first, second))
     rows = np.concatenate(list(both))
     if not len(rows):
@@ -196,12 +200,12 @@ def _joined(first: Rows, second: Rows) -> Rows:
 
 
 def _totals(counts: np.ndarray) -> np.ndarray:
-    """Return rows before each chunk, and of all: int64 [num_chunks + 1]."""
+    """Return the number of rows before each chunk, and of all: int64 [num_chunks + 1]."""
     totals = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=totals[1:])
     return totals
 
 
 def _pieces(values: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
-    """``values`` from each bound to the next one."""
+    """Return ``values`` cut at ``bounds``."""
     return [values[first:last] for first, last in pairwise(bounds.tolist())]

@@ -1,4 +1,4 @@
-"""How many states of recurrent layers fit the S-worker's memory, where they lie there."""
+"""How many recurrent states fit the S-worker's memory, if states are kept there."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from fastdecode.core.errors import CapacityError
 
 COUNTED_BLOCKS = 1
-"""Blocks of an R-worker as which a state counts that lies with the S-worker, so that the scheduler counts it, too."""
+"""Blocks of an R-worker for which a state on the S-worker counts, so that the scheduler counts it too."""
 
 
 @dataclass(frozen=True)
 class StateRoom:
     """Room for ``num_states`` states of sequences, of ``state_bytes`` each.
 
-    ``in_flight``: those that sequences in flight have at most, so the others may be kept of prefixes. While a sequence
-    moves from one R-worker to another it has one more.
+    ``in_flight``: most states of sequences in flight; the rest may be kept for prefixes. A sequence has one more while
+    it moves between R-workers.
     """
 
     num_states: int
@@ -24,7 +24,7 @@ class StateRoom:
 
     @classmethod
     def of(cls, memory_bytes: int, state_bytes: int, max_num_seqs: int, copies: int) -> StateRoom:
-        """Return what ``memory_bytes`` hold. Raise CapacityError if that is less than sequences in flight have."""
+        """Return the room in ``memory_bytes``. Raise CapacityError if sequences in flight need more."""
         num_states, in_flight = memory_bytes // state_bytes, max_num_seqs * copies
         if num_states < in_flight:
             most = f"at most --max-num-seqs {num_states // copies}, " if num_states >= copies else ""
@@ -38,5 +38,5 @@ class StateRoom:
 
     @property
     def kept(self) -> int:
-        """States of prefixes that may be kept, over all R-workers."""
+        """Most states of prefixes, over all R-workers."""
         return self.num_states - self.in_flight

@@ -1,4 +1,4 @@
-"""A step as the scheduler plans it: which tokens of which sequences, in which mini-batch."""
+"""A step as the scheduler plans it: which tokens of which sequences are in which mini-batch."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ CHUNK = np.dtype(
         ("copy", "<i8"),
     ]
 )
-"""A :class:`Chunk` without its tokens, as a record: thousands of decodes are planned as one array.
+"""A :class:`Chunk` without its tokens, as a record. Thousands of decodes are planned as one array.
 
-``worker`` stores the rows and attends; ``copy`` is the R-worker that stores them too, or -1.
+``worker`` stores the rows and attends. ``copy``: the R-worker that also stores them; -1 for none.
 """
 
 CHUNK_FIELDS: tuple[str, ...] = CHUNK.names or ()
 
 READ = np.dtype([("chunk", "<i8"), ("worker", "<i8"), ("range_id", "<i8"), ("start", "<i8")])
-"""A closed range that a chunk attends to: ``chunk`` is its index in the mini-batch, ``start`` the range's first token.
+"""A closed range that a chunk attends to. ``chunk``: its index in the mini-batch; ``start``: the range's first token.
 
-R-worker ``worker`` attends to it, any one that holds the range, as its sequence ``range_id``. It ends where the chunk's
-next range starts, or at the chunk's ``base``.
+R-worker ``worker``, one of the holders, attends to it as its sequence ``range_id``. It ends where the chunk's next
+range starts, or at the chunk's ``base``.
 """
 
 NO_READS = np.zeros(0, READ)
@@ -48,15 +48,15 @@ NO_READS = np.zeros(0, READ)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive new tokens of one sequence in a step: when it decodes its last one and draft tokens, else a prompt's.
+    """Consecutive new tokens of one sequence in a step: prompt tokens, or its last token with draft tokens.
 
     ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
-    ``samples``: its last token's logits are wanted. ``last_of_prompt``: the scratch is not needed after it.
-    ``is_decode``: no prompt token is among them. ``scored``: the logits of all its tokens are wanted. ``base``: tokens
-    before the range that the chunk's own worker holds, the tail; a chunk ends where its range does. ``reads``: worker,
-    range id and start of the closed ranges before it, in order; those that no layer's window reaches may be missing.
-    ``cache_id``: what the worker calls the sequence that the rows are appended to; None: ``sequence_id``. ``copy``: the
-    R-worker with the sequence's second copy, which stores the chunk's keys and values too, under the same id; -1: none.
+    ``samples``: the last token's logits are wanted. ``last_of_prompt``: the scratch is not needed afterwards.
+    ``is_decode``: it has no prompt token. ``scored``: the logits of all its tokens are wanted. ``base``: tokens before
+    the tail, which is the range on the chunk's own worker; a chunk ends where its range does. ``reads``: worker, range
+    id and start of the closed ranges before it, in order. Ranges that no layer's window reaches may be missing.
+    ``cache_id``: the worker's name of the sequence that rows are appended to; None for ``sequence_id``. ``copy``: the
+    R-worker of the second copy, which also stores keys and values under the same id; -1 for none.
     """
 
     sequence_id: int
@@ -82,20 +82,20 @@ class Chunk:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """CHUNK records one after the other: as bytes, since numpy concatenates records field by field, ten times slower.
+    """Return CHUNK records concatenated as bytes, since numpy concatenates records field by field, ten times slower.
 
-    (For the same reason thousands of records are selected with ``take``, never with an index.)
+    For the same reason, select thousands of records with ``take``, never with an index.
     """
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(CHUNK)
 
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """The chunks that one forward of the model computes, one after the other.
+    """The chunks that one forward pass computes, in order.
 
-    ``chunks``: CHUNK [num_chunks], sorted by R-worker, attending ones first, and of these the ones without closed
-    ranges, so that a worker's payload is one slice of the rows. ``token_ids``: int64 [num_rows], in the same order.
-    ``reads``: READ [num_reads], the closed ranges of all chunks, by chunk and in range order; empty for nearly all.
+    ``chunks``: CHUNK [num_chunks], sorted by R-worker; attending chunks come first, and of these the ones without
+    closed ranges. So the payload of an R-worker is one slice of the rows. ``token_ids``: int64 [num_rows], in the same
+    order. ``reads``: READ [num_reads], the closed ranges of all chunks, by chunk and in order; mostly empty.
     """
 
     chunks: np.ndarray
@@ -104,7 +104,7 @@ class MiniBatch:
 
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> MiniBatch:
-        """Return the given chunks, in the given order."""
+        """Return a mini-batch of the chunks, in this order."""
         listed = list(chunks)
         tokens = [token for chunk in listed for token in chunk.token_ids]
         reads = [(index, *read) for index, chunk in enumerate(listed) for read in chunk.reads]
@@ -113,7 +113,7 @@ class MiniBatch:
 
     @staticmethod
     def sorted(parts: Sequence[MiniBatch]) -> MiniBatch:
-        """The chunks of ``parts`` as one mini-batch, by R-worker and in the order of ``chunks``, else in order."""
+        """Return the chunks of ``parts`` as one mini-batch, sorted as ``chunks`` must be; the sort is stable."""
         reads = NO_READS
         if any(len(part.reads) for part in parts):
             reads = np.concatenate([part.reads for part in parts])
@@ -126,14 +126,14 @@ class MiniBatch:
     def take(self, places: np.ndarray) -> MiniBatch:
         """Return the chunks at ``places``, in that order, with their tokens and ranges."""
         chunks, reads = self.chunks.take(places), self._reads_of(places) if len(self.reads) else NO_READS
-        if len(self.token_ids) == len(self.chunks):  # a row each, as where nothing is drafted
+        if len(self.token_ids) == len(self.chunks):  # one row each, if nothing is drafted
             return MiniBatch(chunks, self.token_ids.take(places), reads)
         counts, starts = chunks["num_rows"], np.cumsum(self.chunks["num_rows"]) - self.chunks["num_rows"]
         rows = np.repeat(starts[places] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         return MiniBatch(chunks, self.token_ids.take(rows), reads)
 
     def _reads_of(self, places: np.ndarray) -> np.ndarray:
-        """READ records of the chunks at ``places``, as these will be numbered."""
+        """Return READ records of the chunks at ``places``, renumbered."""
         new = np.full(len(self.chunks), -1)
         new[places] = np.arange(len(places))
         reads = self.reads.copy()
@@ -175,7 +175,7 @@ class MiniBatch:
 
     @property
     def num_logits(self) -> dict[int, int]:
-        """Rows of logits that each of ``sampled_ids`` samples from: those of its draft tokens too, else one."""
+        """Rows of logits that each of ``sampled_ids`` samples from: one, plus one for each draft token."""
         drafted = self.chunks["scored"] & self.chunks["is_decode"]
         counts = np.where(drafted, self.chunks["num_rows"], 1)[self.chunks["samples"]]
         return dict(zip(self.sampled_ids, counts.tolist(), strict=True))
@@ -185,10 +185,10 @@ class MiniBatch:
 class ScheduledStep:
     """The scheduler's answer: the mini-batches, and the controls of each R-worker.
 
-    ``num_starts``: requests that begin in this step for the first time. ``prefills``: prompts that prefill workers are
-    to compute once the R-workers have heard the controls. ``arrived``: sequences whose prompts they have computed: the
-    controls commit their keys and values, and their first token is to be sampled. ``drafts``: draft tokens that follow
-    the last token of sequences that decode, by sequence.
+    ``num_starts``: requests that start for the first time. ``prefills``: prompts for prefill workers, to hand out once
+    the R-workers have the controls. ``arrived``: sequences whose prompts they have computed. The controls commit their
+    keys and values, and their first token is sampled in this step. ``drafts``: draft tokens after the last token of
+    decoding sequences, by sequence.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -205,8 +205,7 @@ class ScheduledStep:
 
     @cached_property
     def kv_loads(self) -> list[int]:
-        """Cached tokens that each R-worker attends in this step, over its sequences and ranges, the new tokens
-        included."""
+        """KV tokens that each R-worker attends in this step, over its sequences and ranges, the new tokens included."""
         loads = np.zeros(len(self.controls))
         for mini_batch in self.mini_batches:
             chunks, reads = mini_batch.chunks, mini_batch.reads
@@ -218,22 +217,22 @@ class ScheduledStep:
 
     @property
     def kv_load(self) -> int:
-        """Cached tokens attended in this step, over all R-workers."""
+        """KV tokens attended in this step, over all R-workers."""
         return sum(self.kv_loads)
 
     @cached_property
     def is_decode(self) -> bool:
-        """True if no chunk holds prompt tokens, that is, every sequence adds new tokens to finished context."""
+        """True if no chunk holds prompt tokens, so that every sequence decodes."""
         return not any(len(mini_batch.prompts) for mini_batch in self.mini_batches)
 
     @cached_property
     def num_prompt_rows(self) -> int:
-        """Rows of prompts."""
+        """The number of prompt rows."""
         return 0 if self.is_decode else sum(int(each.prompts["num_rows"].sum()) for each in self.mini_batches)
 
     @cached_property
     def scored_prompts(self) -> list[int]:
-        """Sequences that have rows of a scored prompt in this step."""
+        """Sequences with rows of a scored prompt in this step."""
         parts = [] if self.is_decode else [each.prompts for each in self.mini_batches]
         return [int(each) for part in parts for each in part["sequence_id"][part["scored"]]]
 
@@ -243,7 +242,7 @@ class ScheduledStep:
         return not any(bool(mini_batch.prompts["attends"].any()) for mini_batch in self.mini_batches)
 
     def to_step_plan(self) -> StepPlan:
-        """Return the same step as the R-workers see it."""
+        """Return this step as the R-workers' plan."""
         num_workers = len(self.controls)
         parts = [plan_mini_batch(each.chunks, each.reads, num_workers) for each in self.mini_batches]
         workers = tuple(
@@ -256,9 +255,9 @@ class ScheduledStep:
 def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) -> tuple[MiniBatch, ...]:
     """Split a step into mini-batches, each in the order of ``MiniBatch.chunks``.
 
-    ``decodes`` come ordered by worker, longest context first, and are dealt in snake order (0 1 1 0 0 1 …): counts
-    differ by one at most and loads stay close, whichever sequences came or went. Prompt chunks, longest first, then go
-    to the mini-batch that has the fewest rows.
+    ``decodes`` are ordered by worker, longest context first, and dealt in snake order (0 1 1 0 0 1 …). So counts differ
+    by at most one and loads stay close, whichever sequences come or go. Prompt chunks, longest first, go to the
+    mini-batch with the fewest rows.
     """
     snake = np.array([*range(num_mini_batches), *reversed(range(num_mini_batches))])
     turn = snake[np.arange(len(decodes)) % len(snake)]

@@ -1,4 +1,4 @@
-"""The types that cross the seam between the S side and the R side: plans, what R-workers are, and their reports."""
+"""Types shared by the S side and the R side: plans, descriptions of R-workers, and their reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from fastdecode.core.held import HeldSequence
 X86_ISAS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
 ARM_ISAS = ("neon", "neon_dot", "neon_bf16")
 ISAS = ("scalar", *X86_ISAS, *ARM_ISAS)
-"""Instruction sets of R-workers; a machine that has one has those before it of its architecture. Each rounds in its own
-way."""
+"""Instruction sets of R-workers.
+
+A machine that has one also has the earlier ones of its architecture. Each rounds differently.
+"""
 
 
 def best_common_isa(isas: Collection[str]) -> str:
-    """Return the best that all machines have whose best are ``isas``, of which there is one or more."""
+    """Return the best instruction set that all machines have. ``isas``: the best one of each machine, at least one."""
     for family in (X86_ISAS, ARM_ISAS):
         if all(isa in family for isa in isas):
             return min(isas, key=family.index)
@@ -26,16 +28,18 @@ def best_common_isa(isas: Collection[str]) -> str:
 
 
 PREFILL_METHODS = ("kvr", "tsp")
-"""How prefill workers share a prompt: a chain that hands keys and values on (KV-Runahead), or all of them gathering all
-keys and values at every layer (tensor/sequence parallel), for comparison."""
+"""How prefill workers share a prompt.
+
+"kvr": a chain that passes keys and values on (KV-Runahead). "tsp": all gather all keys and values at every layer
+(tensor/sequence parallel), for comparison.
+"""
 
 READ_AHEAD = ("run", "run-l2", "pages")
-"""How attention asks for the tokens it reads next: in one ascending run, the same only into the second-level cache, or
-eight pages side by side."""
+"""How attention prefetches tokens: one ascending run, only into the second-level cache, or eight pages at once."""
 
 
 class Verb(IntEnum):
-    """What a control record asks of an R-worker before the step's rows."""
+    """A control that an R-worker carries out before the step's rows."""
 
     FORK = 0
     TRUNCATE = 1
@@ -45,23 +49,23 @@ class Verb(IntEnum):
 
 
 CONTROL = np.dtype([("verb", "<i8"), ("sequence_id", "<i8"), ("source_id", "<i8"), ("num_tokens", "<i8")])
-"""FORK makes ``sequence_id`` from the first ``num_tokens`` of ``source_id``; TRUNCATE keeps ``num_tokens``.
+"""FORK makes ``sequence_id`` from the first ``num_tokens`` of ``source_id``. TRUNCATE keeps ``num_tokens``.
 
-RESERVE takes blocks for ``num_tokens``, whose keys and values come from prefill workers under the job ``source_id``;
-COMMIT of the same job makes them the sequence's, and is refused where some are missing.
+RESERVE reserves blocks for ``num_tokens``, whose keys and values come from prefill workers under the job ``source_id``.
+COMMIT of the same job makes them the sequence's, and is refused if some are missing.
 """
 
 SPLIT_TOKENS = 512
-"""Attention's partial results are of so many tokens each, and are merged in a fixed order."""
+"""Tokens per partial result of attention. Partial results are merged in a fixed order."""
 
 
 class SpanMode(IntEnum):
     """What an R-worker does with the rows of a span.
 
     APPEND: store their keys and values; their queries attend on the S-worker. ATTEND: store them, then attend to all
-    tokens of the sequence. PARTIAL: the sequence is the tail of a longer one: the same, but answer with partial
-    results. READ: the sequence is a closed range of a longer one, whose tail has the rows: store nothing, attend to the
-    range, answer with partial results.
+    tokens of the sequence. PARTIAL: the same for the tail of a longer sequence, but answer with partial results. READ:
+    store nothing, and attend to a closed range of a longer sequence, whose tail has the rows; answer with partial
+    results.
     """
 
     APPEND = 0
@@ -73,8 +77,8 @@ class SpanMode(IntEnum):
 SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("mode", "<i8")])
 """``num_rows`` consecutive new tokens of one sequence that had ``context_len`` cached tokens before the step.
 
-``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the range, so that of a
-READ span is at least the range's length, which the R-worker knows.
+``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the range. So in a READ
+span it is at least the range's length, which the R-worker knows.
 """
 
 
@@ -82,10 +86,9 @@ READ span is at least the range's length, which the R-worker knows.
 class WorkerPlan:
     """One R-worker's part of a step: controls in order, then the spans of each mini-batch.
 
-    ``controls``: CONTROL [num_controls]; ``mini_batches``: per mini-batch SPAN [num_spans], READ spans
-    first, then ATTEND, PARTIAL and APPEND spans. Rows of q are those of the first three, of k and v those of the last
-    three, of o those of ATTEND spans; READ and PARTIAL spans answer with partial results. The last APPEND spans may be
-    those of second copies.
+    ``controls``: CONTROL [num_controls]. ``mini_batches``: per mini-batch SPAN [num_spans]: READ, then ATTEND, PARTIAL
+    and APPEND spans. Rows of q belong to the first three, of k and v to the last three, of o to ATTEND spans. READ and
+    PARTIAL spans answer with partial results. The last APPEND spans may be those of second copies.
     """
 
     controls: np.ndarray
@@ -93,16 +96,16 @@ class WorkerPlan:
 
 
 Rows = slice | np.ndarray
-"""Rows of an array: one slice where they follow one another, else int64 [num_rows]."""
+"""Rows of an array: a slice if they are consecutive, else int64 [num_rows]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The rows of a mini-batch that one R-worker has a part in, in the order of its spans.
+    """The rows of a mini-batch that concern one R-worker, in the order of its spans.
 
-    ``q_rows``: of q, those of its READ, ATTEND and PARTIAL spans. ``kv_rows``: of k and v, those of its ATTEND, PARTIAL
-    and APPEND spans. ``o_rows``: of o, which it fills, those of its ATTEND spans. ``num_partials``: rows of partial
-    results that it answers with. Rows of q and o are counted over all attending rows, of k and v over all rows.
+    ``q_rows``: rows of q for its READ, ATTEND and PARTIAL spans. ``kv_rows``: rows of k and v for its ATTEND, PARTIAL
+    and APPEND spans. ``o_rows``: rows of o that it fills, for its ATTEND spans. ``num_partials``: rows of partial
+    results that it answers with. Rows of q and o count over all attending rows, rows of k and v over all rows.
     """
 
     q_rows: Rows
@@ -112,7 +115,7 @@ class Route:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no rows at all."""
+        """True if it has no rows."""
         return not (count_rows(self.q_rows) or count_rows(self.kv_rows))
 
 
@@ -122,29 +125,29 @@ def count_rows(rows: Rows) -> int:
 
 
 MERGED = np.dtype([("row", "<i8"), ("num_rows", "<i8"), ("first_part", "<i8"), ("num_parts", "<i8")])
-"""``num_rows`` rows of a mini-batch's o, of which ``row`` is the first, merged from parts ``first_part`` on."""
+"""``num_rows`` consecutive rows of a mini-batch's o from ``row`` on, merged from parts ``first_part`` on."""
 
 PART = np.dtype([("worker", "<i8"), ("row", "<i8"), ("stride", "<i8"), ("split", "<i8"), ("num_splits", "<i8")])
-"""R-worker ``worker``'s partial results ``row``, ``row`` + ``stride`` …: of ``num_splits`` splits from ``split`` on."""
+"""Partial results ``row``, ``row`` + ``stride``, … of R-worker ``worker``: ``num_splits`` splits from ``split`` on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
     """How rows of o are merged from partial results.
 
-    ``merged``: MERGED [num_merged]; ``parts``: PART [num_parts], those of one MERGED record together, in token order.
+    ``merged``: MERGED [num_merged]. ``parts``: PART [num_parts], those of one MERGED record together, in token order.
     """
 
     merged: np.ndarray
     parts: np.ndarray
 
     def with_part_of(self, worker: int) -> np.ndarray:
-        """Return whether R-worker ``worker`` has a part in them: bool [num_merged]."""
+        """Return which MERGED records have a part of R-worker ``worker``: bool [num_merged]."""
         owners = np.repeat(np.arange(len(self.merged)), self.merged["num_parts"])
         return np.isin(np.arange(len(self.merged)), owners[self.parts["worker"] == worker])
 
     def take(self, kept: np.ndarray) -> Merge:
-        """Only the MERGED records where ``kept``, bool [num_merged], is true."""
+        """Return only the MERGED records where ``kept``, bool [num_merged], is true."""
         merged = self.merged[kept]
         parts = self.parts[np.repeat(kept, self.merged["num_parts"])]
         merged["first_part"] = np.cumsum(merged["num_parts"]) - merged["num_parts"]
@@ -156,7 +159,7 @@ NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
 
 @dataclass(frozen=True, eq=False)
 class MiniBatchRoutes:
-    """Who gets which rows of one mini-batch: ``workers``, a Route per R-worker, and how partial results are merged."""
+    """The routes of one mini-batch: ``workers``, a Route per R-worker, and how partial results are merged."""
 
     workers: tuple[Route, ...]
     merge: Merge = NO_MERGE
@@ -164,10 +167,10 @@ class MiniBatchRoutes:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of every R-worker, in worker order; all workers list the same number of mini-batches.
+    """One step of every R-worker, in order; all have the same number of mini-batches.
 
-    ``routes``: of each mini-batch, who gets which rows. Empty in a plan that is written by hand, without READ and
-    PARTIAL spans: there R-workers have the rows of their spans one after the other (``routes_of_spans``).
+    ``routes``: the routes of each mini-batch. They are empty in a plan written by hand, without READ and PARTIAL spans.
+    There R-workers have the rows of their spans consecutively (``routes_of_spans``).
     """
 
     workers: tuple[WorkerPlan, ...]
@@ -176,8 +179,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class KvAddress:
-    """A KV port, where prefill workers store keys and values: ``address``, "host:port", and ``epoch``, the number of
-    the session that every frame to it must carry; a secret."""
+    """A KV port, where prefill workers store keys and values.
+
+    ``address``: "host:port". ``epoch``: the secret session number that every frame must carry.
+    """
 
     address: str
     epoch: int = field(repr=False)
@@ -185,14 +190,14 @@ class KvAddress:
 
 @dataclass(frozen=True)
 class RWorkerInfo:
-    """What an R-worker says of itself when it is opened.
+    """An R-worker's description of itself, given when it is opened.
 
-    ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 if it was not.
-    ``kv_ports``: its KV port, if it has one; those of all ranks' parts, in order, where ranks share the model.
-    ``host``: its machine, by a name that no other machine has; "" if that is not known. ``state_blocks``: blocks that a
-    sequence takes there beside those of its tokens, for the states of a hybrid. ``park_after``: seconds after which
-    prefixes that are not used go to its disk; None if it has none. ``held``: what it has of the session that goes on,
-    ``kept_of`` the S-worker before with this fingerprint. ``epoch``: of the lease of a named session there, 0 without.
+    ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 if not measured.
+    ``kv_ports``: its KV port, if it has one; with several ranks, that of each rank's part in order. ``host``: a unique
+    name of its machine; "" if unknown. ``state_blocks``: blocks of a hybrid's states per sequence. ``park_after``:
+    seconds without use after which prefixes go to its disk; None without a disk. ``held``: what it holds of the
+    continued session. ``kept_of``: the fingerprint of the S-worker that wrote it. ``epoch``: of the lease of a named
+    session; 0 without one.
     """
 
     name: str
@@ -212,19 +217,18 @@ class RWorkerInfo:
 
     @property
     def room_tokens(self) -> int:
-        """Tokens of one more sequence that its free blocks hold beside a state."""
+        """Tokens that one more sequence could have in its free blocks, beside a state."""
         blocks = {block for each in self.held for block in each.blocks}
         return (self.num_blocks - len(blocks) - self.state_blocks * (len(self.held) + 1)) * self.block_size
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one R-worker did in a step.
+    """One R-worker's work in a step.
 
-    ``busy_start`` and ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
-    ``time.perf_counter``; both are 0 if the worker had no rows. ``transfer_seconds``: from submit to o available, less
-    the time busy and the time queued behind the worker's other calls, summed over the step. ``leaving``: the R-worker
-    asks to leave.
+    ``busy_start``, ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
+    ``time.perf_counter``; both are 0 if the worker had no rows. ``transfer_seconds``: the time from submit to o,
+    without busy time and time queued behind other calls, summed over the step. ``leaving``: the R-worker asks to leave.
     """
 
     busy_start: np.ndarray
@@ -239,7 +243,7 @@ class WorkerReport:
 class StepReport:
     """The reports of all R-workers for one step, in worker order.
 
-    ``lost``: those that went away during it. ``leaving``: those that ask to be let go.
+    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave.
     """
 
     workers: tuple[WorkerReport, ...]

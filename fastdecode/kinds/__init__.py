@@ -1,4 +1,4 @@
-"""Layers by kind: each kind's fields, row shapes, bytes, and what it cannot be put through, in one file."""
+"""Layers by kind. Each kind's fields, row shapes, bytes and unsupported features are in one file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from fastdecode.kinds.latent import Absorption, Latent
 from fastdecode.kinds.recurrent import Recurrent
 
 Layer = Dense | Latent | Index | Recurrent
-"""A layer of any kind: a message of the wire names its own by the field ``kind``."""
+"""A layer of any kind. On the wire, the field ``kind`` names it."""
 
 __all__ = ["Absorption", "Dense", "Index", "Latent", "Layer", "LayerKind", "Recurrent", "Way"]

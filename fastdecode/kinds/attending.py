@@ -1,4 +1,4 @@
-"""The fields that all layers share which attend to cached keys."""
+"""Fields shared by all layers that attend to cached keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastdecode.kinds.kind import MAX_LAYERS, HeadDim, Heads, LayerKind, Number,
 class Attending(LayerKind, frozen=True):
     """Shape and scoring rule of a layer that attends.
 
-    ``window`` counts the tokens a query sees, itself included (0: all). Where they are ``chunked`` it is the length of
-    chunks, and a query sees those of its own chunk up to itself. ``soft_cap`` is 0 when absent. ``sinks`` holds one
-    extra logit per query head, or is empty. ``alibi_slopes`` holds one slope per query head, or is empty: a score,
-    scaled and capped, gains slope · (position of the key - position of the query). ``picked_by`` is the number of the
-    index layer whose picks its queries see, -1 if they see all.
+    ``window``: the tokens that a query sees, itself included; 0 means all. If ``chunked``, it is the length of chunks,
+    and a query sees its own chunk up to itself. ``soft_cap``: 0 for none. ``sinks``: one extra logit per query head, or
+    empty. ``alibi_slopes``: one slope per query head, or empty; a scaled and capped score gains slope · (position of
+    the key - position of the query). ``picked_by``: the index layer that picks the tokens its queries see; -1 if they
+    see all.
     """
 
     num_heads: Heads
@@ -34,7 +34,7 @@ class Attending(LayerKind, frozen=True):
     picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)] = -1
 
     def __post_init__(self) -> None:
-        # whole numbers become floats, since fingerprints are of the text
+        # integers become floats, since fingerprints are made from the text
         for name in ("scale", "soft_cap"):
             force_setattr(self, name, float(getattr(self, name)))
         for name in ("sinks", "alibi_slopes"):
@@ -42,17 +42,17 @@ class Attending(LayerKind, frozen=True):
 
     @property
     def query_dim(self) -> int:
-        """Elements of q that travel for a token and head."""
+        """Elements of q that are sent per token and head."""
         return self.key_head_dim
 
     @property
     def output_dim(self) -> int:
-        """Elements of o that travel for a token and head."""
+        """Elements of o that are sent per token and head."""
         return self.value_head_dim
 
     @property
     def stored_value_dim(self) -> int:
-        """Elements of V that travel and are stored for a token and KV head."""
+        """Elements of V that are sent and stored per token and KV head."""
         return 0 if self.values_in_keys else self.value_head_dim
 
     @property
@@ -62,7 +62,7 @@ class Attending(LayerKind, frozen=True):
 
     @property
     def partial_shape(self) -> Shape:
-        """Of each head the largest score, the sum of weights, and o: float32."""
+        """Per head the largest score, the sum of weights, and o: float32."""
         return self.num_heads, 2 + self.output_dim
 
     @property

@@ -1,4 +1,4 @@
-"""Layers of plain attention: every cached token has keys and values of its own."""
+"""Layers of plain attention: every cached token has its own keys and values."""
 
 from __future__ import annotations
 

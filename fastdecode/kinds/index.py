@@ -1,4 +1,4 @@
-"""Layers of trained sparsity: an index picks the tokens that the layers after it see."""
+"""Layers of trained sparsity: an index picks the tokens that later layers see."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastdecode.kinds.kind import MAX_PICK_BLOCK, HeadDim, Heads, LayerKind, Num
 
 
 class Index(LayerKind, frozen=True, tag="index"):
-    """A layer that keeps index keys, one head for each token, and whose o says nothing.
+    """A layer that caches index keys, one head per token, and whose o has no meaning.
 
-    Each of its queries picks the tokens that the layers see which name it as ``picked_by``: at most ``picks`` tokens,
-    by the sum of relu(scale · q · k) · weight over its heads. A weight is a float32 in the place of two more elements
-    of q. With ``pick_block`` each head, for the KV head of its number, picks ``picks`` blocks of so many tokens, by its
-    largest q · k in each: first the query's own block and those before it, ``pick_local`` blocks in all. Of a sequence
-    in ranges each R-worker answers with the ranks of its best. The S-worker tells it before the next layer which of
-    these are the best of all (``PoolWorker.share``).
+    Each query picks the tokens seen by the layers that name it as ``picked_by``. It picks at most ``picks`` tokens, by
+    the sum of relu(scale · q · k) · weight over its heads. A weight is a float32 in the place of two more elements of
+    q. With ``pick_block``, each head picks ``picks`` blocks of so many tokens for the KV head of its number, by its
+    largest q · k in each. The query's own block and those before it, ``pick_local`` blocks in all, come first. For a
+    sequence in ranges, each R-worker answers with the ranks of its best. The S-worker tells it before the next layer
+    which of these are the best of all (``PoolWorker.share``).
     """
 
     kind = "index"
@@ -37,11 +37,11 @@ class Index(LayerKind, frozen=True, tag="index"):
     pick_local: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # fingerprints are of the text
+        force_setattr(self, "scale", float(self.scale))  # fingerprints are made from the text
 
     @property
     def query_dim(self) -> int:
-        """Elements of q that travel for a token and head."""
+        """Elements of q that are sent per token and head."""
         return self.key_head_dim + (0 if self.pick_block else 2)
 
     @property
@@ -50,7 +50,7 @@ class Index(LayerKind, frozen=True, tag="index"):
 
     @property
     def partial_shape(self) -> Shape:
-        """Of each head that picks by itself the ranks of scores, the best first: uint32 as bits."""
+        """Per head that picks by itself the ranks of scores, best first: uint32 as bits."""
         return (self.num_heads if self.pick_block else 1), self.picks
 
     @property
@@ -61,7 +61,7 @@ class Index(LayerKind, frozen=True, tag="index"):
         return self.num_heads * self.key_head_dim
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
-        """See :class:`LayerKind`: caches of int8 and int4 keep index keys as bfloat16."""
+        """See :class:`LayerKind`. Caches of int8 and int4 keep index keys as bfloat16."""
         return row_bytes(self.key_head_dim, "bfloat16" if is_quantized(kv_dtype) else kv_dtype), 0
 
     @property

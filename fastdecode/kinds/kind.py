@@ -1,7 +1,7 @@
-"""The base of all kinds of layers: the questions that the rest of the house asks of a layer, whatever its kind.
+"""The base of all kinds of layers: what the other packages ask of a layer, whatever its kind.
 
-A kind is one frozen msgspec struct. It is the layout that both sides agree on and the message that carries it, and the
-C++ R-worker reads its fields by their names (rworker_cpp/include/rworker/kinds).
+A kind is one frozen msgspec struct. It is the layout that both sides agree on, and the message that carries it. The C++
+R-worker reads its fields by name (rworker_cpp/include/rworker/kinds).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 from msgspec import Meta
 
 MAX_HEAD_DIM = 1088
-"""Most elements of a key, or a value, in one head."""
+"""Most elements of a key or value in one head."""
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 12
 MAX_NUMBER = float(np.finfo(np.float32).max)
-"""R-workers compute with float32."""
+"""Largest finite number of R-workers, which compute in float32."""
 
 MAX_PICK_BLOCK = 512
-"""Most tokens of a block that an index picks whole: those of a split (``SPLIT_TOKENS``)."""
+"""Most tokens of a block that an index picks whole: one split (``SPLIT_TOKENS``)."""
 
 Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
 HeadDim = Annotated[int, Meta(ge=1, le=MAX_HEAD_DIM)]
@@ -29,38 +29,37 @@ Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Numbers = Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
 
 Shape = tuple[int, int]
-"""Heads, and elements of each, of a row."""
+"""Heads of a row, and elements of each head."""
 
 Way = Literal[
     "ranges", "ranks", "parking", "prefill workers", "tsp", "gpu", "scratch", "early-exit drafts", "sessions", "copies",
     "moves", "states", "states here", "states here, sessions", "states here, prefill workers", "states here, ranks",
     "states there, memory here",
 ]  # fmt: skip
-"""What an engine may do with a model's layers, and some kinds cannot be put through.
+"""A feature of the engine that some kinds of layers do not support.
 
-ranges: a sequence lies on several R-workers. ranks: several S-workers share each layer. parking: prefixes lie on
-disks. tsp: every prefill worker computes with all keys of a prompt. scratch: prompts attend on the S-worker. early-exit
-drafts: the first layers draft. sessions: R-workers keep sequences for the next engine. copies: a second R-worker has a
-sequence too. moves: sequences move between R-workers. states: settings say how
-states are kept. states here: the S-worker keeps them, and what that is
-beside. states there, memory here: memory is set aside on the S-worker for states that R-workers keep.
+ranges: a sequence is cached on several R-workers. ranks: several S-workers share each layer. parking: prefixes are kept
+on disks. tsp: every prefill worker computes with all keys of a prompt. scratch: prompts attend on the S-worker.
+early-exit drafts: the first layers draft. sessions: R-workers keep sequences for the next engine. copies: a second
+R-worker holds a sequence too. moves: sequences move between R-workers. states: settings say how states are kept. states
+here: the S-worker keeps them. states there, memory here: the S-worker sets memory aside for states that R-workers keep.
 """
 
 
 class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", cache_hash=True):
-    """A layer as R-workers are told it; the answers here are those of a layer that caches rows and attends to them."""
+    """A layer as described to R-workers. The defaults are those of a layer that caches rows and attends to them."""
 
     kind: ClassVar[str]
     """The kind's name, on the wire and in C++."""
 
     caches_rows: ClassVar[bool] = True
-    """True if a cached token leaves a row of its own; False if a sequence leaves a state."""
+    """True if a cached token leaves a row of its own; False if a sequence leaves one state."""
 
     ranks_tokens: ClassVar[bool] = False
-    """True if a layer answers which tokens the layers after it see, and attends to nothing."""
+    """True if a layer answers which tokens later layers see, and attends to nothing."""
 
     values_in_keys: ClassVar[bool] = False
-    """True if values are the first elements of the keys, and neither travel nor are stored."""
+    """True if values are the first elements of the keys, and are neither sent nor stored."""
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
@@ -74,21 +73,21 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def reads(self) -> int:
-        """The layer before it whose picks its queries see; -1 if they see all tokens."""
+        """The earlier layer that picks the tokens its queries see; -1 if they see all."""
         return -1
 
     def reading(self, index: int) -> Self:
-        """Return the same layer where its queries see what layer ``index`` picks, if they heed any."""
+        """Return the layer with its queries limited to the picks of layer ``index``, if it supports that."""
         return self
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of which blocks of the cache must be divisors; 0 if any will do."""
+        """Tokens that the block size must divide; 0 for any block size."""
         return 0
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of which ranges must be whole multiples, so that attention chunks begin alike in each."""
+        """Tokens of which ranges must be multiples, so that attention chunks begin alike in each."""
         return 1
 
     @property
@@ -101,28 +100,28 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return 0
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
-        """Return the bytes of one cached token's K, and of its V, of one head, each with its scales."""
+        """Return the bytes of one cached token's K, and of its V, of one head, with scales."""
         return 0, 0
 
     def token_bytes(self, kv_dtype: str) -> int:
-        """Return the bytes of K, V and their scales that one cached token takes."""
+        """Return the bytes of one cached token's K and V with scales, over all heads."""
         return sum(self.head_bytes(kv_dtype))
 
     def sequence_bytes(self, row_bytes: int) -> int:
-        """Return the bytes that a sequence takes beside its tokens, in rows of ``row_bytes``; 0 without a state."""
+        """Return the bytes of a sequence in addition to its tokens, in rows of ``row_bytes``; 0 without a state."""
         return 0
 
     def weight_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of weights of the model that an R-worker keeps for this layer."""
+        """Return the bytes of model weights that an R-worker keeps for this layer."""
         return 0
 
     @property
     def weight_rows(self) -> Shape | None:
-        """Shape of one head's weights that an R-worker multiplies with, None if it has none."""
+        """Shape of one head's weights that an R-worker multiplies with; None if it has none."""
         return None
 
     def absorbed(self) -> Self:
-        """Return the same layer with queries that come as they are scored, as those of prefill workers do."""
+        """Return the layer with queries in the form in which they are scored, as prefill workers send them."""
         return self
 
     def __repr__(self) -> str:
@@ -135,7 +134,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return True
 
     def cannot(self, way: Way) -> str | None:
-        """Return why a model with such a layer cannot be put through ``way``; None if it can."""
+        """Return why a model with such a layer does not support the feature ``way``; None if it does."""
         return None
 
     def cannot_lie_in(self, block_size: int) -> str | None:

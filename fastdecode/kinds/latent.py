@@ -14,17 +14,17 @@ from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.kind import HeadDim, Shape
 
 FRAME_BYTES = 1 << 22
-"""Most bytes of weights that travel, or are made ready, at a time; one head's are fewer."""
+"""Most bytes of weights sent or prepared at a time; one head takes fewer."""
 
 Weights = Callable[[], np.ndarray]
-"""Makes K above V of each head, [num_heads, nope_dim + value_dim, rank], in the model's dtype as it travels."""
+"""Makes K above V of each head, [num_heads, nope_dim + value_dim, rank], in the model's dtype."""
 
 
 class Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of K and V of a latent layer that R-workers multiply (``--latent-absorption r``).
 
-    A head's query is [nope_dim + rope]: its first part, times K, becomes as long as a latent. Its output over latents,
-    times V, becomes [value_dim].
+    A head's query is [nope_dim + rope]; its first part times K becomes as long as a latent. A head's output over
+    latents times V becomes [value_dim].
     """
 
     nope_dim: HeadDim
@@ -32,11 +32,11 @@ class Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Latent(Attending, frozen=True, tag="latent"):
-    """A layer whose cache holds one row for each token and KV head: the key, of which the first
-    ``value_head_dim`` elements are the value.
+    """A layer that caches one row per token and KV head, the key.
 
-    In caches of int8 and int4 the values have codes, and the keys' other elements 16 bits. ``absorption`` is None where
-    the S-worker absorbs its queries and expands its outputs. It changes no row of the cache.
+    Its first ``value_head_dim`` elements are the value. Caches of int8 and int4 store codes of the values, and 16 bits
+    of the keys' other elements. ``absorption`` is None if the S-worker absorbs its queries and expands its outputs. It
+    changes no row of the cache.
     """
 
     kind = "latent"
@@ -60,7 +60,7 @@ class Latent(Attending, frozen=True, tag="latent"):
         return row_bytes(self.key_head_dim, kv_dtype), 0
 
     def weight_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of K and V that an R-worker keeps: outputs in whole lines of 16."""
+        """Return the bytes of K and V that an R-worker keeps, with outputs padded to lines of 16."""
         if self.absorption is None:
             return 0
         rank = self.value_head_dim

@@ -1,4 +1,4 @@
-"""What an R-worker must know of a model: its layers, each of some kind, and the dtypes of payload and cache."""
+"""The layout of a model for R-workers: its layers, and the dtypes of payload and cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fastdecode.kinds.recurrent import Recurrent
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Everything an R-worker must know about a model: its layers and the dtypes of payload and cache.
+    """All that an R-worker must know of a model: its layers, and the dtypes of payload and cache.
 
-    ``isa``: the instruction set in whose arithmetic it is to attend, one of ``ISAS``; "auto": the R-worker's fastest.
-    ``kv_port``: whether it opens a KV port for prefill workers: "" (no), "loopback" (for those of its machine), "any".
-    ``weights``: of layers, by their number, whose weights R-workers multiply; they travel apart from the layout.
+    ``isa``: the instruction set whose arithmetic it must use, one of ``ISAS``; "auto" is the R-worker's fastest.
+    ``kv_port``: whether it opens a KV port for prefill workers: "" (no), "loopback" (on its machine only), "any".
+    ``weights``: by layer number, weights that R-workers multiply with; they are sent separately.
     """
 
     layers: tuple[Layer, ...]
@@ -34,24 +34,24 @@ class KVLayout:
     weights: Mapping[int, Weights] = field(default_factory=dict, compare=False, repr=False)
 
     def weight_parts(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the weights in pieces: the layer and first head of each, and its heads' rows, C-contiguous."""
+        """Yield the weights in C-contiguous pieces: the layer and first head of each, and its heads' rows."""
         for layer, weights in self.weights.items():
             for first, rows in weight_parts(weights):
                 yield layer, first, rows
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that an R-worker keeps beside its cache, over all layers."""
+        """Bytes of weights that an R-worker keeps in addition to its cache, over all layers."""
         return sum(layer.weight_bytes(ITEM_BYTES[self.model_dtype]) for layer in self.layers)
 
     @property
     def absorbed(self) -> KVLayout:
-        """The same, with queries that come absorbed, as those of prefill workers do."""
+        """The same layout with absorbed queries, as prefill workers send them."""
         return replace(self, layers=tuple(layer.absorbed() for layer in self.layers), weights={})
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of which ranges must be whole multiples, so that chunks begin alike in each; 1 without chunks."""
+        """Tokens of which ranges must be multiples, so that chunks begin alike in each; 1 without chunks."""
         return math.lcm(*(layer.chunk_tokens for layer in self.layers))
 
     @property
@@ -61,13 +61,13 @@ class KVLayout:
 
     @property
     def kept_apart(self) -> tuple[Recurrent, ...]:
-        """The layers that leave a state per sequence."""
+        """The layers that keep a state per sequence."""
         return tuple(layer for layer in self.layers if isinstance(layer, Recurrent))
 
     def cannot(self, way: Way) -> str | None:
-        """Return why this model cannot be put through ``way``; None if it can.
+        """Return why this model does not support the feature ``way``; None if it does.
 
-        A model cannot where one of its layers cannot, or where its layers together leave nothing to do.
+        A model does not support it if one of its layers does not, or if its layers together leave nothing to do.
         """
         own = next((reason for layer in self.layers if (reason := layer.cannot(way))), None)
         return own or self._cannot_together(way)
@@ -102,29 +102,29 @@ class KVLayout:
         return all(layer.rewinds(num_rows) for layer in self.layers)
 
     def sequence_bytes(self, layer: int) -> int:
-        """Return the bytes that a sequence takes in ``layer`` beside its tokens: its state, as R-workers lay it."""
+        """Return the bytes of a sequence's state in ``layer``, as R-workers store it; 0 without a state."""
         return self.layers[layer].sequence_bytes(self._state_row_bytes)
 
     @property
     def state_dtype(self) -> str:
-        """The dtype of states' matrices."""
+        """The dtype of the matrices in states."""
         return next((layer.dtype for layer in self.kept_apart), "float32")
 
     def with_state_dtype(self, dtype: str) -> KVLayout:
-        """Return the same with states' matrices in ``dtype``, a key of ``WIRE_DTYPE``."""
+        """Return the layout with state matrices in ``dtype``, a key of ``WIRE_DTYPE``."""
         return self._with_states(dtype=dtype)
 
     def keeping(self, num_rows: int) -> KVLayout:
-        """Return the same with states that can go back behind rows of a step with 2 to ``num_rows`` of a sequence.
+        """Return the layout with states that can go back behind a step with 2 to ``num_rows`` rows of a sequence.
 
-        Second copies can go back behind a single row too.
+        Second copies can also go back behind a single row.
         """
         return self._with_states(kept_rows=num_rows)
 
     def outliving(self) -> KVLayout:
-        """Return the same with states of decoding sequences that can go back behind each step.
+        """Return the layout with decoding sequences' states that can go back behind each step.
 
-        A step that was not ended does not spoil them.
+        So an unfinished step does not spoil them.
         """
         rows = max((layer.kept_rows for layer in self.kept_apart), default=0)
         return self._with_states(kept_rows=max(1, rows), keeps_single=True)
@@ -137,14 +137,14 @@ class KVLayout:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K, V and their scales one token takes in the cache, over all layers."""
+        """Bytes of K and V with scales that one token takes in the cache, over all layers."""
         return sum(layer.token_bytes(self.kv_dtype) for layer in self.layers)
 
     @property
     def room_bytes_per_token(self) -> int:
-        """Bytes that a block has for each of its tokens.
+        """Bytes of a block per token.
 
-        Where no layer attends they are those of a row of states (see rworker/state_places.hpp).
+        If no layer attends, this is a row of states (see rworker/state_places.hpp).
         """
         return self.kv_bytes_per_token or self._state_row_bytes
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: a sequence leaves a state of fixed size in place of keys and values of each token."""
+"""Recurrent layers: a sequence keeps a state of fixed size, instead of keys and values of each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, Shape, Way
 
 LINE_BYTES = 64
-"""Rows of states are whole lines of this."""
+"""Rows of states are multiples of this cache line."""
 
 KEEPS = "this model keeps a state per sequence"
 BESIDE = f"{KEEPS} beside its cache"
@@ -29,23 +29,21 @@ CANNOT: dict[Way, str] = {
     "states there, memory here": "it is for states that lie with the S-worker (state_on s); leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
 }
-"""Ways that states cannot be put through, and why."""
+"""Features that states do not support, and why."""
 
 
 class Recurrent(LayerKind, frozen=True, tag="recurrent"):
-    """A recurrent layer: how R-workers advance its state by a row, see rworker/state_spec.hpp.
+    """A recurrent layer. rworker/state_spec.hpp says how R-workers advance its state by a row.
 
-    ``recurrence``: gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, or a linear recurrence of
-    each channel by itself. ``groups`` of heads share queries and keys of ``key_dim`` (0 and 0 for a "window", 0 and 1
-    for an "lru"). ``taps``: tokens of the convolution before the recurrence. ``decays`` of a head: 1, or one per key
-    dim.
-    ``silu``: after the convolution; ``norm``: queries and keys have length 1. ``row_elements``: elements of the model's
-    dtype that a row of the payload has, float32 numbers as their bits. ``filters``, ``bias``, ``skip`` and ``factors``
-    are float32 as bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads,
-    value_dim] ("selective").
-    ``kept_rows``: rows of a step, at most, that TRUNCATE may take back after it. ``dtype``: of the matrices, which are
-    rounded to it after each token; windows of convolutions are float32. ``keeps_single``: a sequence's only row of a
-    step counts among the rows that may be taken back where it attends, too.
+    ``recurrence``: gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, or a linear recurrence per
+    channel. ``groups`` of heads share queries and keys of ``key_dim`` (0 and 0 for a "window", 0 and 1 for an "lru").
+    ``taps``: tokens of the convolution before the recurrence. ``decays`` of a head: 1, or one per key dim. ``silu``:
+    after the convolution. ``norm``: queries and keys have length 1. ``row_elements``: elements of a payload row in the
+    model's dtype, with float32 numbers as their bits. ``filters``, ``bias``, ``skip`` and ``factors``: float32 as
+    bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads, value_dim]
+    ("selective"). ``kept_rows``: most rows of a step that TRUNCATE may take back. ``dtype``: of the matrices, rounded
+    after each token; windows of convolutions are float32. ``keeps_single``: a single row that attends may be taken back
+    too.
     """
 
     kind = "recurrent"
@@ -72,25 +70,25 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     keeps_single: bool = False
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # fingerprints are of the text
+        force_setattr(self, "scale", float(self.scale))  # fingerprints are made from the text
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
-        """See :class:`LayerKind`: rows travel as k."""
+        """See :class:`LayerKind`. Rows are sent as k."""
         return (1, 0), (1, self.row_elements), (1, 0), (self.num_heads, self.value_head_dim)
 
     @property
     def partial_shape(self) -> Shape:
-        """A shape without meaning: no sequence with a state lies in ranges."""
+        """A placeholder shape: no sequence with a state is cached in ranges."""
         return self.num_heads, 2 + self.value_head_dim
 
     @property
     def state_row_bytes(self) -> int:
-        """Bytes of a row of the state, in whole lines."""
+        """Bytes of a row of the state, in whole cache lines."""
         return -(-self.value_head_dim * WIRE_DTYPE[self.dtype].itemsize // LINE_BYTES) * LINE_BYTES
 
     def sequence_bytes(self, row_bytes: int) -> int:
-        """Return the bytes of one sequence's state, as R-workers lay it in rows: see rworker/state_places.hpp."""
+        """Return the bytes of one sequence's state in rows of ``row_bytes``: see rworker/state_places.hpp."""
         taps = 2 * self.groups * -(-4 * self.key_dim // row_bytes)
         taps += self.num_heads * -(-4 * self.value_head_dim // row_bytes)
         return row_bytes * ((self.taps - 1) * taps + self.num_heads * self.key_dim)

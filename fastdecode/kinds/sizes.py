@@ -1,4 +1,4 @@
-"""What sequences of a model take in caches, in blocks, as the scheduler counts them, whatever their layers are."""
+"""Sizes of sequences in caches, in blocks, as the scheduler counts them for all kinds of layers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts with the R-workers' own arithmetic.
+    """Counts blocks with the R-workers' own arithmetic.
 
-    ``block_size``: tokens of a block. ``fixed``: blocks that a sequence takes beside those of its tokens, for what its
-    layers keep per sequence. ``worth_blocks``: blocks of tokens whose memory that takes where it lies elsewhere.
+    ``block_size``: tokens of a block. ``fixed``: blocks per sequence in addition to those of its tokens.
+    ``worth_blocks``: blocks of tokens that take the memory of what is kept per sequence elsewhere.
     """
 
     block_size: int
@@ -19,15 +19,15 @@ class Sizes:
     worth_blocks: int = 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence of so many tokens takes."""
+        """Return the blocks of a sequence of ``num_tokens`` tokens."""
         return self.fixed + -(-num_tokens // self.block_size)
 
     def blocks_of_tokens(self, num_blocks: Any) -> Any:
-        """Return those of ``num_blocks`` of a sequence, or of several as an array, that its tokens take."""
+        """Return how many of a sequence's ``num_blocks`` hold its tokens; also for an array of sequences."""
         return num_blocks - self.fixed
 
     def blocks_of_copy(self, num_tokens: int) -> int:
-        """Return the blocks that a copy of a sequence cannot share with it: its own, and one that is not full."""
+        """Return the blocks that a copy of a sequence cannot share with it: fixed ones, and a partial one."""
         return self.fixed + (num_tokens % self.block_size > 0)
 
     @property
@@ -37,5 +37,5 @@ class Sizes:
 
     @property
     def worth(self) -> int:
-        """Blocks of tokens whose memory a sequence takes beside that of its tokens."""
+        """Blocks of tokens that take the memory of what a sequence has in addition to its tokens."""
         return self.worth_blocks or self.fixed

@@ -1,6 +1,7 @@
-"""Decides what runs in each step: admission, placement, chunking, preemption. Knows no torch, no sockets, no clock.
+"""The scheduler: decides what runs in each step. It knows no torch, no sockets and no clock.
 
-Policies decide, the store carries out, and four parts react to events: members, drafts, remote prompts and transfers.
+Policies decide on admission, placement, chunking and preemption, and the store carries out. Four parts react to events:
+members, drafts, remote prompts and transfers.
 """
 
 from fastdecode.scheduler.drafts import DraftCounts
@@ -11,7 +12,7 @@ from fastdecode.scheduler.snapshot import Snapshot
 from fastdecode.scheduler.store.holdings import Transfer
 
 Sequence = TokenSequence
-"""The name under which programs make one; it is no ``collections.abc.Sequence``."""
+"""The name for programs that build sequences; unrelated to ``collections.abc.Sequence``."""
 
 __all__ = [
     "SCHEDULES",

@@ -1,4 +1,4 @@
-"""Draft tokens of the sequences that decode: how many each gets, what of them fits a step, what became of them."""
+"""Draft tokens of decoding sequences: how many each gets, how many fit the step, how many were accepted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from fastdecode.scheduler.store.store import Store
 
 @dataclass
 class DraftCounts:
-    """``num_drafts`` verifications of ``num_draft_tokens`` in all; ``num_accepted_tokens_per_pos``: of first ones, of
-    second ones, and so on."""
+    """``num_drafts``: verifications; ``num_draft_tokens``: tokens in all.
+
+    ``num_accepted_tokens_per_pos``: accepted first drafts, second drafts, and so on.
+    """
 
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_drafts: int = 0
@@ -28,12 +30,11 @@ class DraftCounts:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """At all positions."""
+        """Accepted draft tokens at all positions."""
         return sum(self.num_accepted_tokens_per_pos)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures as ``bench throughput`` and ``simulate`` write them; ``mean_accepted_length``: of one
-        verification."""
+        """Return the figures in the form of ``bench throughput``; ``mean_accepted_length`` is per verification."""
         accepted = self.num_accepted_tokens
         return {
             "drafts": self.num_drafts,
@@ -45,14 +46,14 @@ class DraftCounts:
         }
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """One more verification."""
+        """Count one more verification."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         for place in range(num_accepted):
             self.num_accepted_tokens_per_pos[place] += 1
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """Return what was counted after ``before``."""
+        """Return the counts since ``before``."""
         return DraftCounts(
             list(map(int.__sub__, self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos)),
             self.num_drafts - before.num_drafts,
@@ -60,19 +61,19 @@ class DraftCounts:
         )
 
     def copy(self) -> DraftCounts:
-        """Return the counts as they are now."""
+        """Return a copy of the counts."""
         return DraftCounts(list(self.num_accepted_tokens_per_pos), self.num_drafts, self.num_draft_tokens)
 
 
 class Drafts:
-    """Drafts take what decodes and prompts have left of a step: rows of its budget, KV load and blocks.
+    """Draft tokens use what decodes and prompts leave of a step: rows of the budget, KV load and blocks.
 
-    They preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. The blocks that
-    they take are granted before they are drafted, since a drafter may have them cached on R-workers too.
+    Drafts preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. Their blocks
+    are granted before drafting, since a drafter may cache the tokens on R-workers too.
     """
 
     def __init__(self, store: Store, limits: Limits, policy: DraftPolicy | None) -> None:
-        """``policy`` decides who gets how many; None: nothing is drafted."""
+        """``policy`` decides how many drafts each sequence gets; None means no drafts."""
         self.policy = policy
         self.counts = DraftCounts([0] * limits.num_speculative_tokens)
         self._store, self._residents, self._table = store, store.residents, store.table
@@ -82,16 +83,16 @@ class Drafts:
         self._granted: list[tuple[TokenSequence, Segment, list[int], int]] = []
 
     def observe(self, observed: Observed) -> None:
-        """The policy learns from steps of decodes alone."""
+        """Let the policy learn from a step, if the step had decodes only."""
         if self.policy and observed.decodes:
             step, num_sequences = observed.step, sum(map(len, observed.step.mini_batches))
             seconds = (observed.s_seconds, observed.wait_seconds, observed.r_seconds)
             self.policy.observe(step.num_tokens, num_sequences, step.kv_loads, *seconds)
 
     def wanted(self) -> dict[int, int]:
-        """Return how many draft tokens each sequence is to get, of those that decode and are to get any.
+        """Return how many draft tokens each decoding sequence is to get, without those that get none.
 
-        Their blocks are granted, until the step that verifies them has ended.
+        Their blocks stay granted until the step that verifies them has ended.
         """
         self.drop()
         self._table.refresh()
@@ -108,8 +109,7 @@ class Drafts:
         return dict(zip(ids.tolist(), counts[some].tolist(), strict=True))
 
     def propose(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Draft tokens of sequences that decode, for the next step only; those that do not decode any more are passed
-        over."""
+        """Take draft tokens for the next step. Sequences that no longer decode are ignored."""
         for sequence_id, tokens in drafts.items():
             sequence = self._residents.decoding.get(sequence_id)
             if sequence is not None and len(tokens):
@@ -117,21 +117,23 @@ class Drafts:
                 self._proposed[sequence_id] = sequence
 
     def drop(self) -> None:
-        """Forget what was proposed, and take back the blocks that were granted and not used."""
+        """Drop the proposed drafts, and take back the granted blocks that are unused."""
         for sequence in self._proposed.values():
             if sequence.table is not None:
                 self._table.drafts.forget(sequence.row)
         for sequence, tail, holders, num_blocks in self._granted:
             still_there = sequence.table is not None and sequence.tail is tail and tail.workers[:1] == holders[:1]
-            if still_there and sequence.sequence_id in self._residents.decoding:  # else it may have begun again
+            if still_there and sequence.sequence_id in self._residents.decoding:  # otherwise it may have begun again
                 unused = tail.num_blocks - self._workers.blocks_for(tail.num_tokens)
                 self._store.tails.grow(np.array([sequence.row]), -min(num_blocks, unused))
         self._proposed.clear()
         self._granted.clear()
 
     def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
-        """Cut the drafts of ``rows``, which decode in this step beside ``prompts``, to what is left, and return them by
-        sequence. ``kv_limits``: KV tokens that each R-worker may attend, float64 [num_workers], where they are strict.
+        """Return the drafts for this step by sequence, cut to what is left of the step.
+
+        ``rows``: the decoding rows of the table; ``prompts``: the prompt chunks beside them. ``kv_limits``: KV tokens
+        that each R-worker may attend, float64 [num_workers]; None if they are not strict.
         """
         if not self._proposed:
             return {}
@@ -148,7 +150,10 @@ class Drafts:
         return {each: tokens[:count] for each, tokens, count in zip(ids, drafts, counts[counts > 0], strict=True)}
 
     def settle(self, drafts: Mapping[int, Sequence[int]], accepted: Mapping[int, int]) -> None:
-        """The step with ``drafts`` has ended: so many of each sequence's were ``accepted``, the others are dropped."""
+        """Handle the end of the step with ``drafts``:
+
+        ``accepted`` of each sequence's drafts are kept, the others dropped.
+        """
         table = self._table
         for sequence_id, tokens in drafts.items():
             sequence = self._residents.decoding[sequence_id]
@@ -161,8 +166,11 @@ class Drafts:
         self.drop()
 
     def _within_blocks(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """``counts`` with the blocks they take granted, where each sequence of the R-worker could still take another;
-        elsewhere what fits the blocks held."""
+        """Return ``counts`` cut to the available blocks.
+
+        Blocks are granted on an R-worker if every sequence there could still take one more. Elsewhere drafts only fill
+        the blocks held.
+        """
         table, workers = self._table, self._workers
         held, cached = workers.sizes.blocks_of_tokens(table.num_blocks[rows]), table.tail_lens(rows)
         more = np.maximum(0, -(-(cached + 1 + counts) // workers.block_size) - held) * (counts > 0)
@@ -182,7 +190,7 @@ class Drafts:
 
 
 def _cap(counts: np.ndarray, budget: int) -> int:
-    """Return the largest number such that ``counts``, none above it, add up to at most ``budget``."""
+    """Return the largest cap such that ``counts``, each cut to the cap, add up to at most ``budget``."""
     for cap in range(int(counts.max(initial=0)), 0, -1):
         if np.minimum(counts, cap).sum() <= budget:
             return cap

@@ -1,4 +1,4 @@
-"""R-workers that join, drain and are lost, and what becomes of the sequences on them."""
+"""R-workers that join, drain and are lost, and the effect on their sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
 class Members:
-    """Keeps what runs and waits in step with the R-workers that are there."""
+    """Adapts running and waiting sequences to changes of the R-workers."""
 
     def __init__(
         self, store: Store, queue: WaitingQueue, admission: Admission, transfers: Transfers, lifecycle: Lifecycle
@@ -24,18 +24,26 @@ class Members:
         self._losses = Losses(store)
 
     def join(self, num_blocks: int, bandwidth: float, index: int | None = None, host: str = "") -> None:
-        """One more R-worker, next in number or in a vacant place ``index``; as long as it is less loaded than others,
-        sequences move to it."""
+        """Add an R-worker, as the next index or at a vacant ``index``.
+
+        Sequences move to it while it is less loaded than others.
+        """
         index = len(self._workers) if index is None else index
         self._admission.load_limit.join(index, self._workers.join(index, num_blocks, bandwidth, host))
         self._transfers.joined(index)
 
     def drain(self, worker: int) -> None:
-        """R-worker ``worker`` is to go: nothing starts there that could run elsewhere, and what is there moves away."""
+        """Start draining R-worker ``worker``.
+
+        No sequence starts there that could run elsewhere, and its sequences move away.
+        """
         self._workers.drain(worker)
 
     def drained(self) -> list[int]:
-        """Return R-workers that were to go, hold no sequence any more, and are not waited for: never the last."""
+        """Return the draining R-workers that hold no sequence and that nothing waits for.
+
+        The last R-worker never counts.
+        """
         growing = [each for each in self._residents.all if self._room.may_split(each)]
         return [
             worker
@@ -46,18 +54,18 @@ class Members:
         ]
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
-        """Return the sequences that lost something with R-workers ``workers``, which are gone.
+        """Return the sequences that lost cached tokens with the lost R-workers ``workers``.
 
-        Discard their tokens of the last step: they attended there, or have to be computed again.
+        Their tokens of the last step must be discarded, since they attended there or are to be recomputed.
         """
         return self._losses.spoilt(workers)
 
     def lost(self, worker: int) -> list[TokenSequence]:
-        """R-worker ``worker`` is gone: sequences with a second copy go on from that; what else it held is queued to be
-        computed again on the others, by age. Of sequences with several ranges only those that were lost are computed
-        again, at once, if there is room for them.
+        """Handle the loss of R-worker ``worker``; return the waiting sequences that no other R-worker could hold.
 
-        Returns the waiting sequences that none of the others could hold; they are forgotten.
+        A sequence with a second copy continues from that copy. Other sequences are queued by age to be recomputed. Of a
+        sequence with several ranges, only the lost ranges are recomputed, at once if there is room. The returned
+        sequences are dropped.
         """
         self._transfers.lost()
         whole, broken, starved = self._losses.lose(worker)
@@ -77,7 +85,7 @@ class Members:
         return hopeless
 
     def _mend(self, sequence: TokenSequence) -> None:
-        """Compute the lost ranges of ``sequence`` again, or all of it where there is no room for them now."""
+        """Recompute the lost ranges of ``sequence``, or queue all of it if there is no room now."""
         self._queue.release_followers(sequence)
         self._store.table.refresh()
         places = self._admission.segments.again(sequence) if self._room.fits_somewhere(sequence) else None

@@ -1,4 +1,4 @@
-"""Prompts that prefill workers compute: which they are, and how far each has come."""
+"""Prompts that prefill workers compute, and their progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fastdecode.scheduler.store.store import Store
 
 
 class RemotePrompts:
-    """A sequence whose prompt is computed elsewhere has its seat and its blocks, but no rows in any step.
+    """Sequences whose prompts prefill workers compute. Each has a seat and blocks, but no rows in any step.
 
-    ``policy`` decides which these are; None if there are no prefill workers.
+    ``policy`` chooses these sequences; None if there are no prefill workers.
     """
 
     def __init__(self, store: Store, policy: PrefillPolicy | None) -> None:
@@ -30,40 +30,42 @@ class RemotePrompts:
         self._now_seconds = 0.0
 
     def __len__(self) -> int:
-        """Return how many prompts are being computed, as far as their jobs were not ended."""
+        """Return how many prompts are in computation, without ended jobs."""
         return len(self._under_way)
 
     def __contains__(self, job_id: int) -> bool:
-        """Return whether the job's sequence waits for it: it was not aborted, preempted, or lost with its R-worker."""
+        """Return whether the job's sequence still waits for it, and was not aborted, preempted or lost."""
         sequence = self._under_way.get(job_id)
         return sequence is not None and sequence.job_id == job_id
 
     def end_if_left(self, job_id: int) -> bool:
-        """End the job ``job_id`` where its sequence waits for it no more; True if that is so."""
+        """End the job ``job_id`` if its sequence no longer waits for it; return whether it was ended."""
         has_left = job_id not in self
         if has_left and job_id in self._under_way:
             self._end(job_id, self._now_seconds)
         return has_left
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0) -> None:
-        """The time of what is decided next, and how many sequences have not begun."""
+        """Set the time for the next decisions, and how many sequences have not begun."""
         self._now_seconds = now_seconds
         if self.policy:
             self.policy.begin_step(now_seconds, num_waiting, len(self._residents.decoding))
 
     def takes(self, num_tokens: int, context_len: int) -> bool:
-        """Whether prefill workers would compute so many tokens of a prompt after a cached prefix of ``context_len``."""
+        """Return whether prefill workers would compute this many prompt tokens after this many cached ones."""
         return self.policy is not None and bool(self._parts(self.policy, num_tokens, context_len))
 
     def _parts(self, policy: PrefillPolicy, num_tokens: int, context_len: int) -> tuple[PrefillPart, ...]:
-        """None after a prefix that has a state: that is on its R-worker alone."""
+        """Return the parts of a prompt; none after a prefix with a state, which only its R-worker has."""
         return () if context_len and not self._store.workers.sizes.rewinds else policy.assign(num_tokens, context_len)
 
     def start(self, sequence: TokenSequence) -> bool:
-        """Have prefill workers compute the prompt of ``sequence``, which has just started; False: the S-worker is to.
+        """Let prefill workers compute the prompt of ``sequence``, which has just started.
 
-        Of one that goes on from a kept prefix, which they read from its R-workers, they compute the rest. What they
-        compute goes to each copy of each segment.
+        Return False if the S-worker must.
+
+        After a cached prefix they compute the rest, and read the prefix from its R-workers. The results go to each copy
+        of each segment.
         """
         if self.policy is None or sequence.scored:
             return False
@@ -83,8 +85,10 @@ class RemotePrompts:
         return True
 
     def _places_of(self, sequence: TokenSequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
-        """Who stores the prompt of ``sequence``, or has its first ``context_len`` tokens; the home of a segment before
-        its other copy. The first one's ticket is the job's number."""
+        """Return the R-workers that store the prompt of ``sequence`` or hold its first ``context_len`` tokens.
+
+        The home of a segment precedes its other copy. The first one's ticket is the job's number.
+        """
         tickets = itertools.chain([job_id], self._job_ids)
         places = []
         for segment in sequence.segments:
@@ -95,8 +99,10 @@ class RemotePrompts:
         return tuple(places)
 
     def drop_missed(self, job_id: int, missed: Collection[int]) -> bool:
-        """The sequence of the job gives up its copies at places with tickets ``missed``; False where a segment has no
-        other."""
+        """Drop the copies of the job's sequence at places with tickets ``missed``.
+
+        Return False if a segment has no other copy.
+        """
         sequence = self._under_way.get(job_id)
         if sequence is None or sequence.job_id != job_id:
             return True
@@ -109,7 +115,7 @@ class RemotePrompts:
         return True
 
     def computed(self, job_id: int, now_seconds: float) -> bool:
-        """See :meth:`Scheduler.prefilled`."""
+        """Handle a computed prompt: see :meth:`Scheduler.prefilled`."""
         places = self._places.get(job_id, ())
         sequence = self._end(job_id, now_seconds, computed=True)
         if sequence is None:
@@ -120,11 +126,11 @@ class RemotePrompts:
         return True
 
     def failed(self, job_id: int, now_seconds: float) -> TokenSequence | None:
-        """Return the sequence of a job that failed; None if it does not wait for it any more."""
+        """Return the sequence of a failed job; None if it no longer waits for it."""
         return self._end(job_id, now_seconds)
 
     def take(self) -> tuple[tuple[RemotePrefill, ...], tuple[int, ...]]:
-        """The prompts to hand out and those that have arrived since the last step, less what has left meanwhile."""
+        """Return the prompts to hand out, and those that arrived since the last step, without those that have left."""
         started = tuple(each for each in self._started if not self.end_if_left(each.job_id))
         arrived = tuple(each.sequence_id for job_id, each in self._arrived if each.job_id == job_id)
         self._started.clear()
@@ -132,17 +138,17 @@ class RemotePrompts:
         return started, arrived
 
     def put_back(self, step: ScheduledStep) -> None:
-        """The R-workers refused ``step``."""
+        """Queue the prompts of ``step`` again, which the R-workers refused."""
         self._started[:0] = step.prefills
         self.arrive_again(step)
 
     def arrive_again(self, step: ScheduledStep) -> None:
-        """The prompts that arrived with ``step`` were not sampled: they arrive with the next one."""
+        """Let the prompts that arrived with ``step`` arrive with the next one, since they were not sampled."""
         sequences = [self._residents.prompts[each] for each in step.arrived]
         self._arrived[:0] = [(sequence.job_id, sequence) for sequence in sequences]
 
     def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> TokenSequence | None:
-        """Forget a job; its sequence if that still waits for it."""
+        """Forget a job; return its sequence if that still waits for it, else None."""
         sequence = self._under_way.pop(job_id, None)
         self._places.pop(job_id, None)
         if sequence is not None and self.policy:

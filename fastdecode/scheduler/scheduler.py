@@ -1,4 +1,7 @@
-"""The one authority over what runs in the next step: decodes, prompt chunks, starts, preemption. Pure."""
+"""The scheduler, which alone decides what runs in the next step: decodes, prompt chunks, starts, preemption.
+
+It is pure.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 @dataclass(frozen=True)
 class SchedulerStatistics:
-    """Requests whose prefix was looked up, prompt tokens that were found, and preemptions; tokens of prefixes that came
-    back from disks, and prefixes that did not, though they were listed."""
+    """Counters of the prefix cache and of preemptions.
+
+    They are requests whose prefix was looked up, prompt tokens found, preemptions, tokens loaded from disks, and listed
+    prefixes that failed to load.
+    """
 
     prefix_queries: int = 0
     prefix_hit_tokens: int = 0
@@ -37,7 +43,7 @@ class SchedulerStatistics:
     failed_wakes: int = 0
 
     def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
-        """Return what was counted after ``before``."""
+        """Return the counts since ``before``."""
         return SchedulerStatistics(
             self.prefix_queries - before.prefix_queries,
             self.prefix_hit_tokens - before.prefix_hit_tokens,
@@ -49,15 +55,15 @@ class SchedulerStatistics:
 
 
 class Scheduler:
-    """One rule with three budgets: tokens per step, KV tokens attended per step and R-worker, KV blocks.
+    """Schedules by one rule with three budgets: tokens per step, KV tokens attended per step and R-worker, KV blocks.
 
-    The oldest come first everywhere: a sequence starts only when all older ones have, unless those wait for a prefix
-    that is being computed; and when blocks run out, the youngest are preempted and computed again later. So the oldest
-    always goes on, and all end.
+    The oldest come first. A sequence starts only after all older ones, unless those wait for a prefix in computation.
+    When blocks run out, the youngest are preempted and recomputed later. So the oldest always continues, and every
+    sequence ends.
 
-    Its parts have doors of their own: ``store`` knows which R-workers hold which tokens and what they have yet to be
-    told; ``members`` counts R-workers in and out; ``transfers`` says what to copy between two steps; ``drafts`` which
-    sequences to draft for; ``load_limit`` how many KV tokens a step may attend.
+    Its public parts: ``store`` knows which R-workers hold which tokens, and their pending controls. ``members`` adds
+    and removes R-workers. ``transfers`` says what to copy between two steps. ``drafts`` says which sequences to draft
+    for. ``load_limit`` is the limit of KV tokens per step.
     """
 
     def __init__(
@@ -67,8 +73,7 @@ class Scheduler:
         prefill_policy: PrefillPolicy | None = None,
         draft_policy: DraftPolicy | None = None,
     ) -> None:
-        """``prefill_policy``: of the prefill workers, where there are some; ``draft_policy``: where tokens are
-        drafted."""
+        """``prefill_policy``: None without prefill workers. ``draft_policy``: None without draft tokens."""
         self.limits = limits
         self.store = Store(limits, retains=not schedule.reserves_longest)
         self.queue = WaitingQueue(self.store.prefixes)
@@ -89,7 +94,7 @@ class Scheduler:
         self._rows = np.zeros(0, np.int64)
 
     def with_limits(self, limits: Limits) -> Scheduler:
-        """Return a new scheduler of the same schedule."""
+        """Return a new scheduler with the same schedule and other limits."""
         return Scheduler(self._schedule, limits, self.remote_prompts.policy, self.drafts.policy)
 
     @property
@@ -98,7 +103,7 @@ class Scheduler:
         return bool(len(self.queue) or len(self._residents))
 
     def snapshot(self, with_sequences: bool = True) -> Snapshot:
-        """Return what is known at this moment, as a value; ``with_sequences``: thousands of these take milliseconds."""
+        """Return the present state as a value. ``with_sequences``: include sequences; thousands take milliseconds."""
         return take_snapshot(self.store, self.queue, with_sequences)
 
     @property
@@ -115,8 +120,7 @@ class Scheduler:
         )
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: Sequence[float]) -> None:
-        """Learn from how long ``step`` took: each R-worker's part of the load, moves and, where none is given, the
-        limit.
+        """Learn from the duration of ``step``: each R-worker's share of the load, moves, and an unknown limit.
 
         ``wait_seconds``: the S-worker's for R-workers. ``r_seconds``: busy, of each R-worker.
         """
@@ -125,14 +129,16 @@ class Scheduler:
             observer.observe(observed)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Queue a sequence (and the siblings it brings) by its age. Raise RequestError when it could never run."""
+        """Queue a sequence, with its siblings, by age. Raise RequestError if it could never run."""
         self.admission.room.check(sequence)
         self.queue.push(sequence)
 
     def schedule(self, now_seconds: float = 0.0) -> ScheduledStep:
-        """Return the next step. Controls are handed over once: the caller applies them even if the step fails later.
+        """Return the next step.
 
-        ``now_seconds``: of any clock, for the policy of prefill workers.
+        Its controls are returned only once; the caller applies them even if the step fails later.
+
+        ``now_seconds``: time of any clock, for the policy of prefill workers.
         """
         carry_out = self.lifecycle.carry_out
         if self._prefills is not None:
@@ -150,18 +156,21 @@ class Scheduler:
         return ScheduledStep(mini_batches, self.store.workers.take_controls(), num_starts, prefills, arrived, drafts)
 
     def controls_alone(self) -> ScheduledStep:
-        """Return a step without rows, which only tells the R-workers what they have yet to hear."""
+        """Return a step without rows, which only carries pending controls to the R-workers."""
         self.store.note_rows(())
         return ScheduledStep((MiniBatch.of([]),), self.store.workers.take_controls())
 
     def take_back(self, step: ScheduledStep) -> None:
-        """The R-workers refused ``step``: its controls go before any that came since."""
+        """Queue the controls of ``step`` again, before newer ones, since the R-workers refused it."""
         self.store.workers.put_back(step.controls)
         self.remote_prompts.put_back(step)
 
     def abandon(self, step: ScheduledStep) -> None:
-        """The R-workers heard ``step``, but it was not computed: prompts that arrived with it arrive with the next. The
-        states of a hybrid's sequences may have been written: these are computed again."""
+        """Handle a step that R-workers received but that was not computed.
+
+        Prompts that arrived with it arrive with the next one. The states of a hybrid's sequences may have been written;
+        these sequences are recomputed.
+        """
         self.remote_prompts.arrive_again(step)
         if self.limits.sizes.rewinds:
             return
@@ -171,9 +180,9 @@ class Scheduler:
                 self.lifecycle.preempt(sequence, keep=False)
 
     def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
-        """The step's rows, those of the last ``schedule``, are in the caches now.
+        """Count the rows of ``step``, the last scheduled one, as cached.
 
-        ``accepted``: how many draft tokens of each sequence are its next output tokens; none of those not listed.
+        ``accepted``: how many draft tokens of each sequence are its next output tokens; 0 if not listed.
         """
         self.store.note_rows(step.mini_batches, step.arrived)
         self.store.tails.advance(self._rows)
@@ -194,10 +203,10 @@ class Scheduler:
             self.lifecycle.finish_prompt(sequence)
 
     def prefilled(self, job_id: int, now_seconds: float = 0.0, missed: Collection[int] = ()) -> bool:
-        """Prefill workers have computed a prompt, and its R-workers have it: the next step samples its first token.
+        """Handle a prompt that prefill workers have computed and stored. The next step samples its first token.
 
-        ``missed``: tickets of places that could not be reached; where no other has their tokens the prompt has failed.
-        False then, and where the sequence was meanwhile aborted, lost or preempted.
+        ``missed``: tickets of R-workers that could not be reached. The prompt failed if no other has their tokens.
+        Return False then, and if the sequence was aborted, lost or preempted meanwhile.
         """
         if missed and not self.remote_prompts.drop_missed(job_id, missed):
             self.prefill_failed(job_id, now_seconds)
@@ -205,17 +214,16 @@ class Scheduler:
         return self.remote_prompts.computed(job_id, now_seconds)
 
     def prefill_failed(self, job_id: int, now_seconds: float = 0.0) -> None:
-        """A prompt was not computed, since a prefill worker was lost for instance: it is queued again, by age."""
+        """Queue a prompt again by age, because its job failed, for instance by the loss of a prefill worker."""
         sequence = self.remote_prompts.failed(job_id, now_seconds)
         if sequence is not None:
             self.store.leave(sequence, keep=False)
             self.lifecycle.begin_again(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str = "abort") -> None:
-        """Forget a sequence, waiting or running; its blocks are retained or released with the next step.
+        """Remove a waiting or running sequence; its blocks are retained, or released with the next step.
 
-        ``reason``: "stop", "length", "abort" or "error". Siblings that are not forked yet go with the sequence that
-        brings them.
+        ``reason``: "stop", "length", "abort" or "error". Siblings that are not forked yet are removed too.
         """
         if sequence in self._residents:
             self.lifecycle.end(sequence, keep=reason != "error")
@@ -224,7 +232,7 @@ class Scheduler:
             self.queue.discard(sequence)
 
     def _most_rows(self, num_decodes: int) -> int:
-        """Return the most rows of this step, prompts' and those of ``num_decodes`` sequences included."""
+        """Return the most rows of this step, including the rows of ``num_decodes`` decodes and of prompts."""
         seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
         control = self.admission.load_control
         if not control.bounds_rows:
@@ -233,8 +241,10 @@ class Scheduler:
         return control.most_rows(kv_loads, 1 - num_decodes / seats, seats, budget)
 
     def _prompt_chunks(self, num_decodes: int) -> tuple[list[Chunk], int]:
-        """The next chunks of the prompts begun, then of as many new ones as the budgets allow beside ``num_decodes``
-        sequences; and how many requests begin."""
+        """Return the next prompt chunks, and how many requests begin.
+
+        Started prompts come first, then as many new ones as the budgets allow beside ``num_decodes`` decodes.
+        """
         if not self._residents.prompts and not len(self.queue):
             return [], 0
         budget = self._most_rows(num_decodes) - num_decodes

@@ -1,4 +1,4 @@
-"""The schedules as settings of one admission rule, what bounds a step, and how prompts are cut to it."""
+"""Schedules as settings of one admission rule, the limits of a step, and how prompts are cut to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.kinds.sizes import Sizes
 
 
 class Prefill(Enum):
-    """How the prompts' tokens share a step with the decodes."""
+    """How prompt tokens share a step with decodes."""
 
     UNBOUNDED = "whole, all at once, whatever the token budget"
     FIRST = "in steps of their own, while the decodes wait"
@@ -21,9 +21,12 @@ class Prefill(Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``waves``: no sequence starts before all have ended. ``reserves_longest``: a sequence holds the blocks of the
-    longest one from its start, as a contiguous cache must. ``stabilizes_load``: starts are spread so that the KV
-    tokens attended per step stay even."""
+    """A schedule.
+
+    ``waves``: no sequence starts before all have ended. ``reserves_longest``: a sequence reserves the blocks of the
+    longest one at its start, as a contiguous cache must. ``stabilizes_load``: starts are spread so that the KV tokens
+    attended per step stay even.
+    """
 
     prefill: Prefill
     waves: bool = False
@@ -46,17 +49,19 @@ FastDecode's sequence-level load-stabilizing schedule."""
 
 @dataclass(frozen=True)
 class Limits:
-    """``max_num_batched_tokens``: token budget of a whole step. ``scratch_tokens``: prompt tokens whose keys and values
-    the S-worker can hold. ``num_blocks`` and ``bandwidths``: of each R-worker, KV blocks, and speed in any unit before
-    any was observed. ``kv_load_limit``: KV tokens attended per step over all R-workers, None while unknown.
-    ``micro_batch_interval``: steps between micro-batches, None for a 32nd of an output. ``balanced_kv_tokens``: what an
-    R-worker of mean speed attends in the time of the S-part, where that is known beforehand; without a load limit it
-    gives one. ``idle_s_share``: S-part seconds of a step with hardly any row over those of one with all seats taken.
-    ``seconds_per_moved_token``: what a cached token takes from one R-worker to another, before any was moved; infinite
-    where nothing is to move for evenness. ``hosts``: the machine of each R-worker, by any name that tells them apart;
-    empty where that is not known. ``state_blocks``: blocks that a sequence takes beside those of its tokens, for a
-    hybrid's states. Where these lie with the S-worker, they count as one, ``kept_states`` is how many may be of
-    prefixes, over all R-workers, and ``state_worth_blocks`` of how many blocks of tokens one takes the memory."""
+    """The limits of a scheduler.
+
+    ``max_num_batched_tokens``: token budget of a whole step. ``scratch_tokens``: prompt tokens whose keys and values
+    the S-worker can hold. ``num_blocks``, ``bandwidths``: KV blocks of each R-worker, and its initial speed in any
+    unit. ``kv_load_limit``: KV tokens attended per step over all R-workers; None while unknown.
+    ``micro_batch_interval``: steps between micro-batches; None for a 32nd of an output. ``balanced_kv_tokens``: what an
+    R-worker of mean speed attends in the time of the S-part, if known beforehand; it implies a load limit.
+    ``idle_s_share``: S-part seconds of an almost empty step over those of a full one. ``seconds_per_moved_token``:
+    initial price of moving a cached token; infinite forbids moves for balance. ``hosts``: the machine of each R-worker
+    by any unique name; empty if unknown. ``state_blocks``: blocks of a hybrid's states per sequence. If states are on
+    the S-worker, this is 1, ``kept_states`` is the most states of prefixes, and ``state_worth_blocks`` is how many
+    blocks of tokens take the memory of one state.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -81,5 +86,5 @@ class Limits:
 
     @property
     def sizes(self) -> Sizes:
-        """What sequences take in the R-workers' caches."""
+        """Block counts of sequences in the R-workers' caches."""
         return Sizes(self.block_size, self.state_blocks, self.state_worth_blocks)

@@ -1,4 +1,4 @@
-"""One sequence as the scheduler knows it."""
+"""A sequence as the scheduler sees it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from fastdecode.scheduler.places.place import Columns, Segment
 
 @dataclass(eq=False)
 class TokenSequence:
-    """``max_tokens`` bounds the output; ``num_cached`` tokens of prompt + output are in R-workers' caches.
+    """A prompt and its growing output.
 
-    ``sequence_id`` grows with arrival: a lower one is older. ``siblings`` share the prompt (``SamplingParams.n`` > 1):
-    this sequence computes it, and they are forked from it once it is cached. ``num_prefill`` tokens have to be computed
+    ``max_tokens`` bounds the output; ``num_cached`` tokens are in R-workers' caches.
+
+    ``sequence_id`` grows with arrival: a lower one is older. ``siblings`` share the prompt (``SamplingParams.n`` > 1).
+    This sequence computes the prompt, and they are forked from it then. ``num_prefill`` tokens have to be computed
     before it can decode: its prompt, and after a preemption also its output so far.
 
-    ``segments``: where its tokens lie, in order, none before it starts. It appends to its ``tail``; those before are
-    ``closed``: whole, and only read. Those ``ahead`` have blocks for the rest of the prompt, or were there when one
-    before them was lost. While it holds a cache its progress is in ``row`` of ``table``.
+    ``segments``: where its tokens are cached, in order; empty before it starts. It appends to its ``tail``. Earlier
+    segments are ``closed``: full and read-only. Later ones, ``ahead``, have blocks for the rest of the prompt, or
+    remained when an earlier one was lost. While it has a cache, its progress is in ``row`` of ``table``.
 
-    ``num_hit_tokens``: tokens of its prompt that were in the prefix cache when it began. ``outputs_at_start``: output
-    tokens that it had when it last began, None before its first start. ``may_stop``: its
-    output may end before ``max_tokens``. ``job_id``: under which prefill workers compute its prompt; 0: the S-worker
-    does, or has. ``scored``: its prompt's logits are wanted, so that the S-worker computes all of it. ``woken_on``:
-    the R-worker that read its prefix from disk for it, where it waits since; -1: none has.
+    ``num_hit_tokens``: prompt tokens found in the prefix cache at its start. ``outputs_at_start``: output tokens at its
+    last start, None before the first. ``may_stop``: its output may end before ``max_tokens``. ``job_id``: the prefill
+    workers' job that computes its prompt; 0 if the S-worker does. ``scored``: logits of the prompt are wanted, so that
+    the S-worker computes all of it. ``woken_on``: the R-worker that loaded its prefix from disk, where it waits since;
+    -1 for none.
     """
 
     sequence_id: int
@@ -47,19 +49,19 @@ class TokenSequence:
     row: int = -1
 
     def append(self, token_id: int) -> None:
-        """One more output token."""
+        """Append one output token."""
         self.output_token_ids.append(token_id)
         if self.table is not None:
             self.table.last_tokens[self.row] = token_id
 
     @property
     def tail(self) -> Segment:
-        """The segment that it appends to; it must hold a cache."""
+        """The segment that it appends to. The sequence must have a cache."""
         return self.segments[self.num_closed]
 
     @property
     def closed(self) -> list[Segment]:
-        """The whole segments before its tail."""
+        """The full segments before its tail."""
         return self.segments[: self.num_closed]
 
     @property
@@ -69,17 +71,17 @@ class TokenSequence:
 
     @property
     def num_cached(self) -> int:
-        """Tokens in the cache."""
+        """The number of cached tokens."""
         return 0 if self.table is None else int(self.table.num_cached[self.row])
 
     @property
     def worker(self) -> int:
-        """The home of its tail; -1: it has none."""
+        """The home R-worker of its tail; -1 if it has none."""
         return -1 if self.table is None else int(self.table.homes[self.row])
 
     @property
     def holders(self) -> list[int]:
-        """The R-workers that have all of it; a sequence of several segments has none."""
+        """The R-workers that hold all of it; none for a sequence of several segments."""
         return self.segments[0].workers if len(self.segments) == 1 else []
 
     @property
@@ -89,12 +91,12 @@ class TokenSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
+        """The number of prompt and output tokens."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def max_cached(self) -> int:
-        """The most tokens this sequence can ever hold in the cache; its last output token is never cached."""
+        """The most tokens that it can ever have cached. Its last output token is never cached."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
@@ -108,16 +110,16 @@ class TokenSequence:
         return self.num_cached < self.num_prefill
 
     def is_on(self, worker: int) -> bool:
-        """Return True if R-worker ``worker`` has a copy of a segment."""
+        """Return whether R-worker ``worker`` has a copy of a segment."""
         return any(segment.on(worker) for segment in self.segments)
 
     def tokens(self, start: int, count: int) -> list[int]:
-        """``count`` tokens of prompt + output from position ``start``."""
+        """Return ``count`` tokens of prompt and output from position ``start``."""
         return text_tokens(self.prompt_token_ids, self.output_token_ids, start, count)
 
 
 def text_tokens(prompt: list[int], output: list[int], start: int, count: int) -> list[int]:
-    """``count`` tokens of ``prompt`` and ``output``, one after the other, from position ``start``."""
+    """Return ``count`` tokens of ``prompt`` followed by ``output``, from position ``start``."""
     if start >= len(prompt):
         return output[start - len(prompt) : start - len(prompt) + count]
     head = prompt[start : start + count]

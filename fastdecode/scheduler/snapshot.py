@@ -1,4 +1,4 @@
-"""What the scheduler knows at one moment, as a value: for tests, metrics and the server's live page."""
+"""The scheduler's state at one moment as a value, for tests, metrics and the server's live page."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fastdecode.scheduler.waiting import WaitingQueue
 
 @dataclass(frozen=True)
 class RWorkerSnapshot:
-    """One R-worker, or the place of one that is gone.
+    """One R-worker, present or lost.
 
-    Of its ``num_blocks`` KV blocks ``free`` hold nothing, ``retained`` only prefixes that can be evicted at any time,
-    and ``reserved`` belong to copies that are under way to it. ``num_sequences`` append there. ``num_controls``: what
-    it has yet to be told.
+    Of its ``num_blocks`` KV blocks, ``free`` hold nothing. ``retained`` hold only prefixes, which can be evicted at any
+    time. ``reserved`` belong to copies in progress to it. ``num_sequences``: sequences that append there.
+    ``num_controls``: pending controls.
     """
 
     index: int
@@ -32,15 +32,15 @@ class RWorkerSnapshot:
 
     @property
     def used(self) -> int:
-        """Blocks that sequences hold, those of copies under way included."""
+        """Blocks that sequences hold, including copies in progress."""
         return self.num_blocks - self.free - self.retained
 
 
 @dataclass(frozen=True)
 class SegmentSnapshot:
-    """``num_tokens`` tokens of a sequence from token ``start``, which R-workers know as ``cache_id``.
+    """A segment: ``num_tokens`` tokens of a sequence from token ``start``, known to R-workers as ``cache_id``.
 
-    ``workers`` have a copy each, with ``num_blocks`` blocks, the home first; none have where the segment is lost.
+    ``workers``: R-workers with a copy of ``num_blocks`` blocks, the home first; empty for a lost segment.
     """
 
     cache_id: int
@@ -52,11 +52,11 @@ class SegmentSnapshot:
 
 @dataclass(frozen=True)
 class SequenceSnapshot:
-    """A sequence of ``num_tokens`` tokens, prompt and output, of which ``num_cached`` are cached in ``segments``; it
-    appends to segment ``tail``.
+    """A sequence of ``num_tokens`` prompt and output tokens. It appends to segment ``tail``.
 
-    ``decodes``: its prompt is cached. ``job_id``: under which prefill workers compute that; 0: none do.
-    ``uses_scratch``: the S-worker keeps its prompt's keys and values until it is computed.
+    ``num_cached`` tokens are cached in ``segments``. ``decodes``: its prompt is cached. ``job_id``: the prefill
+    workers' job that computes its prompt; 0 for none. ``uses_scratch``: the S-worker holds its prompt's keys and values
+    until the prompt is computed.
     """
 
     sequence_id: int
@@ -70,13 +70,13 @@ class SequenceSnapshot:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """R-workers that have something of it, in no order."""
+        """R-workers that hold a part of it, in no order."""
         return tuple({worker for segment in self.segments for worker in segment.workers})
 
 
 @dataclass(frozen=True)
 class TransferSnapshot:
-    """A copy of a segment, of ``num_blocks`` blocks on ``target``, of which ``num_copied`` tokens are there."""
+    """A segment being copied to ``num_blocks`` blocks on ``target``; ``num_copied`` tokens are there."""
 
     sequence_id: int
     cache_id: int
@@ -89,12 +89,12 @@ class TransferSnapshot:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything at one moment between two calls of the scheduler.
+    """The whole state between two calls of the scheduler.
 
-    ``num_running``: sequences that hold a cache, and siblings that will as soon as their prompt is computed.
-    ``pool``: how many of them lie once, and twice. ``sequences``: those that hold a cache, by id.
-    ``waiting``: ids of those that wait, oldest first; ``following``: of those that wait for another's prefix.
-    ``num_prefixes``: retained ones. ``scratch_free``: prompt tokens that the S-worker's scratch still takes.
+    ``num_running``: sequences with a cache, and siblings that will have one once their prompt is computed. ``pool``:
+    how many have one copy, and two. ``sequences``: those with a cache, by id. ``waiting``: ids of waiting ones, oldest
+    first. ``following``: ids of those that wait for another's prefix. ``num_prefixes``: retained prefixes.
+    ``scratch_free``: prompt tokens that fit the S-worker's scratch.
     """
 
     r_workers: tuple[RWorkerSnapshot, ...]
@@ -109,46 +109,46 @@ class Snapshot:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, for whatever it is."""
+        """The number of waiting sequences, for whatever reason."""
         return len(self.waiting) + len(self.following)
 
     @property
     def present(self) -> list[int]:
-        """R-workers that are not gone."""
+        """R-workers that are not lost."""
         return [worker.index for worker in self.r_workers if not worker.is_gone]
 
     @property
     def draining(self) -> list[int]:
-        """R-workers that give up what they hold and then go."""
+        """R-workers that are draining."""
         return [worker.index for worker in self.r_workers if worker.is_draining]
 
     @property
     def accepting(self) -> list[int]:
-        """R-workers that take sequences."""
+        """R-workers that accept sequences."""
         return [worker.index for worker in self.r_workers if not worker.is_gone and not worker.is_draining]
 
     @property
     def has_controls(self) -> bool:
-        """True while some R-worker has yet to be told something."""
+        """True while controls wait to be sent."""
         return any(worker.num_controls for worker in self.r_workers)
 
     @property
     def prompts(self) -> list[int]:
-        """Ids of sequences whose prompt is being computed, in order."""
+        """Ids of sequences whose prompt is in computation, in order."""
         return [each.sequence_id for each in self.sequences.values() if not each.decodes]
 
     @property
     def decoding(self) -> list[int]:
-        """Ids of sequences that decode, in order."""
+        """Ids of decoding sequences, in order."""
         return [each.sequence_id for each in self.sequences.values() if each.decodes]
 
     def on(self, worker: int) -> list[int]:
-        """Return ids of sequences of which R-worker ``worker`` has something, in order."""
+        """Return the ids of sequences with a part on R-worker ``worker``, in order."""
         return [each.sequence_id for each in self.sequences.values() if worker in each.workers]
 
 
 def take_snapshot(store: Store, queue: WaitingQueue, with_sequences: bool = True) -> Snapshot:
-    """``with_sequences``: thousands of them take milliseconds; without, ``sequences`` is empty."""
+    """Return the state now. Without ``with_sequences``, ``sequences`` is empty; thousands take milliseconds."""
     residents = store.residents
     running = sorted(residents.all, key=lambda each: each.sequence_id) if with_sequences else []
     waiting = tuple(each.sequence_id for each in queue)

@@ -1,4 +1,4 @@
-"""Caches that go from one R-worker to another between two steps: one queue of moves and second copies."""
+"""Copies between R-workers, made between two steps: one queue of moves and second copies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from fastdecode.scheduler.waiting import Lifecycle
 
 
 class Transfers:
-    """One queue: what must leave R-workers that drain, what newcomers get, corrections of an uneven load, and missing
-    second copies. Each transfer has its target's blocks from the moment it is chosen."""
+    """One queue of transfers: off draining R-workers, to newcomers, for balance, and for missing second copies.
+
+    The target's blocks are reserved as soon as a transfer is chosen.
+    """
 
     def __init__(self, store: Store, admission: Admission, limits: Limits, lifecycle: Lifecycle) -> None:
-        """With two copies of each sequence, who attends evens the load instead of moves."""
+        """With two copies of each sequence, choosing who attends replaces moves for balance."""
         self._store, self._lifecycle, has_two = store, lifecycle, limits.placing.twice
         self._price = TransferPrice(limits.seconds_per_moved_token)
         corrects = math.isfinite(limits.seconds_per_moved_token) and not has_two
@@ -28,11 +30,12 @@ class Transfers:
         self.copies = SecondCopies(store, admission, self._price) if has_two else None
 
     def next(self) -> Transfer | None:
-        """Return what to copy next, if anything, between two steps and once the R-workers have heard their controls;
-        then comes :meth:`done`, or the next is asked for.
+        """Return what to copy next, or None.
 
-        R-workers that drain keep nothing that others hold too; sequences that must leave one, but for which no other
-        has room, are preempted.
+        Call it between two steps, after the R-workers have received their controls.
+
+        After each transfer call :meth:`done`, or ask for the next. Draining R-workers drop what others hold too.
+        Sequences that must leave one, but find no room, are preempted.
         """
         for transfer in [each for each in self._store.transfers if each.is_move]:
             self._store.transfers.drop(transfer)  # it was never carried out
@@ -44,12 +47,14 @@ class Transfers:
         return carry_out(self.moves.next()) or (carry_out(self.copies.next()) if self.copies else None)
 
     def stands(self, transfer: Transfer) -> bool:
-        """False if its sequence or one of its R-workers has gone since it was chosen: there is nothing to copy."""
+        """Return False if its sequence or one of its R-workers has gone since it was chosen."""
         return transfer in self._store.transfers
 
     def done(self, transfer: Transfer, seconds: float) -> None:
-        """The bytes were copied in ``seconds``, during which no step ran; a copy that is to go is released with the
-        next step."""
+        """Record that the bytes were copied in ``seconds``, while no step ran.
+
+        A copy to be dropped is released with the next step.
+        """
         self._price.paid(transfer.num_tokens, seconds)
         if transfer.is_move or self.copies is None:
             self.moves.moved(transfer, seconds)
@@ -58,15 +63,15 @@ class Transfers:
         self._store.transfers.advance(transfer)
 
     def joined(self, worker: int) -> None:
-        """R-worker ``worker`` is to get its part."""
+        """Give the newcomer ``worker`` its share from now on."""
         (self.copies.joined if self.copies else self.moves.even_out)(worker)
 
     def lost(self) -> None:
-        """An R-worker is gone."""
+        """Note the loss of an R-worker."""
         if self.copies:
             self.copies.lost()
 
     @property
     def observers(self) -> list[Observer]:
-        """What learns from how long steps take: prices of moves, and how much time second copies may take."""
+        """The parts that learn from the duration of steps: prices of moves, and the time for second copies."""
         return [self.moves.prices, self.copies] if self.copies else [self.moves.prices]

@@ -1,4 +1,4 @@
-"""Sequences that wait, oldest first, and those on their way between the queue and the store."""
+"""Waiting sequences, oldest first, and their transitions between queue and store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ T = TypeVar("T")
 
 
 class WaitingQueue:
-    """Ordered by age. One whose prefix is being computed right now steps aside and follows its leader; one whose prefix
-    is read from a disk steps aside, too."""
+    """Waiting sequences by age.
+
+    A sequence steps aside while another computes its prefix, or while its prefix is read from a disk.
+    """
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
@@ -25,71 +27,71 @@ class WaitingQueue:
         self._aside: dict[int, TokenSequence] = {}
 
     def __len__(self) -> int:
-        """Return how many wait, followers and those aside included."""
+        """Return how many wait, including followers and those aside."""
         return len(self._waiting) + sum(map(len, self._following.values())) + len(self._aside)
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """Oldest first, without followers and those aside."""
+        """Yield the queue, oldest first, without followers and those aside."""
         return iter(self._waiting)
 
     @property
     def all(self) -> list[TokenSequence]:
-        """All that wait, followers and those aside included, in no order."""
+        """All waiting sequences in no order, including followers and those aside."""
         followers = (follower for group in self._following.values() for follower in group)
         return [*self._waiting, *followers, *self._aside.values()]
 
     def push(self, sequence: TokenSequence) -> None:
-        """Queue ``sequence`` to compute all tokens it has."""
+        """Queue ``sequence`` to compute all of its tokens."""
         sequence.num_prefill, sequence.woken_on = sequence.num_tokens, -1
         self._prefix_cache.arrive(sequence)
         self._insert(sequence)
 
     @property
     def head(self) -> TokenSequence | None:
-        """The oldest that waits for no other's prefix, once followers are aside."""
+        """The oldest sequence that waits for no other's prefix, once followers are set aside."""
         return self._waiting[0] if self._waiting else None
 
     @property
     def head_follows(self) -> bool:
-        """True if another computes the prefix of the oldest."""
+        """True if another sequence computes the prefix of the oldest."""
         return bool(self._waiting) and self._prefix_cache.leaders.leader_of(self._waiting[0]) is not None
 
     def set_followers_aside(self) -> None:
-        """Have the oldest follow whoever computes their prefix, up to one that need not wait."""
+        """Let the oldest sequences follow those that compute their prefixes, up to one that need not wait."""
         leader_of = self._prefix_cache.leaders.leader_of
         while self._waiting and (leader := leader_of(self._waiting[0])):
             self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
 
     def pop(self) -> TokenSequence:
-        """Take the head out."""
+        """Remove and return the head."""
         return self._waiting.pop(0)
 
     def release_followers(self, leader: TokenSequence) -> None:
-        """``leader`` has computed its prompt, or will not."""
+        """Release the followers of ``leader``, which has computed its prompt, or never will."""
         for sequence in self._following.pop(leader.sequence_id, []):
             self._insert(sequence)
 
     @property
     def num_aside(self) -> int:
-        """Sequences that wait for their own prefix, and for no step."""
+        """Sequences that wait for their own parked prefix."""
         return len(self._aside)
 
     def set_aside(self, sequence: TokenSequence) -> None:
-        """``sequence`` steps aside until its prefix is read back."""
+        """Set ``sequence`` aside until its prefix is read back."""
         self._waiting.remove(sequence)
         self._aside[sequence.sequence_id] = sequence
 
     def come_back(self, sequence: TokenSequence) -> None:
-        """``sequence`` need not wait for its prefix any more; no effect where it has left."""
+        """Queue ``sequence`` again, which need not wait for its prefix any more; no effect if it has left."""
         if self._aside.pop(sequence.sequence_id, None):
             self._insert(sequence)
 
     def is_aside(self, sequence: TokenSequence) -> bool:
-        """Return whether it still waits for its prefix."""
+        """Return whether it still waits for its parked prefix."""
         return sequence.sequence_id in self._aside
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Take ``sequence`` out, wherever it waits, if it does."""
+        """Remove ``sequence`` from wherever it waits; no effect if it does not."""
         self._aside.pop(sequence.sequence_id, None)
         for group in (self._waiting, *self._following.values()):
             if sequence in group:
@@ -100,10 +102,10 @@ class WaitingQueue:
 
 
 class Lifecycle:
-    """Carries out what policies decide, and moves sequences between the queue and the store, so that those which follow
-    another's prefix hear of it.
+    """Carries out policies' decisions, and moves sequences between queue and store.
 
-    ``num_preemptions`` counts sequences that gave up their cache for others, or for want of a place.
+    Followers of a prefix are told of each transition. ``num_preemptions``: sequences that lost their cache to others,
+    or for lack of a place.
     """
 
     def __init__(self, store: Store, queue: WaitingQueue) -> None:
@@ -111,7 +113,7 @@ class Lifecycle:
         self._store, self._queue = store, queue
 
     def carry_out(self, decision: Decision[T]) -> T:
-        """Carry out the operations of ``decision``, each before the next is decided; return what it returns."""
+        """Carry out the operations of ``decision``, each before the next is decided; return its result."""
         answer: Any = None
         while True:
             try:
@@ -134,7 +136,7 @@ class Lifecycle:
                 return self._store.carry_out(operation)
 
     def finish_prompt(self, sequence: TokenSequence) -> None:
-        """``sequence``, whose prompt is cached, decodes from here on, and its followers may start."""
+        """Let ``sequence``, whose prompt is cached, decode from now on, and release its followers."""
         self._store.finish_prompt(sequence)
         self._queue.release_followers(sequence)
 
@@ -144,20 +146,22 @@ class Lifecycle:
         self._queue.push(sequence)
 
     def preempt(self, sequence: TokenSequence, keep: bool = True) -> None:
-        """Take the cache of ``sequence``; it will be computed again from its tokens, or what was not retained of them
-        by then: nothing is unless ``keep``."""
+        """Take the cache of ``sequence`` and queue it, to be recomputed except what is retained.
+
+        Without ``keep`` nothing is retained.
+        """
         self._store.leave(sequence, keep)
         sequence.was_preempted = True
         self.begin_again(sequence)
         self.num_preemptions += 1
 
     def end(self, sequence: TokenSequence, keep: bool) -> None:
-        """``sequence``, which holds a cache, has ended; its full blocks are retained if ``keep``."""
+        """End ``sequence``, which has a cache; its full blocks are retained if ``keep``."""
         self._store.residents.forget_unused(sequence)
         self._store.leave(sequence, keep)
         self._queue.release_followers(sequence)
 
     def discard(self, sequence: TokenSequence) -> None:
-        """``sequence``, which waits, never runs."""
+        """Remove ``sequence``, which waits and never runs."""
         self._queue.discard(sequence)
         self._queue.release_followers(sequence)

@@ -1,1 +1,4 @@
-"""Adapters hand q, k, v or the rows of states from unmodified modules to the pipeline, one per kind or family."""
+"""Adapters between unmodified modules and the pipeline, one per kind or family.
+
+They hand over q, k, v, or rows of states.
+"""

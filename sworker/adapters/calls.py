@@ -1,7 +1,7 @@
-"""Attention calls by kind: what a layer's call hands over, what R-workers are told of the layer, and what answers.
+"""Attention calls by kind: what a layer's call passes on, how R-workers see the layer, and how o is made.
 
-One class per kind. A module of another kind than dense makes its own by ``make_calls``. An index and a recurrence are
-handed over beside it, as objects that are of such a class themselves.
+There is one class per kind. A module that is not dense makes its own by ``make_calls``. An index or a recurrence is
+passed beside the call, as an object that is itself of such a class.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from fastdecode.kinds import Dense, Layer
 
 Attend = Callable[..., torch.Tensor]
-"""Answers a call: of a module, q, k, v, a mask and keyword arguments, o [1, T, heads, dim]."""
+"""A function from a module, q, k, v, a mask and keyword arguments to o [1, T, heads, dim]."""
 
 
 class Rule(TypedDict, total=False):
-    """How a layer that attends scores, as its call says and its mask shows; see ``Attending``."""
+    """The scoring rule of an attending layer, taken from its call and its mask; see ``Attending``."""
 
     scale: Required[float]
     window: int
@@ -29,57 +29,57 @@ class Rule(TypedDict, total=False):
 
 
 class Calls:
-    """Calls of dense layers. Shapes are those of transformers: q, k, v [1, heads, T, dim], o [1, T, heads, dim]."""
+    """Calls of dense layers, with transformers' shapes: q, k, v [1, heads, T, dim], o [1, T, heads, dim]."""
 
     caches_rows = True
-    """False if a call hands over payload rows for a state, as k alone."""
+    """False if a call passes payload rows for a state, as k alone."""
 
     def send(
         self, attend: Attend, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
         **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Hand a call over to ``attend``, and return o as the module expects it."""
+        """Pass a call to ``attend``; return o in the form that the module expects."""
         return attend(module, query, key, value, mask, calls=self, **kwargs)
 
     def layer(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule) -> Layer:
-        """Return what R-workers are told of a layer that hands over these."""
+        """Return R-workers' description of a layer with these q, k, v."""
         return Dense(query.shape[1], key.shape[1], key.shape[3], value.shape[3], **rule)
 
     def weights(self, module: Any) -> Callable[[], Any] | None:
-        """Return what makes the weights that R-workers multiply, None if they multiply none."""
+        """Return a function that makes the weights for R-workers to multiply with; None if they need none."""
         return None
 
     def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
-        """Return heads, and elements of each, of a row of o."""
+        """Return the heads of a row of o, and the elements of each."""
         return query.shape[1], value.shape[3]
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return each query head's values as o, one row after another as o is."""
+        """Return a stand-in for o made of values: each query head gets its KV head's values."""
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
     def scored(self, module: Any, query: torch.Tensor) -> torch.Tensor:
-        """Return queries as torch scores them where the model is."""
+        """Return queries in the form in which torch scores them on the model's device."""
         return query
 
     def finished(self, module: Any, o: torch.Tensor) -> torch.Tensor:
-        """Return o of queries from :meth:`scored` as R-workers would have answered it."""
+        """Return o for queries from :meth:`scored` as R-workers would have returned it."""
         return o
 
 
 DENSE = Calls()
-"""Calls of modules that have none of their own."""
+"""Calls of modules without calls of their own."""
 
 
 INDEX_ARGUMENTS = ("indices", "block_indices")
-"""Names of what an indexer picked among an attention call's arguments."""
+"""Names of attention arguments that hold an indexer's picks."""
 
 
 def index_argument(kwargs: dict[str, Any]) -> str | None:
-    """Return the argument with which an index comes that is handed over beside the call; None without one."""
+    """Return the name of the argument that holds an index; None without one."""
     return next((name for name in INDEX_ARGUMENTS if hasattr(kwargs.get(name), "send_before")), None)
 
 
 def calls_of(module: Any) -> Calls:
     """Return the calls of a module's kind."""
-    make = getattr(type(module), "make_calls", None)  # of the class: a module that lacks an attribute looks long for it
+    make = getattr(type(module), "make_calls", None)  # of the class: missing attributes of modules are slow
     return make(module) if make else DENSE

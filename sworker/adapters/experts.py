@@ -1,7 +1,7 @@
 """Mixtures of experts on the CPU: transformers' grouped products, with enough rows for each expert.
 
-torch's product gives a row other bits among fewer than 8 rows, and routing decides how many an expert gets: so a
-sequence's bits would depend on which others run beside it. Experts with fewer rows get rows of zeros beside them.
+torch's product rounds a row differently among fewer than 8 rows, and routing decides how many an expert gets. So a
+sequence's bits would depend on the others in the batch. Experts with fewer rows get rows of zeros added.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_EXPERT_ROWS = 8
 
 
 def use_padded_experts(model: torch.nn.Module) -> None:
-    """Have the experts of ``model`` computed by :func:`experts_forward` where it would group their products."""
+    """Make the experts of ``model`` use :func:`experts_forward` in place of transformers' grouped products."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -29,7 +29,7 @@ def use_padded_experts(model: torch.nn.Module) -> None:
 def experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """``hidden_states`` [rows, hidden] through each row's experts ``top_k_index``, int64 [rows, k], weighted."""
+    """Return ``hidden_states`` [rows, hidden] through each row's experts ``top_k_index``, int64 [rows, k], weighted."""
     k = top_k_index.shape[1]
     counts = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts)
     missing = (MIN_EXPERT_ROWS - counts).clamp(min=0) * (counts > 0)

@@ -1,7 +1,7 @@
 """Trained sparsity: a layer's queries see only the tokens that an index picks.
 
-An indexer has queries and one key for each token of its own. Its keys are kept where the rows are that they pick, so
-indexers hand over queries and keys, as a layer of their own (``fastdecode.kinds.Index``), in place of what they pick.
+An indexer has its own queries, and one key per token. Its keys are cached where the picked rows are. So indexers pass
+their queries and keys on as a layer of their own (``fastdecode.kinds.Index``), instead of their picks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fastdecode.sworker.adapters.calls import Attend, Calls, Rule
 from fastdecode.sworker.adapters.latents import LatentRows
 
 PROOF_ROWS = 24
-"""Random rows over which an indexer's picks are compared with those made here."""
+"""Random rows on which an indexer's picks are compared with those of this module."""
 
 ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
-"""Functions of a model's own module, of which an indexer uses one."""
+"""Rotation functions of modeling modules, of which an indexer uses one."""
 
 
 @dataclass
 class IndexRows(Calls):
-    """Hold what an indexer hands over: q [1, heads, T, query_dim] and k [1, 1, T, dim], scored by ``scale``.
+    """The rows of an indexer: q [1, heads, T, query_dim] and k [1, 1, T, dim], scored by ``scale``.
 
-    ``rule``: what its queries pick (see ``Index``); ``is_sent``: they were handed over before, for another layer.
+    ``rule``: what its queries pick (see ``Index``). ``is_sent``: they were already sent for another layer.
     """
 
     q: torch.Tensor
@@ -39,7 +39,7 @@ class IndexRows(Calls):
     is_sent: bool = False
 
     def send_before(self, attend: Attend, module: torch.nn.Module) -> None:
-        """Hand them over, once, as a layer before that of ``module``."""
+        """Send them once, as a layer before that of ``module``."""
         if not self.is_sent:
             self.is_sent = True
             self.send(attend, module, self.q, self.k, self.k[..., :0], None, scaling=self.scale)
@@ -55,9 +55,9 @@ class IndexRows(Calls):
 
 
 class TokenIndexer:
-    """DeepSeek's: heads with weights pick tokens. Mixed into the module's own class.
+    """DeepSeek's indexer, mixed into the module's class: weighted heads pick tokens together.
 
-    ``rotates_last``: the dims that are rotated follow the others (Hunyuan 4), which changes no product.
+    ``rotates_last``: the rotated dims follow the others (Hunyuan 4), which changes no product.
     """
 
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -66,7 +66,7 @@ class TokenIndexer:
     def forward(
         self, hidden_states: torch.Tensor, q_resid: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any
     ) -> IndexRows:
-        """``hidden_states`` [1, T, hidden_size], ``q_resid`` [1, T, rank of queries]."""
+        """Return the rows for ``hidden_states`` [1, T, hidden_size] and ``q_resid`` [1, T, rank of queries]."""
         own: Any = self
         q_rot, q_pass = self._parts(own.wq_b(q_resid).unflatten(-1, (-1, own.head_dim)))
         k_rot, k_pass = self._parts(own.k_norm(own.wk(hidden_states)).unsqueeze(2))
@@ -77,7 +77,7 @@ class TokenIndexer:
         return IndexRows(q.transpose(1, 2), k.transpose(1, 2), own.softmax_scale, {"picks": own.index_topk})
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what of ``rows`` [..., head_dim] is rotated, and the rest."""
+        """Return the rotated part of ``rows`` [..., head_dim], and the rest."""
         own: Any = self
         width = own.head_dim - own.qk_rope_head_dim if self.rotates_last else own.qk_rope_head_dim
         first, last = rows[..., :width], rows[..., width:]
@@ -85,12 +85,12 @@ class TokenIndexer:
 
 
 class BlockIndexer:
-    """MiniMax-M3's: each head picks blocks of tokens for its KV head. Mixed into the module's own class."""
+    """MiniMax-M3's indexer, mixed into the module's class: each head picks blocks of tokens for its KV head."""
 
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any) -> IndexRows:
-        """``hidden_states`` [1, T, hidden_size]."""
+        """Return the rows for ``hidden_states`` [1, T, hidden_size]."""
         own: Any = self
         q = own.q_norm(own.q_proj(hidden_states).unflatten(-1, (-1, own.head_dim))).transpose(1, 2)
         k = own.k_norm(own.k_proj(hidden_states).unflatten(-1, (-1, own.head_dim))).transpose(1, 2)
@@ -101,17 +101,18 @@ class BlockIndexer:
 
 
 def _as_elements(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 [...] as [..., 2] of ``dtype``, the bits in the first of them that take 4 bytes."""
+    """Return float32 [...] as [..., 2] elements of ``dtype``; the bits are in the first elements that take 4 bytes."""
     if dtype == torch.float32:
         return torch.stack((weights, torch.zeros_like(weights)), -1)
     return weights.unsqueeze(-1).contiguous().view(dtype)
 
 
 def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
-    """Return which keys each row sees: the oracle, in plain operations, float32 inside.
+    """Return the keys that each row sees. This is the oracle: plain operations, in float32.
 
-    ``q`` [rows, heads, query_dim], ``k`` [keys, 1, dim] of an index layer, the rows' own keys last; returns bool
-    [heads, rows, keys], [1, rows, keys] where all heads pick together. Of equal scores which are taken is open.
+    ``q`` [rows, heads, query_dim] and ``k`` [keys, 1, dim] are those of an index layer, the rows' own keys last. The
+    result is bool [heads, rows, keys], or [1, rows, keys] if all heads pick together. Among equal scores the choice is
+    undefined.
     """
     dim = layer.key_head_dim
     scores = torch.einsum("rhd,kd->hrk", q[..., :dim].float(), k[:, 0].float()) * layer.scale
@@ -131,16 +132,16 @@ def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, seen: torch.Tensor, most: int) -> torch.Tensor:
-    """The ``most`` best scores [heads, rows, places] of each row, of those that are ``seen``: bool, as scores."""
+    """Return the ``most`` best scores [heads, rows, places] of each row among those ``seen``: bool, as scores."""
     scores = scores.masked_fill(~seen, -torch.inf)
     best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
 def use_index(model: torch.nn.Module) -> None:
-    """Have every indexer of ``model`` hand over its queries and keys, where that proves to pick the same.
+    """Make every indexer of ``model`` pass its queries and keys on, if that proves to pick the same tokens.
 
-    Others stay as they are.
+    Other indexers stay as they are.
     """
     owners = [module for module in model.modules() if isinstance(getattr(module, "indexer", None), torch.nn.Module)]
     for owner in owners:
@@ -151,10 +152,10 @@ def use_index(model: torch.nn.Module) -> None:
 
 
 def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
-    """Styles, as in transformers' plans for ranks, of attention where each head of an index picks for a KV head.
+    """Return sharding styles for attention with an index whose heads each pick for one KV head.
 
-    A rank has its own heads of both, and of layers beside them that see all. transformers' own plan leaves all heads to
-    every rank, since its masks are of all.
+    A rank has its own heads of both, and of layers beside them that see all tokens. transformers' own plan gives all
+    heads to every rank, since its masks cover all heads.
     """
     named = dict(model.named_modules())
     indexers = [name for name, module in named.items() if isinstance(module, BlockIndexer)]
@@ -166,14 +167,17 @@ def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Such layers cut their mask for their indexer, and here there is none."""
+    """Pass a placeholder mask to such a layer, which cuts its mask for its indexer."""
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
     return args, kwargs
 
 
 def _proven(indexer: Any, over_latents: bool) -> type | None:
-    """Return the class of ``indexer`` with ``forward`` from here, where both pick the same on random rows."""
+    """Return a class that picks as ``indexer`` does on random rows, with ``forward`` from here.
+
+    Return None if there is none.
+    """
     own, mixin = type(indexer), TokenIndexer if hasattr(indexer, "wq_b") else BlockIndexer
     if over_latents != (mixin is TokenIndexer):
         return None
@@ -188,7 +192,7 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 
 @torch.no_grad()
 def _picks_the_same(indexer: Any, found: type) -> bool:
-    """Return whether ``indexer`` picks on random rows, few of them, what its rows as a ``found`` do."""
+    """Return whether ``indexer`` and its rows as a ``found`` pick the same on a few random rows."""
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
     places = torch.arange(PROOF_ROWS)
     seen = places <= places[:, None]
@@ -213,7 +217,7 @@ def _picks_the_same(indexer: Any, found: type) -> bool:
 
 
 def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
-    """Return hidden states [1, rows, hidden size], those that queries of tokens are made of, and cosines and sines."""
+    """Return random hidden states [1, rows, hidden size], the input of the tokens' queries, and cosines and sines."""
     generator = torch.Generator().manual_seed(1)
     linears = [indexer.wk, indexer.wq_b] if tokens else [indexer.k_proj]
     sizes = [each.in_features for each in linears]

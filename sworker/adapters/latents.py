@@ -1,9 +1,9 @@
-"""Multi-head latent attention (MLA): a token's cache is its latent, not the keys and values that are made of it.
+"""Multi-head latent attention (MLA): a token's latent is cached, instead of the keys and values made from it.
 
-Such a layer keeps c, ``kv_lora_rank`` values, and a rotary key r that all heads share; a head's key is (K·c, r), its
-value V·c. Its scores are then (Kᵀ·q, q_r)·(c, r), and its output V·(weighted sum of c). So R-workers keep one row
-(c, r) for each token and layer and attend as one KV head, whose values are the row's first part. K and V are multiplied
-with queries and outputs here ("absorbed"), or by R-workers, to which less travels then (``--latent-absorption r``).
+Such a layer caches c, ``kv_lora_rank`` values, and a rotary key r shared by all heads. A head's key is (K·c, r), its
+value V·c. So its scores are (Kᵀ·q, q_r)·(c, r), and its output V·(weighted sum of c). R-workers keep one row (c, r) per
+token and layer, and attend as one KV head whose values are the row's first part. K and V are multiplied with queries
+and outputs either here ("absorbed"), or by R-workers, which then receive less (``--latent-absorption r``).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Absorbed(torch.nn.Linear):
-    """``kv_b_proj``, K and V of all heads: weight [num_heads · (nope + value dims), rank]; never called again."""
+    """``kv_b_proj``, K and V of all heads: weight [num_heads · (nope + value dims), rank]. It is never called again."""
 
 
 class LatentRows:
-    """The part of an MLA module that hands over latent rows in place of keys and values.
+    """The mix-in for an MLA module that passes latent rows on instead of keys and values.
 
-    Mixed into the module's own class, whose ``forward`` stays.
+    It is mixed into the module's own class, whose ``forward`` stays.
     """
 
     kv_b_proj: Absorbed
@@ -39,7 +39,7 @@ class LatentRows:
     qk_rope_head_dim: int
     v_head_dim: int
     absorbs_here = True
-    """Whether this process multiplies K and V with queries and outputs; else R-workers do."""
+    """True if this process multiplies K and V with queries and outputs; False if R-workers do."""
 
     def make_calls(self) -> Calls:
         """Return the calls of such a module."""
@@ -47,33 +47,36 @@ class LatentRows:
 
     @property
     def absorption(self) -> Absorption | None:
-        """Sizes of K and V where R-workers multiply them."""
+        """Sizes of K and V if R-workers multiply them; None otherwise."""
         return None if self.absorbs_here else Absorption(self.qk_nope_head_dim, self.v_head_dim)
 
     def head_weights(self) -> np.ndarray:
-        """Return K above V of each head, [num_heads, nope + value dims, rank], as they travel."""
+        """Return K above V of each head, [num_heads, nope + value dims, rank], as numpy represents them."""
         return to_numpy(self._heads().cpu())
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [1, 1, T, rank] and rotary keys [1, 1, T, rope] → rows [1, 1, T, rank + rope], and no values."""
+        """Return rows [1, 1, T, rank + rope] and no values.
+
+        They are made of latents [1, 1, T, rank] and rotary keys [1, 1, T, rope].
+        """
         return torch.cat((kv_nope, k_rot), -1), kv_nope[..., :0]
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """[1, num_heads, T, nope + rope] → [1, num_heads, T, rank + rope]."""
+        """Return [1, num_heads, T, rank + rope] for queries [1, num_heads, T, nope + rope]."""
         nope, rotary = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         return torch.cat((multiplied_by_head(nope, self._heads()[:, : self.qk_nope_head_dim]), rotary), -1)
 
     def expand_output(self, o: torch.Tensor) -> torch.Tensor:
-        """[1, T, num_heads, rank] → [1, T, num_heads, value dims]."""
+        """Return [1, T, num_heads, value dims] for outputs [1, T, num_heads, rank]."""
         return multiplied_by_head(o.transpose(1, 2), self._heads()[:, self.qk_nope_head_dim :].mT).transpose(1, 2)
 
     def _heads(self) -> torch.Tensor:
-        """K and V of each head, [num_heads, nope + value dims, rank]; fewer heads once ranks have cut them."""
+        """Return K and V of each head, [num_heads, nope + value dims, rank]; after sharding, of this rank's heads."""
         return self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
 
 
 class LatentCalls(Calls):
-    """Calls of a module of latent rows, whose queries are absorbed here or by R-workers."""
+    """Calls of a module with latent rows. Its queries are absorbed here or by R-workers."""
 
     def __init__(self, module: LatentRows) -> None:
         self._rank, self._absorption = module.kv_lora_rank, module.absorption
@@ -108,17 +111,20 @@ class LatentCalls(Calls):
 
 
 def multiplied_by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``rows @ weights`` of each head; where the CPU has no products of 16 bits in float32, rounded once, since torch's
-    take 3 to 15 times as long there."""
+    """Return ``rows @ weights`` for each head.
+
+    On CPUs without fast 16-bit products this runs in float32 and rounds once, since torch's own products take 3 to 15
+    times as long there.
+    """
     if rows.device.type != "cpu" or has_fast_products(rows.dtype):
         return rows @ weights
     return (rows.float() @ weights.float()).to(rows.dtype)
 
 
 def use_latent_rows(model: torch.nn.Module) -> None:
-    """Have every MLA module of ``model`` hand over its latent rows, where that proves to be the same.
+    """Make every MLA module of ``model`` pass its latent rows on, if that proves to be equal.
 
-    Modules stay as they are where ``expand_kv`` is not what is known here.
+    A module with an unknown ``expand_kv`` stays as it is.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not modules:
@@ -137,7 +143,7 @@ def use_latent_rows(model: torch.nn.Module) -> None:
 
 
 def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
-    """Have every module of latent rows hand over its queries as they are; say whether ``model`` has such modules."""
+    """Make every module with latent rows pass its queries on unabsorbed; return whether ``model`` has such modules."""
     modules = [module for module in model.modules() if isinstance(module, LatentRows)]
     for module in modules:
         module.absorbs_here = False
@@ -145,9 +151,9 @@ def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
 
 
 def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
-    """Styles, as in transformers' plans for ranks, of modules of latent rows: a rank has some heads and whole rows.
+    """Return sharding styles for modules with latent rows: a rank has some heads, and whole rows.
 
-    transformers' own plans leave all heads of some architectures to every rank.
+    transformers' own plans give all heads of some architectures to every rank.
     """
     styles = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
     owners = [(name, module) for name, module in model.named_modules() if isinstance(module, LatentRows)]
@@ -161,7 +167,7 @@ def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def _is_known(module: Any) -> bool:
-    """Return whether scores and outputs over latent rows are those over what ``module`` expands, on random rows."""
+    """Return whether attention over latent rows equals that over what ``module`` expands, on random rows."""
     projection = getattr(module, "kv_b_proj", None)
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         return False

@@ -1,8 +1,8 @@
-"""Masks that a model asks transformers for, read as scoring rules: which tokens each layer's queries see.
+"""Masks that a model requests from transformers, read as scoring rules: which tokens each layer's queries see.
 
-Most models tell their sliding windows to the attention call as well; some tell only transformers' mask functions, and
-those that compute with masks (``generate``) heed nothing else. FastDecode's forwards build no masks. So a probe asks
-for them once, under an attention of another name, and each layer's rule is that of the mask which comes with its call.
+Most models also pass their sliding windows to the attention call; some only call transformers' mask functions.
+FastDecode's forwards build no masks. So a probe requests them once, under another attention name. Each layer's rule is
+that of the mask in its call.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from fastdecode.sworker.run.pipeline import ModelGreenlet, attend
 from fastdecode.sworker.run.prompts import Sight
 
 PROBE_NAME = "fastdecode_probe"
-"""The ``attn_implementation`` under which a model that is probed asks for masks."""
+"""The ``attn_implementation`` under which a probed model requests masks."""
 
 SQUARE = 48
-"""Tokens of a text over which each mask is looked at whole."""
+"""Tokens of a text for which each mask is examined completely."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A mask that was given to the model, and what it was made of."""
+    """A mask that was given to the model, and the function it was made from."""
 
     mask: torch.Tensor
     function: Callable[..., torch.Tensor]
     local_size: int
 
     def is_whole(self, mask: torch.Tensor) -> bool:
-        """Return whether ``mask`` is this one, or some first columns of it, unchanged."""
+        """Return whether ``mask`` is this mask, or its first columns, unchanged."""
         return mask.dtype == torch.bool and mask.data_ptr() == self.mask.data_ptr() and bool(mask.all())
 
     @property
     def reach(self) -> int:
-        """Tokens of a text over which the rule is looked at."""
+        """Tokens of a text for which the rule is examined."""
         return max(SQUARE, 3 * self.local_size + 3)
 
     def sight(self) -> Sight | None:
-        """Return the rule that the mask's function follows at every position; None if no rule is known for it."""
+        """Return the rule that the mask's function follows at every position; None if no known rule fits."""
         queries, keys = _pairs(self.local_size, self.mask.device)
         nought = torch.zeros_like(queries)
         try:
             seen = self.function(nought, nought, queries, keys)
         except (IndexError, RuntimeError, TypeError, ValueError):
-            return None  # it looks up the tokens of one text
+            return None  # it depends on the tokens of one text
         seen = seen.broadcast_to(keys.shape)
         rules = Sight(), Sight(self.local_size), Sight(self.local_size, chunked=True)
         return next((rule for rule in rules if torch.equal(seen, rule.sees(queries, keys))), None)
 
 
 def _pairs(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return positions of queries and of keys: all of a short text, and those about where windows of ``size`` begin."""
+    """Return query and key positions to examine: all of a short text, and those where windows of ``size`` begin."""
     square = torch.arange(SQUARE, device=device)
     edges = torch.tensor([each for times in range(4) for each in range(times * size - 2, times * size + 3)])
     edges = edges[edges >= 0].unique().to(device)
@@ -66,7 +66,7 @@ def _pairs(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class MaskProbe:
-    """The masks that one forward asks for, in order."""
+    """The masks that one forward requests, in order."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -74,18 +74,18 @@ class MaskProbe:
     def give(
         self, function: Callable[..., torch.Tensor], shape: tuple[int, ...], size: int, device: Any
     ) -> torch.Tensor:
-        """Return a mask of ``shape`` that hides nothing, to be known again by its place in memory."""
+        """Return a mask of ``shape`` that hides nothing; its memory address identifies it later."""
         mask = torch.ones(shape, dtype=torch.bool, device=device)
         self.asked.append(Asked(mask, function, size))
         return mask
 
     def find(self, mask: torch.Tensor) -> int | None:
-        """Return the number of the mask that came with an attention call; None if the model made or changed it."""
+        """Return the number of the mask in an attention call; None if the model made or changed the mask."""
         return next((number for number, asked in enumerate(self.asked) if asked.is_whole(mask)), None)
 
 
 class ProbedGreenlet(ModelGreenlet):
-    """A greenlet whose forward gets masks of ``masks``."""
+    """A greenlet whose forward gets its masks from ``masks``."""
 
     def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor], masks: MaskProbe) -> None:
         super().__init__(run, attend)
@@ -101,7 +101,7 @@ def _mask(
     device: Any = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """Stand as the mask function of ``PROBE_NAME``, as transformers calls it."""
+    """Make a mask for ``PROBE_NAME`` when transformers asks for one."""
     current = getcurrent()
     if not isinstance(current, ProbedGreenlet):
         raise RuntimeError("a model loaded by FastDecode asks for masks only in its probe")
@@ -109,17 +109,17 @@ def _mask(
 
 
 def cached_windows(hf_config: Any) -> list[int]:
-    """Return tokens of each layer that the cache of ``generate`` keeps; 0 if it keeps all."""
+    """Return how many tokens of each layer the cache of ``generate`` keeps; 0 means all."""
     try:
         layers = DynamicCache(config=hf_config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
-        return []  # a model of somebody else's, with a cache of its own
+        return []  # custom model code, with its own cache
     return [int(getattr(layer, "sliding_window", None) or 0) for layer in layers]
 
 
 @contextlib.contextmanager
 def asking_for_masks(model: torch.nn.Module) -> Iterator[None]:
-    """Let the model's forwards ask for masks meanwhile."""
+    """Let the model's forwards request masks within the context."""
     AttentionInterface.register(PROBE_NAME, attend)
     AttentionMaskInterface.register(PROBE_NAME, _mask)
     found = (getattr(module, "config", None) for module in model.modules())

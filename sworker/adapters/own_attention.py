@@ -1,7 +1,7 @@
-"""Models whose attention is code of their own, which does not ask transformers' ``AttentionInterface``.
+"""Adapters for models with their own attention code, which does not use transformers' ``AttentionInterface``.
 
-Each adapter is the model's own attention class with another core: projections, rotary embeddings and the order of heads
-stay the model's, and only q, k and v to o is ours. Imported for these models alone.
+Each adapter is the model's own attention class with another core. Projections, rotary embeddings and the order of heads
+stay the model's; only the step from q, k and v to o is ours. This module is imported only for such models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.codegen import modeling_codegen as codegen
 from transformers.models.falcon import modeling_falcon as falcon
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # under the name that `fused.py` looks for
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # `fused.py` looks for this name
 from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as japanese
 from transformers.models.gptj import modeling_gptj as gptj
@@ -37,25 +37,25 @@ def _attended(
     alibi_slopes: Slopes = (),
     window: int = 0,
 ) -> torch.Tensor:
-    """[1, heads, T, dim] each → o [1, T, num_heads · dim]."""
+    """Return o [1, T, num_heads · dim] of query, key and value [1, heads, T, dim]."""
     query, key = query.to(value.dtype), key.to(value.dtype)
     rules: Any = {"scaling": scale, "alibi_slopes": alibi_slopes, "sliding_window": window}
     return attend(module, query, key, value, None, **rules)[0].flatten(2)
 
 
 def _as_heads(o: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[1, T, num_heads · dim] → [1, heads, T, dim]."""
+    """Return o [1, T, num_heads · dim] as [1, heads, T, dim]."""
     return o.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 class FalconAttention(falcon.FalconAttention):
-    """Old and new decoder architecture, rotary embeddings or ALiBi."""
+    """Falcon's attention: old and new decoder architecture, with rotary embeddings or ALiBi."""
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """Falcon adds ALiBi before it scales, and rounds slopes to bfloat16 in every dtype.
+        """The ALiBi slopes. Falcon adds ALiBi before it scales, and rounds slopes to bfloat16 in every dtype.
 
-        transformers rounds their products with positions as well, which is inexact beyond some 256 tokens; not here.
+        transformers also rounds slopes times positions, which is inexact beyond some 256 tokens; this is not done here.
         """
         if not self.config.alibi:
             return ()
@@ -71,8 +71,8 @@ class FalconAttention(falcon.FalconAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """``hidden_states`` [1, T, hidden] → the same, through attention."""
-        # In all variants a group of queries, then its key and its value, which `_split_heads` may repeat for each.
+        """Return ``hidden_states`` [1, T, hidden] through attention."""
+        # All variants store a group of queries, then its key and its value, which `_split_heads` may repeat.
         groups = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
         heads = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
         query, key, value = (each.transpose(1, 2) for each in heads)
@@ -82,33 +82,33 @@ class FalconAttention(falcon.FalconAttention):
 
 
 class BloomAttention(bloom.BloomAttention):
-    """ALiBi. ``slow_but_exact`` would add the parts of the output projection in another order; it is not needed."""
+    """BLOOM's attention, with ALiBi. ``slow_but_exact`` only changes an order of additions, and is not needed."""
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """Return the slopes in float32, as the model multiplies them with positions."""
+        """The slopes in float32, as the model multiplies them with positions."""
         positions = torch.ones(1, 2, dtype=torch.long)
         return tuple(bloom.build_alibi_tensor(positions, self.num_heads, torch.float32)[:, 0, 1].tolist())
 
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, alibi: Any, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """``hidden_states`` [1, T, hidden] → ``residual`` and attention."""
+        """Return ``residual`` plus attention over ``hidden_states`` [1, T, hidden]."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         o = self.dense(_attended(self, query, key, value, self.inv_norm_factor, self.alibi_slopes))
         return bloom.dropout_add(o, residual, self.hidden_dropout, self.training), None
 
 
 class MptAttention(mpt.MptAttention):
-    """ALiBi."""
+    """MPT's attention, with ALiBi."""
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """Return the slopes in float32, as the model multiplies them with distances."""
+        """The slopes in float32, as the model multiplies them with distances."""
         return tuple((-mpt.build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]).tolist())
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """``hidden_states`` [1, T, hidden] → the same, through attention."""
+        """Return ``hidden_states`` [1, T, hidden] through attention."""
         fused = self.Wqkv(hidden_states)
         if self.clip_qkv:
             fused = fused.clamp(-self.clip_qkv, self.clip_qkv)
@@ -118,55 +118,55 @@ class MptAttention(mpt.MptAttention):
 
 
 class MptModel(mpt.MptModel):
-    """Without the mask and the bias (of ``max_seq_len`` positions) that it makes for its own attention."""
+    """The MPT model without the mask and the bias (of ``max_seq_len`` positions) for its own attention."""
 
     def build_mpt_alibi_tensor(self, *_: Any, **__: Any) -> None:
-        """Return None: attention knows the slopes."""
+        """Return None, since attention has the slopes."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Call the model's own with a mask of four dimensions, which it takes for ready."""
+        """Call the model with a mask of four dimensions, which it uses unchanged."""
         return super().forward(input_ids, **kwargs | {"attention_mask": input_ids.new_ones(1, 1, 1, 1)})
 
 
 class GPTJAttention(gptj.GPTJAttention):
-    """Rotary embeddings, its own."""
+    """GPT-J's attention, with its own rotary embeddings."""
 
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """[1, heads, T, dim] each → o of that shape."""
+        """Return o of query, key and value, all [1, heads, T, dim]."""
         return _as_heads(_attended(self, query, key, value, 1 / self.scale_attn), self.num_attention_heads), None
 
 
 class CodeGenAttention(codegen.CodeGenAttention):
-    """GPT-J's with q, k and v from one projection."""
+    """CodeGen's attention: GPT-J's, with q, k and v from one projection."""
 
     _attn = GPTJAttention._attn
 
 
 class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
-    """Scores are not scaled; every other layer sees a window."""
+    """GPT-Neo's attention: scores are not scaled, and every other layer has a window."""
 
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """[1, heads, T, dim] each → o of that shape."""
+        """Return o of query, key and value, all [1, heads, T, dim]."""
         window = self.config.window_size if self.attention_type == "local" else 0
         return _as_heads(_attended(self, query, key, value, 1.0, window=window), self.num_heads), None
 
 
 class GPTNeoXJapaneseAttention(japanese.GPTNeoXJapaneseAttention):
-    """Rotary embeddings."""
+    """The attention of GPT-NeoX Japanese, with rotary embeddings."""
 
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """[1, heads, T, dim] each → o of that shape."""
+        """Return o of query, key and value, all [1, heads, T, dim]."""
         return _as_heads(_attended(self, query, key, value, 1 / self.norm_factor), self.num_attention_heads), None
 
 
 class OpenAIGPTAttention(openai.Attention):
-    """Keys come transposed."""
+    """OpenAI GPT's attention, whose keys are transposed."""
 
     def _attn(
         self,
@@ -176,42 +176,42 @@ class OpenAIGPTAttention(openai.Attention):
         attention_mask: Any = None,
         output_attentions: Any = None,
     ) -> list[torch.Tensor]:
-        """[1, heads, T, dim], keys [1, heads, dim, T] → o of the first shape, alone in a list."""
+        """Return [o], of q and v [1, heads, T, dim] and k [1, heads, dim, T]."""
         scale = v.shape[-1] ** -0.5 if self.scale else 1.0
         return [_as_heads(_attended(self, q, k.transpose(2, 3), v, scale), self.n_head)]
 
 
 class XGLMAttention(xglm.XGLMAttention):
-    """Without cross-attention."""
+    """XGLM's attention without cross-attention."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """``hidden_states`` [1, T, hidden] → the same, through attention."""
+        """Return ``hidden_states`` [1, T, hidden] through attention."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (_as_heads(project(hidden_states), self.num_heads) for project in projections)
         return self.out_proj(_attended(self, query, key, value, self.scaling)), None
 
 
 class _BertSelfAttention:
-    """Of a decoder; one that is none says so, and is refused."""
+    """BERT's attention in a decoder. A model that is no decoder reports that, and is refused."""
 
     @property
     def is_causal(self: Any) -> bool:
-        """Return whether the model was made a decoder."""
+        """True if the model was made as a decoder."""
         return bool(self.is_decoder)
 
     def forward(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """``hidden_states`` [1, T, hidden] → what its heads give, [1, T, hidden]."""
+        """Return the output of the heads for ``hidden_states`` [1, T, hidden], of the same shape."""
         projections = (self.query, self.key, self.value)
         query, key, value = (_as_heads(project(hidden_states), self.num_attention_heads) for project in projections)
         return _attended(self, query, key, value, self.attention_head_size**-0.5), None
 
 
 class MegatronBertSelfAttention(_BertSelfAttention, megatron_bert.MegatronBertSelfAttention):
-    """BERT's."""
+    """Megatron-BERT's attention, which is BERT's."""
 
 
 class RemBertSelfAttention(_BertSelfAttention, rembert.RemBertSelfAttention):
-    """BERT's."""
+    """RemBERT's attention, which is BERT's."""
 
 
 IN_PLACE_OF: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
@@ -228,13 +228,13 @@ IN_PLACE_OF: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 
 
 def register() -> None:
-    """Enter our attention in the tables of those models that have one."""
+    """Enter our attention in the tables of models that have one."""
     falcon.FALCON_ATTENTION_CLASSES[ATTENTION_NAME] = FalconAttention
     gptj.GPTJ_ATTENTION_CLASSES[ATTENTION_NAME] = GPTJAttention
     gpt_neo.GPT_NEO_ATTENTION_CLASSES[ATTENTION_NAME] = GPTNeoSelfAttention
 
 
 def adapt(model: torch.nn.Module) -> None:
-    """Give the modules of a loaded model their adapters where it has no table."""
+    """Replace attention modules of a loaded model by their adapters, if it has no such table."""
     for module in model.modules():
         module.__class__ = IN_PLACE_OF.get(type(module), type(module))

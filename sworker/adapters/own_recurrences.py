@@ -1,4 +1,4 @@
-"""Recurrences that are code of modules rather than functions: lightning attention (MiniMax) and the RG-LRU."""
+"""Recurrences that are methods of modules: lightning attention (MiniMax) and the RG-LRU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.sworker.adapters.states import Recurrence, advance, as_heads, co
 def _lightning_attention(
     self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """MiniMax's linear attention: a scan whose heads decay at a rate of their own and take each token whole."""
+    """Compute MiniMax's linear attention: a scan whose heads have constant decay rates and add each token whole."""
     heads, dim = self.num_attention_heads, self.head_dim
     rows = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * dim))
     query, key, value = rows.split(dim, -1)
@@ -29,14 +29,14 @@ def _lightning_attention(
 def _linear_recurrence(
     self: Any, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """The RG-LRU over ``hidden_states`` [1, T, channels], which are gated; ``recurrent_gate`` says how each decays."""
+    """Compute the RG-LRU over gated ``hidden_states`` [1, T, channels]; ``recurrent_gate`` gives each one's decay."""
     heads, dim = as_heads(hidden_states.shape[2])
     rows = payload((hidden_states,), (recurrent_gate,))
     return advance(rows, Recurrence("lru", None, heads, dim, 0, 1)).flatten(2), None
 
 
 class _Convolved(nn.Module):
-    """A convolution of each channel by itself, [1, channels, T], as R-workers compute it in forwards of ours."""
+    """A depthwise convolution, [1, channels, T], that R-workers compute in our forwards."""
 
     def __init__(self, own: nn.Conv1d) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ METHODS = {
     "MiniMaxLightningAttention": ("forward", _lightning_attention),
     "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
 }
-"""Methods of transformers' modules, by their class, and what they are in our forwards."""
+"""Methods of transformers' modules by class, and their replacements in our forwards."""
 
 CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
-"""Modules that convolve by a module of their own."""
+"""Modules that convolve by a submodule, and its name."""
 
 
 def use_own_recurrences(model: nn.Module) -> bool:
-    """Have modules with a recurrence of their own leave the forwards of ``model``; False if it has none."""
+    """Make modules of ``model`` with such recurrences leave its forwards; return False if it has none."""
     found = [each for each in model.modules() if type(each).__name__ in {*METHODS, *CONVOLUTIONS}]
     for each in found:
         name = type(each).__name__

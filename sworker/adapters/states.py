@@ -1,11 +1,10 @@
-"""Recurrent layers: their convolution and recurrence are computed by the R-worker that holds the sequence's state.
+"""Recurrent layers: the R-worker with a sequence's state computes its convolution and recurrence.
 
-transformers computes both in functions of its modeling modules, the convolution over rows and then the recurrence over
-what it made of them. Within a forward of ours these functions are others: the convolution hands its rows on as they
-are, and the recurrence leaves the greenlet with a payload of them, its decays and rates, as attention does with q, k
-and v. Where the model computes more of what is convolved before the recurrence (Mamba-1, the RG-LRU), both leave it, as
-two layers. Projections, gates and norms around both stay the model's own code. Recurrences that are methods of modules
-have adapters in `own_recurrences.py`.
+transformers computes both in functions of its modeling modules: the convolution of rows, then the recurrence over its
+result. Our forwards replace these functions. The convolution passes its rows through, and the recurrence leaves the
+greenlet with a payload of them, with decays and rates, as attention does with q, k and v. If the model computes more
+between convolution and recurrence (Mamba-1, the RG-LRU), both leave it, as two layers. Projections, gates and norms
+stay the model's own code. Recurrences that are methods of modules have adapters in `own_recurrences.py`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,15 @@ from fastdecode.sworker.run.pipeline import ModelGreenlet
 CONVOLUTION = "causal_conv1d_fn"
 
 WINDOW_DIMS = (64, 32, 16)
-"""Channels that count as a head where a layer is a convolution alone: R-workers' threads share a sequence by heads."""
+"""Channels that count as a head in a layer that is only a convolution.
+
+R-workers' threads divide a sequence by heads.
+"""
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A causal convolution of each channel by itself: ``weight`` [channels, taps], ``bias`` [channels] or None."""
+    """A causal depthwise convolution: ``weight`` [channels, taps], ``bias`` [channels] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -42,7 +44,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Recurrence(Calls):
-    """Calls of a recurrent layer: what the R-worker is to do with its rows, as a forward finds it."""
+    """Calls of a recurrent layer: what the R-worker does with its rows, as found in a forward."""
 
     caches_rows = False
 
@@ -72,7 +74,7 @@ class Recurrence(Calls):
         return self.heads, self.value_dim
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the first channels of a row as o."""
+        """Return the first channels of a row in place of o."""
         return key[0, :, :, : self.heads * self.value_dim].unflatten(-1, (self.heads, self.value_dim)).contiguous()
 
 
@@ -81,7 +83,7 @@ def _bytes_of(tensor: torch.Tensor | None) -> bytes:
 
 
 def advance(rows: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
-    """Leave the greenlet with ``rows`` [T, elements]; come back with o [1, T, heads, value_dim]."""
+    """Leave the greenlet with ``rows`` [T, elements]; return o [1, T, heads, value_dim] afterwards."""
     none = rows.new_empty(1, 1, len(rows), 0)
     return recurrence.send(_forward().attend, None, none, rows[None, None], none, None)
 
@@ -94,7 +96,7 @@ def _forward() -> ModelGreenlet:
 
 
 def payload(channels: tuple[torch.Tensor, ...], numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Payload rows of ``channels`` [1, T, …] each, and ``numbers`` [1, T, …] as the bits of float32: [T, elements]."""
+    """Return payload rows [T, elements] of ``channels`` [1, T, …] and ``numbers`` [1, T, …], float32 as bits."""
     parts = [part[0].flatten(1) for part in channels]
     bits = [number[0].float().flatten(1) for number in numbers]
     return torch.cat([*parts, torch.cat(bits, -1).view(parts[0].dtype)], -1)
@@ -107,7 +109,7 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Note the convolution of ``hidden_states`` [1, channels, T], and hand them on as they are."""
+    """Note the convolution of ``hidden_states`` [1, channels, T], and return them unchanged."""
     _forward().convolution = Convolution(weight, bias, activation is not None)
     return hidden_states
 
@@ -119,7 +121,7 @@ def convolved(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Have the R-worker convolve ``hidden_states`` [1, channels, T]; the same shape."""
+    """Let the R-worker convolve ``hidden_states`` [1, channels, T]; return the same shape."""
     heads, dim = as_heads(hidden_states.shape[1])
     convolution = Convolution(weight, bias, activation is not None)
     recurrence = Recurrence("window", convolution, heads, dim)
@@ -128,7 +130,7 @@ def convolved(
 
 
 def as_heads(channels: int) -> tuple[int, int]:
-    """Heads, and channels of each, where each channel goes by itself."""
+    """Return the heads, and the channels of each, if each channel is independent."""
     dim = next((dim for dim in WINDOW_DIMS if channels % dim == 0), 1)
     return channels // dim, dim
 
@@ -143,7 +145,10 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The gated delta rule over rows that are not convolved yet; ``g`` [1, T, heads] or [1, T, heads, key_dim]."""
+    """Compute the gated delta rule over rows before their convolution.
+
+    ``g``: [1, T, heads] or [1, T, heads, key_dim].
+    """
     heads, value_dim = value.shape[2:]
     groups, key_dim = key.shape[2:]
     decays = key_dim if g.dim() == 4 else 1
@@ -167,7 +172,7 @@ def _scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **__: Any,
 ) -> torch.Tensor:
-    """Mamba-2's scan over rows that are not convolved yet, its time steps made as transformers makes them."""
+    """Compute Mamba-2's scan over rows before their convolution, with time steps as transformers makes them."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, min=dt_limit[0], max=dt_limit[1]).float()
     heads, value_dim = hidden_states.shape[2:]
@@ -188,11 +193,11 @@ def _selective_scan(
     delta_softplus: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Mamba-1's scan over ``hidden_states`` [1, channels, T] that are convolved; ``A`` [channels, key_dim]."""
+    """Compute Mamba-1's scan over convolved ``hidden_states`` [1, channels, T]; ``A`` [channels, key_dim]."""
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
     dt = F.softplus(dt) if delta_softplus else dt
     heads, dim = as_heads(hidden_states.shape[1])
-    skipped = 0.0 if D is None else hidden_states * D[:, None]  # before these outputs of an R-worker give way to others
+    skipped = 0.0 if D is None else hidden_states * D[:, None]  # before the R-worker overwrites these outputs
     rows = payload(tuple(each.transpose(1, 2) for each in (hidden_states, B, C)), (dt.transpose(1, 2),))
     recurrence = Recurrence("selective", None, heads, dim, 1, A.shape[1], factors=A.T)
     out = advance(rows, recurrence).flatten(2).transpose(1, 2) + skipped
@@ -205,14 +210,14 @@ RECURRENCES: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _scan,
     "mamba_selective_scan": _selective_scan,
 }
-"""Functions of transformers' modeling modules, and what they are in our forwards."""
+"""Functions of transformers' modeling modules, and their replacements in our forwards."""
 
 OF_CONVOLVED = frozenset(("mamba_selective_scan",))
-"""Recurrences there whose inputs are made of what is convolved."""
+"""Recurrences whose inputs are computed from the convolved rows."""
 
 
 def use_states(model: torch.nn.Module) -> bool:
-    """Have recurrent layers of ``model`` leave its forwards; False if it has none that are known."""
+    """Make recurrent layers of ``model`` leave its forwards; return False if it has no known ones."""
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     found = [each for each in modules if hasattr(each, CONVOLUTION)]
     for module in found:
@@ -224,7 +229,7 @@ def use_states(model: torch.nn.Module) -> bool:
 
 
 def replace(module: ModuleType | type, name: str, ours: Callable[..., Any]) -> None:
-    """Have ``module``, or a class, call ``ours`` within forwards of ours, and what it called before elsewhere."""
+    """Make ``module``, or a class, call ``ours`` within our forwards, and the original function elsewhere."""
     theirs = getattr(module, name)
     if hasattr(theirs, "in_forwards"):
         return

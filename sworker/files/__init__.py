@@ -1,1 +1,1 @@
-"""What the files of a model say beside its weights, and whether they are whole."""
+"""A model's files other than the weights themselves, and checks that weight files are complete."""

@@ -1,4 +1,4 @@
-"""Chat templates that take a message's content as text, and those that take it as a list of parts."""
+"""Whether a chat template takes a message's content as text or as a list of parts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Format = Literal["string", "openai"]
-"""vLLM's names: ``string`` is text, ``openai`` is [{"type": "text", "text": …}]."""
+"""vLLM's names for content formats: ``string`` is text, ``openai`` is [{"type": "text", "text": …}]."""
 
 Render = Callable[[list[dict[str, Any]]], str]
-"""Writes a conversation by a template."""
+"""A function that renders a conversation by a template."""
 
 MARK = "fastdecodemark"
-"""A word that a template shows where it takes the content that holds it."""
+"""A word put into content to test whether a template shows it."""
 
 PRINTED_PART = re.compile(r"""["']type["']\s*:""")
-"""A list of parts that a template prints as it is, since it takes text."""
+"""A list of parts that a template prints literally, since it takes text."""
 
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A tag of transformers' own, which marks the assistant's tokens."""
+"""A transformers tag that marks the assistant's tokens."""
 
 
 def formats_of(template: str, special_tokens: Mapping[str, Any]) -> dict[str, Format]:
-    """Return the format that ``template`` takes for each role; for other roles, the one of "user" holds.
+    """Return the content format that ``template`` takes for each role; other roles use that of "user".
 
-    The syntax of the template tells, as in vLLM. A trial rendering overrules it for a role whose text is dropped.
+    The syntax of the template determines it, as in vLLM. A trial rendering overrides it for a role whose text is
+    dropped.
     """
     told = told_by_syntax(template)
 
@@ -46,17 +47,17 @@ def formats_of(template: str, special_tokens: Mapping[str, Any]) -> dict[str, Fo
 
 
 def in_format(content: list[dict[str, str]], kind: Format) -> str | list[dict[str, str]]:
-    """Return the parts of a message as its template takes them: text has each part on lines of its own."""
+    """Return a message's parts in the format of its template. As text, each part has its own lines."""
     return content if kind == "openai" else "\n".join(part["text"] for part in content)
 
 
 def in_formats(
     messages: list[dict[str, Any]], parts: list[list[dict[str, str]]], formats: Mapping[str, Format]
 ) -> list[dict[str, Any]]:
-    """Return ``messages``, whose contents are texts, with contents as ``formats`` has them for each role.
+    """Return ``messages``, whose contents are texts, with contents in the format of each role.
 
-    ``parts``: of the messages as they came, of which the first may have become one. A text that is still theirs
-    has their parts, any other is one part.
+    ``parts``: those of the original messages, the first of which may have been joined. A message whose text is
+    unchanged gets its parts; any other becomes one part.
     """
     given = parts[len(parts) - len(messages) :]
     shaped = []
@@ -67,7 +68,7 @@ def in_formats(
 
 
 def told_by_syntax(template: str) -> Format:
-    """Return ``openai`` where a loop of ``template`` runs over a message's content, else ``string``."""
+    """Return ``openai`` if a loop of ``template`` iterates over a message's content, else ``string``."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     try:
         tree = environment.parse(GENERATION.sub("", template))
@@ -85,16 +86,16 @@ def _format_of_role(role: str, told: Format, found: Mapping[str, Format], render
 
 
 def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
-    """Return True if the text of the mark's message comes out, and not as a printed list."""
+    """Return whether the mark's text is rendered, and not as a printed list."""
     try:
         text = render(conversation)
-    except Exception:  # whatever a template raises at a conversation that does not suit it
+    except Exception:  # a template may raise anything for a conversation that does not suit it
         return False
     return MARK in text and not PRINTED_PART.search(text)
 
 
 def _trial(role: str, kind: Format, found: Mapping[str, Format]) -> list[dict[str, Any]]:
-    """Return a short conversation whose message of ``role`` holds the mark."""
+    """Return a short conversation whose message of ``role`` contains the mark."""
 
     def message(name: str, *texts: str) -> dict[str, Any]:
         wanted = kind if name == role else found.get(name, found["user"])
@@ -113,7 +114,7 @@ def _trial(role: str, kind: Format, found: Mapping[str, Format]) -> list[dict[st
 
 
 def _loops_over_content(tree: nodes.Template) -> Iterator[bool]:
-    """Yield True for each loop over the content of a message, as far as names can be followed."""
+    """Yield True for each loop over a message's content, as far as names can be traced."""
     messages = _names_of(tree, {"messages"}, None)
     items = {
         loop.target.name
@@ -130,7 +131,7 @@ def _loops_over_content(tree: nodes.Template) -> Iterator[bool]:
 
 
 def _given_content(tree: nodes.Template, macro: nodes.Macro, items: set[str], contents: set[str]) -> set[str]:
-    """Return the parameters of ``macro`` that some call gives the content of a message."""
+    """Return the parameters of ``macro`` to which some call passes a message's content."""
     calls = [
         call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name) and call.node.name == macro.name
     ]
@@ -144,7 +145,7 @@ def _given_content(tree: nodes.Template, macro: nodes.Macro, items: set[str], co
 
 
 def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str]:
-    """Return ``names`` and those that stand for the same, or, with ``key``, for that key of theirs."""
+    """Return ``names`` with their aliases; with ``key``, names that stand for that key of theirs."""
     known = set(names)
     while True:
         more = {
@@ -162,7 +163,7 @@ def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None) -> bool:
-    """Return True if ``node`` is a variable, or one of its keys, behind any filters, tests and slices."""
+    """Return whether ``node`` is the variable, or one of its keys, after any filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

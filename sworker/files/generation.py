@@ -1,4 +1,4 @@
-"""The model's own generation_config.json: sampling defaults, and the ids that end a text."""
+"""The model's generation_config.json: sampling defaults, and the ids that end a text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
-"""Names that count in generation_config.json, as in vLLM, and those of sampling parameters."""
+"""Names used from generation_config.json, as in vLLM, with our names."""
 
 NOT_TAKEN = {
     "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
@@ -30,18 +30,18 @@ NOT_TAKEN = {
     "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "sequence_bias": None, "stop_strings": None,
     "suppress_tokens": None, "top_h": None, "typical_p": 1.0, "watermarking_config": None,
 }  # fmt: skip
-"""Names by which transformers writes other texts and vLLM does not, and their values without effect."""
+"""Settings that transformers follows and vLLM does not, with their neutral values."""
 
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
     """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
 
-    As in vLLM these are the defaults of a request that names no sampling parameters; its end-of-text ids always count,
-    and so do those of a GGUF file. What cannot be meant is left out, and named in one line.
+    As in vLLM, these are the defaults of a request without sampling parameters. Its end-of-text ids always apply, and
+    so do those of a GGUF file. Impossible values are left out, and named in one line.
 
     Raises:
         ModelLoadError: the file is no JSON object.
-        ConfigError: a folder without it was given, or ``override_generation_config`` has a value that cannot be meant.
+        ConfigError: the given folder has no such file, or ``override_generation_config`` has an impossible value.
     """
     file = Path(config.model) if str(config.model).endswith(".gguf") else None
     loaded = _loaded(config, file)
@@ -62,7 +62,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
 
 
 def _loaded(config: EngineConfig, file: Path | None) -> dict[str, Any]:
-    """Return what the generation_config.json of the model, or of the folder that is given, says."""
+    """Return the content of the generation_config.json of the model, or of the given folder."""
     if config.generation_config in ("auto", "vllm"):
         return _read(str(file.parent) if file else config.model, config.revision)
     if not (Path(config.generation_config) / GENERATION_CONFIG_NAME).is_file():
@@ -75,7 +75,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any]:
         found = cached_file(
             model, GENERATION_CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # a model id, and no hub
+    except OSError:  # a model id, without access to a hub
         return {}
     if found is None:
         return {}
@@ -93,7 +93,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _can_be_meant(model: str, name: str, value: Any) -> bool:
-    """Return True for a sampling parameter within its range; else name it in one line."""
+    """Return True for a sampling parameter within its range; otherwise log it in one line."""
     try:
         SamplingParams(**{name: value})
     except ConfigError as error:
@@ -103,7 +103,7 @@ def _can_be_meant(model: str, name: str, value: Any) -> bool:
 
 
 def _is_token(model: str, token_id: Any, vocab_size: int) -> bool:
-    """Return True for an id of the vocabulary; else name it in one line."""
+    """Return True for an id of the vocabulary; otherwise log it in one line."""
     if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size:
         return True
     logger.warning("%s: eos_token_id %r is left out: ids are 0 to %d", model, token_id, vocab_size - 1)

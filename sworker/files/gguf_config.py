@@ -1,7 +1,7 @@
-"""What a GGUF file says of its model and transformers' reader leaves out: set in the configuration, or refused by name.
+"""Facts in a GGUF file that transformers' reader drops: set in the configuration, or refused by name.
 
-transformers reads some keys for each architecture and drops the others without a word. Tensors with factors of rotary
-frequencies it drops, too.
+transformers reads some keys of each architecture and silently drops the others, and tensors with factors of rotary
+frequencies.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ READ = {
     "attention.head_count", "attention.head_count_kv", "block_count", "context_length", "decoder_start_token_id",
     "embedding_length", "expert_count", "expert_used_count", "feed_forward_length", "shortconv.l_cache", "vocab_size",
 }  # fmt: skip
-"""Keys that transformers reads for every architecture that has them."""
+"""Keys that transformers reads for every architecture."""
 
 WITHOUT_EFFECT = {
     "attention.causal", "nextn_predict_layers", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout",
 }  # fmt: skip
-"""Keys that change nothing of a causal model's arithmetic."""
+"""Keys that do not change a causal model's arithmetic."""
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "attention.key_length": ("head_dim",),
@@ -42,36 +42,36 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "logit_scale": ("logit_scale",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-"""Keys and the attributes that they are in configurations, the first that a model has."""
+"""Keys with their attributes in configurations; the first one that a model has counts."""
 
 NONE_BY_ZERO = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-"""Keys of which llama.cpp takes 0 for none."""
+"""Keys for which llama.cpp takes 0 as none."""
 
 HEAD_LENGTHS = ("attention.key_length", "attention.value_length")
-"""Keys of the size of a head, which models without a setting for it have of the hidden size."""
+"""Keys of the size of a head. Models without such a setting derive it from the hidden size."""
 
 GEMMA4 = {"attention.key_length": ("global_head_dim",), "attention.key_length_swa": ("head_dim",)}
-"""Gemma 4 has heads of two sizes."""
+"""Gemma 4's keys, since it has heads of two sizes."""
 
 BIASES = {
     "attention_bias": (".attn_q.bias", ".attn_k.bias", ".attn_v.bias"), "mlp_bias": (".ffn_gate.bias", ".ffn_up.bias"),
 }  # fmt: skip
-"""Attributes that give a model biases, and the ends of tensors that tell that it has them."""
+"""Attributes that enable biases, and endings of tensor names that show biases."""
 
 LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
-"""Layers of the Gemmas whose scores are scaled by the hidden size per head. llama.cpp tells them by that, too."""
+"""Layer counts of the Gemmas that scale scores by the hidden size per head; llama.cpp identifies them likewise."""
 
 USUAL_END = {"llama": 2}
-"""Ids that end a text where a file names none, by the kind of its tokenizer."""
+"""End-of-text ids by kind of tokenizer, for files that name none."""
 
 ROUTED_BY_SOFTMAX = 1
-"""The number of llama.cpp for it in expert_gating_func."""
+"""llama.cpp's number for softmax in expert_gating_func."""
 
 
 def complete(hf_config: Any, file: Path) -> None:
-    """Set in ``hf_config`` what ``file`` says and transformers has left out.
+    """Set in ``hf_config`` what ``file`` says and transformers has dropped.
 
-    ModelLoadError names a key that changes the model's arithmetic and is not understood.
+    Raise ModelLoadError for a key that changes the model's arithmetic and is unknown.
     """
     metadata, tensors = read_gguf_metadata(str(file))
     arch = metadata["general.architecture"]
@@ -81,8 +81,8 @@ def complete(hf_config: Any, file: Path) -> None:
     if "tokenizer.ggml.eos_token_id" not in metadata:
         hf_config.eos_token_id = USUAL_END.get(metadata.get("tokenizer.ggml.model", ""))
     if "tokenizer.ggml.padding_token_id" not in metadata:
-        hf_config.pad_token_id = None  # the class's own may be beyond the vocabulary
-    if arch not in GGUF_CONFIG_ARCHS:  # of these transformers reads every key
+        hf_config.pad_token_id = None  # the class's default may exceed the vocabulary
+    if arch not in GGUF_CONFIG_ARCHS:  # transformers reads every key of these
         _set_attributes(hf_config, arch, keys, file)
         _set_biases(hf_config, tensors)
         if arch in LARGE_GEMMAS:
@@ -91,12 +91,12 @@ def complete(hf_config: Any, file: Path) -> None:
             hf_config.query_pre_attn_scalar = heads if large else hf_config.head_dim
         if arch == "gpt2":
             hf_config.n_positions = keys.get("context_length", hf_config.n_positions)
-    if arch != "gemma4":  # whose own rotary embeddings transformers has as they are
+    if arch != "gemma4":  # transformers has the rotary embeddings of these unchanged
         gguf_rope.set_rope(hf_config, keys, tensors, file, whole=arch not in GGUF_CONFIG_ARCHS)
 
 
 def _check_kind(metadata: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelLoadError for a file that is no whole model."""
+    """Raise ModelLoadError for a file that is no complete model."""
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise ModelLoadError(f"cannot load {str(file)!r}: general.type is {kind!r}, not a model")
@@ -128,7 +128,7 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
 
 
 def _is_understood(arch: str, key: str, value: Any) -> bool:
-    """Return True for a key that is read elsewhere, that asks for nothing, or that has no effect."""
+    """Return whether a key is read elsewhere, has a neutral value, or has no effect."""
     if key in READ | gguf_rope.KEYS | WITHOUT_EFFECT or not value or key.startswith(("mm.", "vision.")):
         return True
     if key == "expert_gating_func":
@@ -139,14 +139,14 @@ def _is_understood(arch: str, key: str, value: Any) -> bool:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Return True if two numbers differ by no more than the file's single precision."""
+    """Return whether two numbers are equal within the file's single precision."""
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) <= 1e-6 * abs(one)
     return bool(one == other)
 
 
 def _set_pattern(hf_config: Any, pattern: Any) -> None:
-    """Set which layers attend in a window: one flag for each, or the number after which one does not."""
+    """Set which layers have a window: from a flag per layer, or from the period of layers without one."""
     number = hf_config.num_hidden_layers
     windowed = pattern if isinstance(pattern, list) else [(index + 1) % pattern != 0 for index in range(number)]
     hf_config.layer_types = ["sliding_attention" if each else "full_attention" for each in windowed[:number]]

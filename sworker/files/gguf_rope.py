@@ -1,6 +1,6 @@
-"""The rotary embedding of a GGUF file: its base, the part of a head that it turns, and the scaling of its frequencies.
+"""The rotary embedding of a GGUF file: its base, the rotated part of a head, and the scaling of frequencies.
 
-transformers' reader drops every scaling, and the tensors with factors of frequencies, without a word.
+transformers' reader silently drops every scaling, and tensors with factors of frequencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict
 from fastdecode.core.errors import ModelLoadError
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Tensors whose numbers divide rotary frequencies: Llama 3's, and LongRoPE's."""
+"""Tensors whose numbers divide rotary frequencies: Llama 3's and LongRoPE's."""
 
 TENSORS = (FREQUENCIES, LONG, SHORT)
 
@@ -24,26 +24,26 @@ KEYS = {
     "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
-"""Keys that are understood here."""
+"""Keys that this module reads."""
 
 OTHER_NAMES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"}
-"""Names of keys in files of other converters than llama.cpp's."""
+"""Keys in files of converters other than llama.cpp's, and llama.cpp's keys."""
 
 USUAL_BASE = 10000.0
-"""Base of the frequencies where a file names none."""
+"""Base of the frequencies if a file names none."""
 
 
 def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], file: Path, whole: bool) -> None:
-    """Set the rotary embedding of ``hf_config``; only its scaling unless ``whole``.
+    """Set the rotary embedding of ``hf_config``; without ``whole``, only its scaling.
 
-    ``keys`` are the file's, without the architecture. ModelLoadError names what is not understood.
+    ``keys`` are the file's, without the architecture. Raise ModelLoadError for what is unknown.
     """
     parameters = getattr(hf_config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return
     factors = {name: _read(file, name) for name in TENSORS if name in tensors}
     scaling = _Scaling(keys, factors, hf_config.get_text_config().max_position_embeddings, file).parameters()
-    if "full_attention" in parameters:  # layers with a window have an embedding of their own, which is not scaled
+    if "full_attention" in parameters:  # layers with a window have their own embedding, which is not scaled
         own, parameters = parameters["sliding_attention"], parameters["full_attention"]
         own["rope_theta"] = keys.get("rope.freq_base_swa", own["rope_theta"])
     if whole:
@@ -82,10 +82,10 @@ def _set_part(hf_config: Any, parameters: dict[str, Any], keys: Mapping[str, Any
 
 
 class _Scaling:
-    """The scaling that a file asks for, as llama.cpp reads it."""
+    """The scaling in a file, as llama.cpp reads it."""
 
     def __init__(self, keys: Mapping[str, Any], factors: Mapping[str, list[float]], longest: int, file: Path) -> None:
-        """``longest``: the model's context; ``factors`` are the file's tensors."""
+        """``longest``: the model's context length. ``factors``: the file's tensors."""
         self._keys, self._factors, self._longest, self._file = keys, factors, longest, file
         self._kind = keys.get("rope.scaling.type") or "linear"
         named = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
@@ -94,7 +94,7 @@ class _Scaling:
         self._original = int(keys.get("rope.scaling.original_context_length") or longest)
 
     def parameters(self) -> dict[str, Any] | None:
-        """Return transformers' parameters; None if frequencies stay as they are."""
+        """Return transformers' parameters; None if frequencies are not scaled."""
         if self._kind == "yarn" and not self._factors:
             return self._yarn() if self._factor != 1.0 else None
         if self._kind == "longrope" and {*self._factors} == {LONG, SHORT}:
@@ -120,7 +120,7 @@ class _Scaling:
         return told
 
     def _by_factors(self, short: list[float], long: list[float], original: int) -> dict[str, Any]:
-        """Return LongRoPE's parameters, which divide each frequency by a factor of its own."""
+        """Return LongRoPE's parameters, which divide each frequency by its own factor."""
         return {
             "rope_type": "longrope", "short_factor": short, "long_factor": long, "factor": self._longest / original,
             "attention_factor": self._strength, "original_max_position_embeddings": original,

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its tokenizer and transformers' reader leaves out."""
+"""Facts about the tokenizer in a GGUF file that transformers' reader drops."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ logger = logging.getLogger(__name__)
 WHOLE_WORDS = {
     "falcon-h1", "falcon3", "jina-v5-nano", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken",
 }  # fmt: skip
-"""Kinds of text splitting whose tokenizers take a word that is a token as it is, and begin a text with BOS unless the
-file says otherwise: Llama 3's and Mistral's. llama.cpp knows them by these names, too."""
+"""Splitting kinds whose tokenizers keep a word that is a token whole, and begin a text with BOS by default:
+
+Llama 3's and Mistral's. The names are llama.cpp's.
+"""
 
 DIGITS = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
-"""Kinds that split each digit off, before they split as GPT-2 does."""
+"""Kinds that split every digit off, before they split like GPT-2."""
 
 AS_GPT2 = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
-"""Kinds that split as GPT-2 does, which is what transformers does with every kind that it does not know."""
+"""Kinds that split like GPT-2, as transformers does for every unknown kind."""
 
 ENDS = re.compile(r"tokenizer\.ggml\.e(?:os|ot|om|og)_token_ids?")
-"""Keys with ids that end a text: of the text, of a turn, of a message."""
+"""Keys with ids that end a text, a turn or a message."""
 
 TEMPLATE = re.compile(r"tokenizer\.chat_template\.(.+)")
-"""Keys of chat templates for some purpose, such as tool_use."""
+"""Keys of chat templates for a purpose, such as tool_use."""
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-"""Sampling defaults of a file (general.sampling.…), and our names of them."""
+"""Sampling defaults in a file (general.sampling.…), with our names."""
 
 
 def arguments(file: Path) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` that stand for defaults of llama.cpp."""
+    """Return arguments of ``from_pretrained`` that give llama.cpp's defaults."""
     metadata, _ = read_gguf_metadata(str(file))
     return {"add_bos_token": True} if metadata.get("tokenizer.ggml.pre") in WHOLE_WORDS else {}
 
 
 def complete(hf: Any, file: Path) -> None:
-    """Set in a tokenizer of transformers what ``file`` says; name in one line a way to split text that is not known."""
+    """Complete a transformers tokenizer from ``file``; log an unknown splitting kind in one line."""
     metadata, _ = read_gguf_metadata(str(file))
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2":
@@ -56,12 +58,12 @@ def complete(hf: Any, file: Path) -> None:
 
 
 def ends(file: Path) -> list[int]:
-    """Return every id of a token that ends a text."""
+    """Return every token id that ends a text."""
     return [each for name, value in _of(file, ENDS).items() for each in (value if isinstance(value, list) else [value])]
 
 
 def sampling(file: Path) -> dict[str, Any]:
-    """Return the sampling defaults that ``file`` names."""
+    """Return the sampling defaults in ``file``."""
     metadata, _ = read_gguf_metadata(str(file))
     named = {name: metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     return {name: value for name, value in named.items() if value is not None}
@@ -87,7 +89,7 @@ def _set_splitting(hf: Any, pre: str, file: Path) -> None:
 
 
 def _leave_out_space(backend: Any) -> None:
-    """Put no space before a text: Metaspace, or the normalizer in its place, puts one there by default."""
+    """Do not add a space before a text, as Metaspace, or a normalizer in its place, does by default."""
     if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
     else:

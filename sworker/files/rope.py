@@ -1,4 +1,4 @@
-"""Rotary embeddings as a configuration has them: what is set by hand, and how many tokens a scaling reaches."""
+"""Rotary embeddings in a configuration: user overrides, and the context length that a scaling allows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fastdecode.core.errors import ModelLoadError
 
 KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Parameters that stay where only the scaling is set."""
+"""Parameters that stay if only the scaling is set."""
 
 
 def settings(text_config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the model's rope parameters, one set per type of layer where they differ."""
+    """Yield the model's rope parameters: one set, or one per type of layer."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     yield from nested or [rope]
 
 
 def override(text_config: Any, name: str, value: Any) -> None:
-    """Set ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` of a configuration; what is not named stays.
+    """Set ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` of a configuration; other values stay.
 
-    ModelLoadError for what is none, and where types of layers have parameters of their own.
+    Raise ModelLoadError for a malformed value, and if types of layers have separate parameters.
     """
     before = getattr(text_config, "rope_parameters", None)
     if not isinstance(before, dict):
@@ -51,7 +51,10 @@ def _completed(value: Mapping[str, Any], before: Mapping[str, Any], text_config:
 
 
 def check_named(text_config: Any) -> None:
-    """Raise ModelLoadError for an unknown kind of scaling, and for a factor of none, which transformers leaves out."""
+    """Raise ModelLoadError for an unknown kind of scaling, and for a factor without a kind.
+
+    transformers ignores the latter.
+    """
     for rope in settings(text_config):
         kind = rope.get("rope_type", "default")
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
@@ -65,10 +68,10 @@ def check_named(text_config: Any) -> None:
 
 
 def reach(text_config: Any, longest: int) -> int:
-    """Return how many tokens a user may ask for: ``longest``, which the configuration names, or what a scaling adds.
+    """Return the longest context that a user may ask for: ``longest`` from the configuration, or more by a scaling.
 
-    Linear scaling multiplies the configuration's length and YaRN its original one, as in vLLM. Other kinds, and
-    models with parameters of their own for each type of layer, name the scaled length already.
+    Linear scaling multiplies the configuration's length, and YaRN its original length, as in vLLM. For other kinds, and
+    for parameters per type of layer, the configuration already has the scaled length.
     """
     rope = getattr(text_config, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), float(rope.get("factor") or 1.0)

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's files: whole before they are read, and used up afterwards."""
+"""Checks of a checkpoint's files: complete before loading, and fully used afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastdecode.core.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 LFS_POINTER = b"version https://git-lfs.github.com/"
-"""What a file begins with that Git has in place of a large one."""
+"""The beginning of a Git LFS pointer, which stands in for a large file."""
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelLoadError, which names the file, where a file of ``folder``'s checkpoint is missing or damaged.
+    """Raise ModelLoadError if a file of ``folder``'s checkpoint is missing or damaged; the error names the file.
 
-    A model of the hub has no folder here, and nothing is checked.
+    A model of the hub has no folder here, and is not checked.
     """
     if not folder.is_dir():
         return
@@ -37,7 +37,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_file(file: Path) -> None:
-    """Raise ModelLoadError, which names ``file``, unless it is a whole safetensors file."""
+    """Raise ModelLoadError, naming ``file``, unless it is a complete safetensors file."""
     where = f"cannot load {str(file.parent)!r}: {file.name}"
     try:
         with file.open("rb") as opened:
@@ -52,10 +52,10 @@ def check_file(file: Path) -> None:
 
 
 def check_tensors(model: str, info: dict[str, Any], fewer_layers: bool = False) -> None:
-    """Raise ModelLoadError for a tensor that is missing or has another shape; name in one line those left unused.
+    """Raise ModelLoadError for a missing tensor, or one of another shape; log unused tensors in one line.
 
-    ``info`` is what transformers says of its loading. It fills what a checkpoint lacks with random numbers. With
-    ``fewer_layers`` the user has asked for a part of the model, so tensors are left over.
+    ``info``: transformers' loading report. transformers fills missing tensors with random numbers. With
+    ``fewer_layers`` the user asked for a part of the model, so unused tensors are expected.
     """
     for name, found, wanted in info["mismatched_keys"]:
         raise ModelLoadError(
@@ -69,7 +69,7 @@ def check_tensors(model: str, info: dict[str, Any], fewer_layers: bool = False) 
 
 
 def name_unused(model: str, names: Sequence[str]) -> None:
-    """Warn, in one line, of tensors that no parameter takes."""
+    """Warn in one line about tensors that no parameter uses."""
     named = [name for name in names if not name.endswith("rotary_emb.inv_freq")]  # computed from the configuration
     if named:
         some = ", ".join(named[:3]) + (", …" if len(named) > 3 else "")

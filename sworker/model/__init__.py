@@ -1,1 +1,1 @@
-"""The model: loading, checkpoints, packed products, probes, shards, and its tokenizer."""
+"""The model: loading, checkpoints, packed products, probes, shards, and the tokenizer."""

@@ -1,4 +1,4 @@
-"""The plain transformers baseline: static batches through ``generate``, attention in torch."""
+"""The plain transformers baseline: static batches through ``generate``, with attention in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdecode.sworker.model.loader import load_hf_config, max_position_embeddi
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """One static batch: seconds to its first logits, and between the logits of one step and the next."""
+    """One static batch: seconds to its first logits, and between the logits of consecutive steps."""
 
     prefill_seconds: float
     decode_step_seconds: tuple[float, ...]
@@ -43,7 +43,7 @@ class TransformersBaseline:
             self.model = gguf.unpacked(model).eval()
 
     def run(self, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> Iterator[BatchTimes]:
-        """Greedy static batches in order, each as long as its longest output."""
+        """Run greedy static batches in order, each as long as its longest output; yield their times."""
         for start in range(0, len(prompts), self.batch_size):
             stop = start + self.batch_size
             yield self._run_batch(prompts[start:stop], max(output_lens[start:stop]))
@@ -70,12 +70,12 @@ class TransformersBaseline:
 
 
 class _Stamps:
-    """Notes the moment each step's logits are there."""
+    """Records when each step's logits are ready."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
 
     def note(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
-        """Return a logits processor that changes nothing."""
+        """Record the time and return ``scores`` unchanged, as a logits processor."""
         self.moments.append(time.perf_counter())
         return scores

@@ -1,7 +1,7 @@
-"""Checkpoints as they are published: weights in FP8, MXFP4, AWQ, GPTQ or compressed-tensors, unpacked as they are read.
+"""Published checkpoints with weights in FP8, MXFP4, AWQ, GPTQ or compressed-tensors, unpacked while they are read.
 
-transformers asks for one tensor after another. Each is read, multiplied by its scales and rounded to the model's dtype
-then: beside the model there are never more than the few tensors that are under way.
+transformers requests one tensor after another. Each is then read, multiplied by its scales and rounded to the model's
+dtype. So beside the model, only a few tensors are in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,42 +27,45 @@ from fastdecode.sworker.model import unpack
 logger = logging.getLogger(__name__)
 
 MAPPED_BYTES = 1 << 25
-"""Bytes that are read of a file until it is opened again; what they took, and what unpacking took, is free then."""
+"""Bytes read from a file before it is opened again, which frees its pages and those of unpacking."""
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-"""Kinds of checkpoints that are unpacked here."""
+"""Kinds of checkpoints that this module unpacks."""
 
 
 Codes = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""Reads the int8 codes of a weight, and the scale of each output."""
+"""A function that reads the int8 codes of a weight, and the scale of each output."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is not read yet; ``weight[...]`` reads and unpacks it, as transformers asks for tensors."""
+    """A weight that is not read yet.
+
+    ``weight[...]`` reads and unpacks it, which is how transformers requests tensors.
+    """
 
     read: Callable[[], torch.Tensor]
 
     def __getitem__(self, _: Any) -> torch.Tensor:
-        """Return the whole tensor; a part of it is never asked for."""
+        """Return the whole tensor; transformers never requests a part."""
         return self.read()
 
 
 class Files:
-    """The tensors of safetensors files, which are mapped into memory: of one file at a time, and a part of that."""
+    """The tensors of safetensors files, mapped into memory one file at a time, and in parts."""
 
     def __init__(self, files: list[str]) -> None:
-        """Note which file has which tensor."""
+        """Record which file has which tensor."""
         self.places: dict[str, str] = {}
         for file in files:
             with safe_open(file, "pt") as handle:
                 self.places |= dict.fromkeys(handle.keys(), file)
         self._file, self._num_bytes = "", 0
         self._handle: Any = None
-        self._lock = Lock()  # transformers reads in threads where the user has it so
+        self._lock = Lock()  # transformers reads in threads if the user configures it
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor that lies in the file still: what has been read of a file stays until all such are gone."""
+        """Return a tensor that is still in the file. Pages read from a file stay until all such tensors are gone."""
         file = self.places[name]
         with self._lock:
             if file != self._file or self._num_bytes > MAPPED_BYTES:
@@ -74,10 +77,10 @@ class Files:
 
 
 class Packed:
-    """The tensors of a checkpoint's files, and how its weights are made of them."""
+    """A packed checkpoint: the tensors of its files, and how its weights are made from them."""
 
     def __init__(self, files: list[str], settings: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """``settings``: its ``quantization_config``; ``dtype``: of the weights that come out."""
+        """``settings``: its ``quantization_config``. ``dtype``: of the unpacked weights."""
         self.num_unpacked = 0
         self._files = Files(files)
         self._places = self._files.places
@@ -85,7 +88,7 @@ class Packed:
         self._dtype = dtype
 
     def weights(self) -> dict[str, Weight]:
-        """Return every weight by the name that a plain checkpoint has for it."""
+        """Return every weight by its name in a plain checkpoint."""
         found: dict[str, Weight] = {}
         for name in self._places:
             stem, _, leaf = name.rpartition(".")
@@ -109,14 +112,14 @@ class Packed:
         return Weight(partial(make, *names))
 
     def _belongs(self, name: str, stem: str) -> bool:
-        """Return whether a tensor is part of a packed one, or scales what is not packed here (activations, caches)."""
+        """Return whether a tensor is part of a packed weight, or a scale of activations or caches."""
         if any(f"{stem}.{leaf}" in self._places for leaf in ("qweight", "weight_packed")):
             return not name.endswith(".bias")
         ends = ("_scale_inv", "_scale", "_scales", "_zero_point", "_g_idx")
         return name.endswith(ends)
 
     def _copied(self, name: str) -> torch.Tensor:
-        """Return a plain tensor, apart from its file, whose packed ones would stay in memory with it."""
+        """Return a copy of a plain tensor, since the file's packed ones would stay in memory with it."""
         return self._read(name).clone()
 
     def _read(self, name: str) -> torch.Tensor:
@@ -170,7 +173,7 @@ class Packed:
 
 
 def _num_bits(settings: Mapping[str, Any]) -> int:
-    """Return the bits of compressed-tensors' weights, of which all groups must have the same."""
+    """Return the bits of compressed-tensors' weights, which must be the same in all groups."""
     groups = (settings.get("config_groups") or {}).values()
     bits = {int(group["weights"]["num_bits"]) for group in groups if group.get("weights")}
     if len(bits) != 1 or not bits <= {4, 8}:
@@ -179,7 +182,7 @@ def _num_bits(settings: Mapping[str, Any]) -> int:
 
 
 def quantization(hf_config: Any) -> dict[str, Any]:
-    """Return the configuration's ``quantization_config`` as a dictionary; {} where weights are plain."""
+    """Return the configuration's ``quantization_config`` as a dictionary; {} for plain weights."""
     for config in (hf_config, hf_config.get_text_config()):
         if found := vars(config).get("quantization_config"):
             return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
@@ -189,7 +192,7 @@ def quantization(hf_config: Any) -> dict[str, Any]:
 def unpacked(model: str, revision: str | None, hf_config: Any, dtype: torch.dtype) -> dict[str, Weight] | None:
     """Return the weights of a packed checkpoint, for ``from_pretrained``'s ``state_dict``; None for any other.
 
-    ``hf_config`` is that of a plain model afterwards. ModelLoadError for a layout that is not known.
+    ``hf_config`` is that of a plain model afterwards. Raise ModelLoadError for an unknown layout.
     """
     settings = quantization(hf_config)
     if settings.get("quant_method") not in METHODS:
@@ -220,7 +223,7 @@ def published_codes(model: str, revision: str | None, settings: Mapping[str, Any
 
 
 def _is_w8a8(group: Mapping[str, Any]) -> bool:
-    """Return whether weights have a scale per output, and rows one each that comes with the row."""
+    """Return whether weights have a scale per output, and activations a dynamic scale per row."""
     weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
     int8 = all(
         each.get("num_bits") == 8 and each.get("type") == "int" and each.get("symmetric") for each in (weights, rows)
@@ -233,7 +236,7 @@ def _codes(files: Files, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Refuse layouts that the functions of `unpack.py` would read wrongly."""
+    """Refuse layouts that `unpack.py` would read wrongly."""
     method = settings["quant_method"]
     known: dict[str, dict[str, tuple[Any, ...]]] = {
         "awq": {"bits": (4, None), "version": ("gemm", None)},
@@ -247,7 +250,7 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 def _files(model: str, revision: str | None) -> list[str]:
-    """Return the checkpoint's safetensors, of a folder or fetched from the hub."""
+    """Return the checkpoint's safetensors files, in a folder or fetched from the hub."""
     given = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **given)
     names = [SAFE_WEIGHTS_NAME]

@@ -1,4 +1,4 @@
-"""A model's own first layers, norm and head as a model of their own, which shares all weights."""
+"""A model's first layers, norm and head as a separate model that shares all weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     cannot be found, or its code does not run with some of them.
     """
     ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.ranks_tokens]
-    most, probed = len(ends), layout.with_state_dtype("float32").layers  # as a probe finds them
+    most, probed = len(ends), layout.with_state_dtype("float32").layers  # layers as a probe finds them
     if num_layers >= most:
         what = f"must be from 1 to {most - 1} for this model, which has {most} layers" if most > 1 else "has no place"
         raise ConfigError(f"speculative_config: num_layers {what}, not {num_layers}")
@@ -35,7 +35,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
             if probe_layers(view, hf_config) == probed[: ends[num_layers - 1]]:
                 return view
         except UnsupportedModelError:
-            continue  # these are not its decoder layers, or it counts on all of them
+            continue  # these are not its decoder layers, or it relies on all of them
     raise UnsupportedModelError(
         f"speculative_config: early_exit finds no list of {most} layers in {hf_config.model_type} of which the first "
         f"{num_layers} run alone; use ngram or draft_model"
@@ -43,7 +43,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
 
 
 def _cut(module: torch.nn.Module, path: list[str], num_layers: int) -> torch.nn.Module:
-    """Return a copy of ``module``, and of those on the way to the list at ``path``, which has its first layers only."""
+    """Return a copy of ``module`` whose list at ``path`` keeps only its first layers."""
     view = copy.copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     if path:

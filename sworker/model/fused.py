@@ -1,8 +1,8 @@
-"""Norms and rotary embeddings in one pass each, where torch makes five to ten (CPU, float32 and bfloat16).
+"""Norms and rotary embeddings in one pass each, instead of torch's five to ten (CPU, float32 and bfloat16).
 
-The model's code is untouched: a norm gets a ``forward`` of its own, and an attention layer its own class's ``forward``
-with another ``apply_rotary_pos_emb``. Each is held against the model's own on random rows first, and left out where
-they differ by more than rounding.
+The model's code is not changed. A norm gets its own ``forward``, and an attention layer its class's ``forward`` with
+another ``apply_rotary_pos_emb``. Each is first compared with the model's own on random rows, and not used if they
+differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fastdecode.sworker.run.staging import rows_of, to_numpy
 logger = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"
-"""The name under which nearly all models of transformers rotate q and k."""
+"""The function with which nearly all models of transformers rotate q and k."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 ONE_THREAD = 1 << 18, 4
-"""Elements, and torch's threads, up to which one thread here is faster than torch's own operations on all."""
+"""Elements, and torch threads, up to which one thread here is faster than torch's operations on all threads."""
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FusedRows:
-    """The norms and rotary embeddings of a model that were replaced; they can be put back."""
+    """The norms and rotary embeddings of a model that were replaced, and can be restored."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Replace whatever proves equal."""
@@ -49,7 +49,7 @@ class FusedRows:
         logger.info("%d norms and %d rotary embeddings in one pass", self.num_norms, self.num_rotary)
 
     def undo(self) -> None:
-        """Give every module its class's ``forward`` back."""
+        """Restore every module's own ``forward``."""
         for module in self._replaced:
             del module.__dict__["forward"]
         self._replaced.clear()
@@ -91,7 +91,7 @@ class FusedRows:
 
 
 class Rotary:
-    """``apply_rotary_pos_emb`` in one pass; whatever it does not know goes to the model's own."""
+    """``apply_rotary_pos_emb`` in one pass. Unknown cases go to the model's own function."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own = own
@@ -99,7 +99,7 @@ class Rotary:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **options: Any
     ) -> Any:
-        """q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
+        """Return q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
         fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
         if more or options or not fits or cos.shape != (1, q.shape[2], q.shape[3]) or _is_large(q):
             return self._own(q, k, cos, sin, *more, **options)
@@ -108,10 +108,10 @@ class Rotary:
 
 
 def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
-    """[1, heads, T, dim], of any strides from row to row."""
+    """Return rotated ``heads`` [1, heads, T, dim], of any strides between rows."""
     rows = rows_of(heads)
     if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
-        rows = rows.clone(memory_format=torch.contiguous_format)  # strides of one row or head may be anything
+        rows = rows.clone(memory_format=torch.contiguous_format)  # strides between rows or heads may be anything
     out = torch.empty(rows.shape, dtype=rows.dtype)
     _sworker.rotate(_array(rows), cos, sin, _array(out))
     return out.transpose(0, 1)[None]
@@ -133,7 +133,10 @@ def _eps(norm: torch.nn.Module) -> float | None:
 
 
 def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
-    """The form of RMSNorm that gives what ``norm`` gives: its weight after rounding or before, or one plus it."""
+    """Return the form of RMSNorm that equals ``norm``; None if none does.
+
+    The forms multiply by the weight after rounding, by the weight before rounding, or by one plus the weight.
+    """
     rows = torch.randn(1, PROOF_ROWS, len(norm.weight), generator=torch.Generator()).to(norm.weight.dtype)
     for offset, round_first in ((0.0, True), (0.0, False), (1.0, False)):
 
@@ -148,7 +151,7 @@ def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
 
 
 def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
-    """``norm``'s forward in one pass."""
+    """Return the forward of ``norm`` in one pass."""
     dtype, eps = norm.weight.dtype, float(_eps(norm) or 0.0)
     weight = (norm.weight.detach().float() + offset).numpy()
 
@@ -165,20 +168,20 @@ def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
 
 
 def rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether ``rotary`` gives what the model's own gives, for random q, k, cos and sin."""
+    """Return whether ``rotary`` equals the model's own function for random q, k, cos and sin."""
     generator = torch.Generator()
     shapes = ((1, 4, PROOF_ROWS, head_dim), (1, 2, PROOF_ROWS, head_dim), *[(1, PROOF_ROWS, head_dim)] * 2)
     arguments = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     try:
         pairs = zip(rotary(*arguments), rotary._own(*arguments), strict=True)
         return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
-    except Exception as error:  # another kind of function under that name
+    except Exception as error:  # another kind of function has that name
         logger.info("%s is left as it is: %s", ROTARY, error)
         return False
 
 
 def _with_global(function: Any, name: str, value: object) -> types.FunctionType:
-    """Return ``function`` as it is, except one name of its module."""
+    """Return a copy of ``function`` in which one global name has another value."""
     copy = types.FunctionType(
         function.__code__,
         {**function.__globals__, name: value},

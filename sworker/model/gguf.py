@@ -1,4 +1,4 @@
-"""GGUF: one file with the weights, configuration and tokenizer of a model, which transformers reads and unpacks."""
+"""GGUF: one file with the weights, configuration and tokenizer of a model, which transformers unpacks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker.files import gguf_config, gguf_rope
 
 NEEDED = ("gguf", "accelerate")
-"""Packages with which transformers reads such a file."""
+"""Packages that transformers needs for such a file."""
 
 COMPUTED = ("attn_rot_embd.weight", "rope_freqs.weight")
-"""Ends of tensors that old files repeat in each layer, and that are computed from the configuration."""
+"""Endings of tensors that old files repeat in each layer, and that the configuration determines."""
 
 TAKEN_ASIDE = {"gpt2": ("output.weight",)}
-"""Tensors that transformers takes without saying so."""
+"""Tensors that transformers uses without reporting it."""
 
 
 def source(model: str) -> tuple[str, dict[str, str]]:
-    """Return the arguments of ``from_pretrained``, positional and by name: of PATH.gguf its folder and its file.
+    """Return arguments of ``from_pretrained``, positional and by name. For PATH.gguf they name its folder and file.
 
-    ModelLoadError if there is no such file, or a package to read it is not installed.
+    Raise ModelLoadError if there is no such file, or a package to read it is not installed.
     """
     path = Path(model)
     if path.suffix != ".gguf":
@@ -43,27 +43,27 @@ def source(model: str) -> tuple[str, dict[str, str]]:
 
 
 def weights_source(model: str) -> tuple[str, dict[str, Any]]:
-    """Return ``source`` for weights: they are unpacked, since packed ones take attention and products of their own."""
+    """Return ``source`` for weights that are unpacked, since packed ones have their own attention and products."""
     name, named = source(model)
     return name, named | ({"quantization_config": GgufConfig(dequantize=True)} if named else {})
 
 
 def completed(hf_config: Any, model: str) -> Any:
-    """Return ``hf_config`` with all that a GGUF file says of the model's arithmetic; as it is for any other model."""
+    """Return ``hf_config`` completed from a GGUF file; unchanged for any other model."""
     if source(model)[1]:
         gguf_config.complete(hf_config, Path(model))
     return hf_config
 
 
 def check_all_taken(model: Any, name: str) -> None:
-    """ModelLoadError, which names it, for a tensor of a GGUF file that the loaded model has no parameter for.
+    """Raise ModelLoadError for a tensor of a GGUF file for which the model has no parameter.
 
-    transformers leaves out such tensors without a word.
+    transformers silently drops such tensors.
     """
     if not source(name)[1]:
         return
     header = GgufHeader.from_file(name)
-    if header.architecture in GGUF_CONFIG_ARCHS:  # whose loading reports them
+    if header.architecture in GGUF_CONFIG_ARCHS:  # their loading reports them
         return
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     taken = {
@@ -71,7 +71,7 @@ def check_all_taken(model: Any, name: str) -> None:
         *gguf_rope.TENSORS,
         *TAKEN_ASIDE.get(header.architecture, ()),
     }
-    taken |= {f"{each}.weight" for each in taken}  # parameters of experts, which transformers names without their end
+    taken |= {f"{each}.weight" for each in taken}  # parameters of experts, which transformers names without the ending
     left = [each for each in header.ggml_types if each not in taken and not each.endswith(COMPUTED)]
     if left:
         raise ModelLoadError(
@@ -81,7 +81,7 @@ def check_all_taken(model: Any, name: str) -> None:
 
 
 def unpacked(model: Any) -> Any:
-    """``model`` as a plain one that moves between devices and can be saved: it forgets how its file was packed."""
+    """Return ``model`` as a plain one that can be moved and saved, without its packing information."""
     if getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer = None
         model.is_quantized = False
@@ -91,7 +91,7 @@ def unpacked(model: Any) -> Any:
 
 
 def save_as_safetensors(file: Path, folder: Path) -> None:
-    """Save in ``folder`` what a GGUF file holds, as transformers keeps models, in bfloat16."""
+    """Save a GGUF file in ``folder`` as a transformers model in bfloat16."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

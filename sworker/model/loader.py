@@ -1,4 +1,4 @@
-"""Loading an unmodified transformers causal LM whose attention will be ours."""
+"""Loads an unmodified transformers causal LM whose attention is ours."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.run.staging import DTYPE_NAME, TORCH_DTYPE
 
 WITH_PICTURES = ("kimi_k25", "mistral4")
-"""Models of text that transformers lists among those of pictures and text."""
+"""Text models that transformers lists among models of images and text."""
 
 ONE_BY_ONE = ("HF_DEACTIVATE_ASYNC_LOAD", "1")
-"""Has transformers read a checkpoint's tensors one by one, where the user has not said otherwise. By default threads
-read ahead as far as they get, so the experts of all layers lie in memory before the first are put together: 1.8 times
-the weights, measured with FP8."""
+"""Makes transformers read a checkpoint's tensors one by one, unless the user decides otherwise.
+
+Its threads would read ahead without limit. The experts of all layers would then be in memory before the first are
+joined: 1.8 times the weights, measured with FP8.
+"""
 
 ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
-"""Keys of rotary embeddings, which transformers has in one attribute."""
+"""Keys of rotary embeddings, which transformers keeps in one attribute."""
 
 DIGEST_NUMBERS = 64
-"""Numbers of each parameter that the digest of a model is made of."""
+"""Numbers of each parameter that enter the digest of a model."""
 
 
 def load_hf_config(config: EngineConfig) -> Any:
-    """Return the model's configuration with ``hf_overrides`` applied; ModelLoadError or UnsupportedModelError."""
+    """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
     lora.check_folder(Path(config.model))
     with _one_clear_error(config.model):
         name, named = gguf.source(config.model)
@@ -77,7 +79,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
-            with device:  # random numbers come much faster from a GPU
+            with device:  # a GPU makes random numbers much faster
                 model = auto_class(hf_config.model_type).from_config(
                     hf_config,
                     dtype=dtype,
@@ -114,26 +116,32 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
 
 
 def _weights_source(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return whose ``from_pretrained`` loads, and its arguments that say where weights are, or themselves, unpacked."""
+    """Return the class whose ``from_pretrained`` loads, and its arguments for the weights.
+
+    They name the place of the weights, or are the unpacked weights.
+    """
     name, named = gguf.weights_source(config.model)
     loads = auto_class(hf_config.model_type)
     remote = {"trust_remote_code": config.trust_remote_code}
     if not named and (weights := checkpoints.unpacked(config.model, config.revision, hf_config, dtype)):
-        with torch.device("meta"):  # transformers' automatic classes take no weights but files
+        with torch.device("meta"):  # transformers' automatic classes accept weights only as files
             return type(loads.from_config(hf_config, **remote)), None, {"state_dict": weights}
     return loads, name, named | remote | {"revision": config.revision}
 
 
 def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
-    """``model``, or the part of ``rank``, of tensor parallelism, on ``config.device``."""
-    with _one_clear_error(config.model):  # a device may be too small
+    """Return ``model``, or its part for ``rank`` of tensor parallelism, on ``config.device``."""
+    with _one_clear_error(config.model):  # the device may be too small
         if rank:
             sharding.shard(model, hf_config, rank)
         return model.to(resolve_device(config.device))
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
+    """Return a SHA-256 of names, shapes and some numbers of every parameter.
+
+    It tells checkpoints apart in milliseconds.
+    """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
@@ -144,7 +152,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
-    """Make our attention known to transformers; returns what is left to do to a loaded model."""
+    """Register our attention with transformers; return a function for what remains to do with a loaded model."""
     register_attention()
     if hf_config.model_type in ("llama4", "llama4_text"):
         from fastdecode.sworker.adapters.own_positions import use_given_positions
@@ -159,7 +167,7 @@ def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is a GPU where torch has one it can use, else the CPU. Raise ConfigError for ``cuda`` without one."""
+    """Return the device of ``name``: "auto" is a usable GPU, else the CPU. Raise ConfigError for "cuda" without one."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError(f"device: 'cuda' was asked for, and torch {torch.__version__} finds no GPU it can use")
@@ -172,7 +180,7 @@ def device_name(config: EngineConfig) -> str:
 
 
 def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
-    """``auto`` is the checkpoint's dtype, float32 where it names none."""
+    """Return the dtype of ``name``: "auto" is the checkpoint's, or float32 if it names none."""
     if name != "auto":
         return TORCH_DTYPE[name]
     dtype = getattr(hf_config, "dtype", None) or torch.float32
@@ -189,19 +197,19 @@ def max_position_embeddings(hf_config: Any) -> int:
 
 
 def most_positions(hf_config: Any) -> int:
-    """Return the longest sequence that a user may ask for, in tokens: a scaling of rotary frequencies may add to it."""
+    """Return the longest sequence that a user may ask for, in tokens. A rotary scaling may extend it."""
     return rope.reach(hf_config.get_text_config(), max_position_embeddings(hf_config))
 
 
 def num_layers(config: EngineConfig) -> int:
-    """Return layers of the whole model, before ``hf_overrides``."""
+    """Return the number of layers of the whole model, before ``hf_overrides``."""
     return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
 
 
 def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     """Return the sizes of the model that ``config`` loads, as the performance model sees them.
 
-    UnsupportedModelError for a kind of model that its equations do not know.
+    Raise UnsupportedModelError for a kind of model that its equations do not cover.
     """
     hf_config = hf_config or load_hf_config(config)
     shape = read_shape(hf_config.to_dict(), config.model)
@@ -210,8 +218,7 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
 
 
 def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
-    """Set known configuration keys; per-layer lists are cut, or repeated, to a smaller or larger
-    ``num_hidden_layers``."""
+    """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
     for name, value in overrides.items():
         if name in ROPE_NAMES:
             rope.override(hf_config.get_text_config(), name, value)
@@ -223,7 +230,7 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
         except Exception as error:
             raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {_one_line(error)}") from error
     text_config = hf_config.get_text_config()
-    layer_types = vars(text_config).get("layer_types")  # some models compute it instead
+    layer_types = vars(text_config).get("layer_types")  # some models compute it
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
@@ -231,7 +238,7 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _one_clear_error(model: str) -> Iterator[None]:
-    """Whatever loading raises becomes one line that names the model."""
+    """Turn any error of loading into one line that names the model."""
     try:
         yield
     except (ModelLoadError, UnsupportedModelError, ConfigError):
@@ -261,14 +268,14 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the first line of an error, and the second where the first only announces it."""
+    """Return the first line of an error, with the second if the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 @contextlib.contextmanager
 def _refusing_strangers(hf_config: Any) -> Iterator[None]:
-    """Models with attention tables of their own do not know our name."""
+    """Refuse models whose own attention tables do not know our name."""
     try:
         yield
     except KeyError as error:
@@ -279,7 +286,7 @@ def _refusing_strangers(hf_config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and advice."""
+    """Silence transformers' progress bars and advice."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""A LoRA adapter that is merged into a model's weights as they are loaded, by peft."""
+"""A LoRA adapter, merged by peft into a model's weights while they are loaded."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker.files.weight_files import check_file
 
 FILE = "adapter_config.json"
-"""What tells an adapter's folder, in peft's form."""
+"""The file that marks an adapter's folder, in peft's format."""
 
 NOT_MERGED = {
     "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
     "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "
     "model with its layers repeated, and give that",
 }
-"""What an adapter may ask for that no merged weights can do."""
+"""Features of adapters that cannot be merged into weights."""
 
 
 def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.Module:
-    """Return ``model`` with the weights of ``adapter``, a name and a folder, added to its own; ``model`` where None.
+    """Return ``model`` with the weights of ``adapter``, a name and a folder, added; unchanged for None.
 
-    ModelLoadError if the folder holds no LoRA adapter, or one of another model, and where ``model`` is an adapter's
-    itself: transformers loads its base then, and leaves the adapter beside the weights.
+    Raise ModelLoadError if the folder has no LoRA adapter, or one of another model. Raise it also if ``model`` was
+    loaded from an adapter: transformers then loads its base, with the adapter beside the weights.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelLoadError("the model is a LoRA adapter: give its base, and --lora-modules NAME=FOLDER")
@@ -57,13 +57,13 @@ def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.
     _give_biases(wrapped)
     whole: torch.nn.Module = wrapped.merge_and_unload(safe_merge=True)
     for module in whole.modules():
-        if isinstance(module, torch.nn.Linear):  # peft makes a saved head of an embedding, with its sizes the other way
+        if isinstance(module, torch.nn.Linear):  # peft builds a saved head from an embedding, with transposed sizes
             module.out_features, module.in_features = module.weight.shape
     return whole
 
 
 def _give_biases(wrapped: torch.nn.Module) -> None:
-    """Give a bias of zeros to each layer without one that an adapter with ``lora_bias`` adds a bias to."""
+    """Give a zero bias to each layer without one to which the adapter adds a bias (``lora_bias``)."""
     for module in wrapped.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, torch.nn.Linear) and base.bias is None and any(getattr(module, "lora_bias", {}).values()):
@@ -71,9 +71,9 @@ def _give_biases(wrapped: torch.nn.Module) -> None:
 
 
 def _part_shared(wrapped: Any) -> None:
-    """Give each layer that the adapter changes a weight of its own, where the base has one for two: tied embeddings.
+    """Give each layer that the adapter changes its own weight, if the base ties it to another (tied embeddings).
 
-    Unmerged, an adapter of the head leaves the embedding as it is; merged into a shared weight it would change both.
+    Unmerged, an adapter of the head does not change the embedding. Merged into a shared weight, it would.
     """
     owners = Counter(id(weight) for _, weight in wrapped.named_parameters(remove_duplicate=False))
     for module in wrapped.modules():
@@ -85,7 +85,7 @@ def _part_shared(wrapped: Any) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """ModelLoadError for a model's folder that holds an adapter: transformers would take the adapter's own base."""
+    """Raise ModelLoadError for a model folder that holds an adapter; transformers would load the adapter's own base."""
     if not (folder / FILE).is_file():
         return
     where = f"--model {_config(folder).get('base_model_name_or_path') or 'BASE'} --lora-modules NAME={folder}"
@@ -96,7 +96,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(folder: Path) -> None:
-    """Everything that can be told before peft is imported."""
+    """Check everything that can be checked before peft is imported."""
     if not (folder / FILE).is_file():
         raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {FILE}, as peft saves adapters")
     if not (folder / "adapter_model.safetensors").is_file():

@@ -1,4 +1,4 @@
-"""A stand-in for a linear layer's weight once only its packed form is kept; the weight's memory is given back."""
+"""A stand-in for a linear layer's weight of which only the packed form is kept. The weight's memory is freed."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ METHODS += ["requires_grad_", "__len__", "__hash__"]
 ABOUT_ITSELF = {getattr(torch.Tensor, name).__get__ for name in FACTS} | {
     getattr(torch.Tensor, name) for name in METHODS
 }
-"""Questions that can be answered without the values."""
+"""Attributes that can be answered without the values."""
 
 IS_FALSE = {getattr(torch.Tensor, name).__get__ for name in ("is_meta", "is_cuda")}
-"""The tensor underneath has no memory; what it stands for is on the CPU."""
+"""Attributes that are false, since the stand-in represents a tensor on the CPU."""
 
 DEVICE = getattr(torch.Tensor, "device").__get__  # noqa: B009 (as a descriptor; type checkers see the value)
 
 
 class PackedWeight(torch.nn.Parameter):
-    """A parameter of known shape and dtype, on the CPU, without memory: whatever reads its values has them unpacked.
+    """A parameter on the CPU with shape and dtype but without memory. Reading its values unpacks them.
 
-    So the model's code stays right where it uses a layer's weight itself, only slow: it is unpacked at every use.
+    So model code that uses a layer's weight directly stays right, but is slow: each use unpacks the weight.
     """
 
     _unpack: Callable[[], torch.Tensor]
 
     @classmethod
     def of(cls, weight: torch.Tensor, unpack: Callable[[], torch.Tensor]) -> PackedWeight:
-        """Return a stand-in for ``weight``; ``unpack`` returns its values, equal bit by bit."""
+        """Return a stand-in for ``weight``. ``unpack`` returns its values, equal bit by bit."""
         packed: PackedWeight = torch.Tensor._make_subclass(cls, torch.empty_like(weight, device="meta"), False)
         packed._unpack = unpack
         return packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Return a parameter with values of its own."""
+        """Return a parameter with its own values."""
         return torch.nn.Parameter(self._unpack(), requires_grad=False)
 
     @classmethod
@@ -56,7 +56,7 @@ class PackedWeight(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return every use of the parameter comes here, before torch looks at its memory."""
+        """Handle every use of the parameter, before torch reads its memory."""
         with torch._C.DisableTorchFunctionSubclass():
             if func == DEVICE:
                 return torch.device("cpu")
@@ -78,10 +78,10 @@ def _unpacked(value: Any) -> Any:
 
 
 class FileMaps:
-    """The file mappings of this process when it was made, as safetensors maps checkpoints.
+    """The file mappings of this process at construction, through which safetensors maps checkpoints.
 
-    A mapped file stays as long as one of its tensors does; pages that were read count as this process's memory until
-    they are given back. They are still in the system's page cache then, so nothing is lost.
+    A mapped file stays as long as one of its tensors. Pages that were read count as this process's memory until they
+    are given back. They stay in the page cache, so nothing is lost.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class FileMaps:
         self._ranges.sort()
 
     def let_go(self, tensor: torch.Tensor) -> bool:
-        """Give back the whole pages of ``tensor``, which is never read again; False if no file backs them.
+        """Give back the whole pages of ``tensor``, which is never read again; return False if no file backs them.
 
-        The pages of a private mapping that were written would be lost, which is why only checkpoints qualify.
+        Written pages of a private mapping would be lost, so only checkpoints qualify.
         """
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()

@@ -1,7 +1,7 @@
-"""Linear layers with their weights packed once, where torch would pack them at every call (CPU only).
+"""Linear layers with weights packed once, where torch would pack them at every call (CPU only).
 
-The model's code is untouched: each ``nn.Linear`` gets a ``forward`` of its own, and layers that read the same rows
-(q, k and v) share one product. What was packed is not kept twice: see :class:`PackedWeight`.
+The model's code is not changed. Each ``nn.Linear`` gets its own ``forward``, and layers that read the same rows (q, k
+and v) share one product. Packed weights are not kept twice: see :class:`PackedWeight`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 logger = logging.getLogger(__name__)
 
 ROWS_HINT = 64
-"""Rows the packed layout is chosen for; it serves any number of them (within 3 per cent of layouts for 16 to 1024)."""
+"""Rows for which the packed layout is chosen. It serves any number, within 3 per cent of layouts for 16 to 1024."""
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"),)
-"""Names of sibling layers that read the same rows. Gate and up gain nothing: both are wide already."""
+"""Names of sibling layers that read the same rows. Gate and up gain nothing, since both are wide already."""
 
 PROOF_ROWS = 16
-"""Random rows on which a packed product is held against torch's own."""
+"""Random rows on which a packed product is compared with torch's own."""
 
 PROOF_OUTPUTS = 512
-"""The first columns of the product, which are compared: torch packs what it reads, and heads are large."""
+"""Columns of the product that are compared, since torch packs what it reads, and heads are large."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest difference between two ways to compute the same rows, over the largest value: a few units of rounding."""
+"""Largest difference between two computations of the same rows, relative to the largest value: a few rounding units."""
 
 
 class PackedLinears:
-    """The linear layers of a model that have been packed; they can be unpacked again."""
+    """The packed linear layers of a model; they can be unpacked again."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Pack every plain ``nn.Linear`` on the CPU whose product proves equal; no effect on other devices."""
@@ -50,7 +50,7 @@ class PackedLinears:
         logger.info("%d linear layers packed, %d of them in shared products", self.num_layers, self.num_shared)
 
     def undo(self) -> None:
-        """Give every layer its own weight and ``forward`` back."""
+        """Restore every layer's own weight and ``forward``."""
         while self._undo:
             self._undo.pop()()
         self.num_layers = self.num_shared = 0
@@ -69,7 +69,10 @@ class PackedLinears:
         self.num_shared += len(linears) if len(linears) > 1 else 0
 
     def _proves_equal(self, product: SharedProduct, linears: list[torch.nn.Linear]) -> bool:
-        """Once for each shape and dtype: the same code over other weights of that shape rounds alike."""
+        """Return whether the product equals torch's.
+
+        It is tested once per shape and dtype, which determine the rounding.
+        """
         first = linears[0]
         key = (first.weight.dtype, first.in_features, *(linear.out_features for linear in linears))
         if key not in self._proofs:
@@ -83,7 +86,7 @@ class PackedLinears:
         return self._proofs[key]
 
     def _release(self, linear: torch.nn.Linear, product: SharedProduct, index: int) -> None:
-        """Let the layer's own weight go."""
+        """Free the layer's own weight."""
         weight = linear.weight
         linear.weight = PackedWeight.of(weight, lambda: product.weight(index))
         self._maps.let_go(weight)
@@ -95,10 +98,10 @@ class PackedLinears:
 
 
 class SharedProduct:
-    """One packed product for the layers that read the same rows: the first one called computes it for all."""
+    """One packed product for layers that read the same rows. The first one called computes it for all."""
 
     def __init__(self, linears: list[torch.nn.Linear]) -> None:
-        """In the layers' dtype, or in float32 where the CPU multiplies only that at full speed."""
+        """Pack in the layers' dtype, or in float32 if that is the CPU's only fast product."""
         self._own_dtype = linears[0].weight.dtype
         self._dtype = self._own_dtype if has_fast_products(self._own_dtype) else torch.float32
         self._widths = [linear.out_features for linear in linears]
@@ -111,7 +114,10 @@ class SharedProduct:
         self._parts: dict[int, torch.Tensor] = {}
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return layer ``index``'s function: [..., in_features] → [..., out_features], in the dtype of its rows."""
+        """Return layer ``index``'s function from [..., in_features] to [..., out_features].
+
+        It keeps the dtype of its rows.
+        """
         return self._compute if len(self._widths) == 1 else lambda rows: self._part(index, rows)
 
     def weight(self, index: int) -> torch.Tensor:
@@ -120,7 +126,7 @@ class SharedProduct:
         return dense if len(self._widths) == 1 else dense.split(self._widths)[index].clone()
 
     def _part(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return a view of the columns of layer ``index``; each part is handed out once, and then forgotten."""
+        """Return a view of the columns of layer ``index``. Each part is returned once and then dropped."""
         if rows is not self._rows or index not in self._parts:
             self._rows, self._parts = rows, dict(enumerate(self._compute(rows).split(self._widths, -1)))
         part = self._parts.pop(index)
@@ -137,7 +143,10 @@ class SharedProduct:
 
 
 def has_fast_products(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies matrices of ``dtype`` at full speed; else float32 is several times faster."""
+    """Return whether this CPU multiplies matrices of ``dtype`` at full speed.
+
+    If not, float32 is several times faster.
+    """
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
@@ -146,7 +155,7 @@ def has_fast_products(dtype: torch.dtype) -> bool:
 
 
 def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return whether two ways to compute the same rows differ by no more than rounding in their dtype may."""
+    """Return whether two computations of the same rows differ only by rounding in their dtype."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     largest, apart = wanted.detach().abs().max(), (found.detach().double() - wanted.detach().double()).abs().max()
@@ -154,13 +163,13 @@ def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    """torch's own product, [rows, at most PROOF_OUTPUTS]."""
+    """Return torch's own product, [rows, at most PROOF_OUTPUTS]."""
     bias = None if linear.bias is None else linear.bias[:PROOF_OUTPUTS]
     return F.linear(rows, linear.weight[:PROOF_OUTPUTS], bias)
 
 
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
-    """Yield every plain ``nn.Linear`` on the CPU, together with those that share its rows."""
+    """Yield every plain ``nn.Linear`` on the CPU, grouped with those that read the same rows."""
     seen: set[int] = set()
     for module in model.modules():
         children = dict(module.named_children())
@@ -174,14 +183,14 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Return a subclass may compute something else."""
+    """Return whether ``module`` is exactly ``nn.Linear``, since a subclass may compute something else."""
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return False
     return type(module.weight) is torch.nn.Parameter and module.weight.device.type == "cpu"
 
 
 def _can_share(linears: list[torch.nn.Module]) -> bool:
-    """Return plain layers of one input size and one dtype, all with a bias or none."""
+    """Return whether these are plain layers of one input size and dtype, all with a bias or all without."""
     if not all(map(_is_plain, linears)):
         return False
     kinds = {(each.in_features, each.weight.dtype, each.bias is None) for each in linears}

@@ -26,14 +26,14 @@ HARMLESS = frozenset(
         "logits_to_keep",
     ]
 )
-"""Keyword arguments of attention calls that do not change what is computed here."""
+"""Arguments of attention calls that do not change our result."""
 
 
 class Recorder:
-    """Answers attention calls with the values themselves and notes shapes and scoring rules."""
+    """Answers attention calls with values, and records shapes and scoring rules."""
 
     def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
-        """``masks``: those that the forward asks for; ``sights``: the rule of each, None where it is none we know."""
+        """``masks``: those that the forward requests. ``sights``: the rule of each; None if no known rule fits."""
         self.hf_config = hf_config
         self.layers: dict[int, Layer] = {}
         self._indexes: dict[int, Layer] = {}
@@ -61,7 +61,10 @@ class Recorder:
         calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """One layer's call, or that of an index; see :func:`fastdecode.sworker.run.pipeline.attend` for shapes."""
+        """Record a layer's call, or that of an index.
+
+        Shapes are those of :func:`fastdecode.sworker.run.pipeline.attend`.
+        """
         if not calls.caches_rows:
             self.dtype, self.has_states = key.dtype, True
             self._note(self.num_calls, module, calls, calls.layer(query, key, value, Rule(scale=1.0)))
@@ -84,18 +87,18 @@ class Recorder:
         return calls.answer(module, query, key, value)
 
     def _note(self, number: int, module: Any, calls: Calls, layer: Layer) -> None:
-        """Layer ``number`` is ``layer``, or has it as its index."""
+        """Record ``layer`` as layer ``number``, or as its index."""
         (self._indexes if layer.ranks_tokens else self.layers)[number] = layer
         self.num_calls += not layer.ranks_tokens
         if weights := calls.weights(module):
             self._weights[number] = weights
 
     def in_order(self) -> tuple[Layer, ...]:
-        """The layers as they are called, indexes before those that see what they pick."""
+        """Return the layers in the order of their calls, an index before the layers that use its picks."""
         return tuple(layer for _, layer in self._numbered())
 
     def weights(self) -> dict[int, Weights]:
-        """What makes the weights that R-workers multiply, by the places of their layers in order."""
+        """Return functions that make the weights for R-workers, by layer number."""
         places = {number: place for place, (number, layer) in enumerate(self._numbered()) if not layer.ranks_tokens}
         return {places[number]: weights for number, weights in self._weights.items()}
 
@@ -114,11 +117,14 @@ class Recorder:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, calls: Calls = DENSE,
         **__: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Each query head's values, [1, T, num_heads, value_head_dim]; of a recurrent layer its first channels."""
+        """Return each query head's values, [1, T, num_heads, value_head_dim].
+
+        For a recurrent layer, return its first channels.
+        """
         return calls.answer(module, query, key, value)
 
     def _sight(self, mask: torch.Tensor) -> Sight:
-        """The rule of the mask that came with a call: ``generate`` heeds it, whatever window the call names."""
+        """Return the rule of a call's mask, which ``generate`` follows whatever window the call names."""
         number = self._masks.find(mask)
         if number is None:
             refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)", OTHER_MASK)

@@ -1,4 +1,4 @@
-"""Refusals of models that cannot be split into S-part and R-part, and what their configuration alone tells of it."""
+"""Refusals of models that cannot be split into S-part and R-part, as far as the configuration tells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN_ATTENTION = (
     "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
     "rembert", "xglm",
 )  # fmt: skip
-"""Models whose attention is code of their own and has an adapter (`own_attention.py`)."""
+"""Models whose own attention code has an adapter (`own_attention.py`)."""
 
 SUPPORTED = (
     "decoder-only causal language models whose attention goes through transformers' AttentionInterface, "
@@ -25,17 +25,20 @@ OTHER_MASK = "such a rule in the kernels"
 
 KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse"}
 KNOWN |= {"attention", "moe", "mlp"}
-"""Kinds of layers that run, where the probe finds nothing against them; some cache nothing."""
+"""Kinds of layers that run if the probe accepts them; some cache nothing."""
 
 NEEDS = {
     "hybrid_sliding": STATE,
     "compressed_sparse_attention": "rows that stand for several tokens in the cache",
     "heavily_compressed_attention": "rows that stand for several tokens in the cache",
 }
-"""Kinds of layers that do not run yet, and what each would take."""
+"""Kinds of layers that are not supported, and what each would take."""
 
 STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid", "mamba"))
-"""Names that they have for layers with a state per sequence; whether it is known its modeling code tells."""
+"""Configuration names of layers with a state per sequence.
+
+The modeling code tells whether such a state is supported.
+"""
 
 
 def has_state_types(hf_config: Any) -> bool:
@@ -44,7 +47,7 @@ def has_state_types(hf_config: Any) -> bool:
 
 
 def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
-    """Raise UnsupportedModelError with the reason, what it would take (``needs``) and what would be right."""
+    """Raise UnsupportedModelError with the reason, what support would take (``needs``), and what to do instead."""
     taking = f" (it would take {needs})" if needs else ""
     raise UnsupportedModelError(
         f"{hf_config.model_type}: this model {what_it_does}, so its attention cannot be handed to R-workers{taking}; "
@@ -53,7 +56,7 @@ def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
 
 
 def check_config(hf_config: Any) -> None:
-    """Refuse what the probe could not see: wrong results rather than missing calls."""
+    """Refuse what the probe cannot detect: wrong results without missing calls."""
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         refuse(hf_config, "is an encoder-decoder model", "attention to an encoder's states")
@@ -71,7 +74,7 @@ def check_config(hf_config: Any) -> None:
 
 
 def _check_mpt(hf_config: Any) -> None:
-    """Refuse what transformers' own code of MPT leaves out without a word."""
+    """Refuse features of MPT that transformers' code silently ignores."""
     usual = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
     for name, value in usual.items():
         found = getattr(hf_config.attn_config, name, value)
@@ -80,7 +83,7 @@ def _check_mpt(hf_config: Any) -> None:
 
 
 def check_rope(hf_config: Any, max_model_len: int) -> None:
-    """Refuse rotary embeddings whose frequencies depend on the longest position of the whole batch."""
+    """Refuse rotary embeddings whose frequencies depend on the longest position of the batch."""
     text_config = hf_config.get_text_config()
     for rope in rope_settings(text_config):
         kind = rope.get("rope_type", "default")

@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank has a part of every layer's heads and columns, as transformers plans it.
+"""Tensor parallelism: each rank has a part of every layer's heads and columns, by transformers' plan.
 
-The plan is transformers' (``tp_plan``); cutting is done here on plain tensors, since layers may be packed afterwards
-(`prepack.py`), which replaces their ``forward``: what other ranks add comes in hooks around it. The embedding is kept
-whole on every rank: looking rows up takes no time, and adding ranks' parts would.
+The plan is transformers' (``tp_plan``). Cutting is done here on plain tensors, since layers may be packed later
+(`prepack.py`), which replaces their ``forward``. Exchange with other ranks is in hooks around that. The embedding is
+whole on every rank: look-ups take no time, but adding ranks' parts would.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""
 
 ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
-"""Styles of linear layers of which a rank has a part of the inputs: their outputs are summed. The last two take their
-part of whole inputs."""
+"""Styles of linear layers of which a rank has a part of the inputs. The last two cut whole inputs."""
 
 SUMS = ("moe_tp_experts", "all_reduce")
 """Styles of modules whose outputs are summed."""
 
 IDENTITY = "moe_identity_expert"
-"""The style of an expert that every rank has whole, among those whose outputs are summed."""
+"""The style of an expert that every rank has whole, among experts whose outputs are summed."""
 
 NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
-"""Styles that change nothing where no gradients are wanted."""
+"""Styles without effect if no gradients are needed."""
 
 SILENCE = datetime.timedelta(minutes=5)
-"""How long a rank waits in a layer for one that stands still."""
+"""How long a rank waits within a layer for a stalled rank."""
 
 FOREVER = datetime.timedelta(days=365)
-"""How long one waits for the next step."""
+"""How long a rank waits for the next step."""
 
 MEETING = datetime.timedelta(minutes=5)
 """How long the ranks wait for each other at the start."""
@@ -52,8 +51,11 @@ MEETING = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``size`` ranks. ``layers``: the group whose operations are those of the model's layers; ``near``: what
-    does them instead where all ranks compute on one machine's cores."""
+    """One of ``size`` ranks.
+
+    ``layers``: the process group of the layers' operations. ``near``: replaces it if all ranks compute on one machine's
+    cores.
+    """
 
     index: int
     size: int
@@ -61,12 +63,12 @@ class Rank:
     near: SharedExchange | None = None
 
     def cut(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of ``tensor``, a copy; the last ranks' parts may be shorter."""
+        """Return a copy of this rank's part of ``tensor``; the last ranks' parts may be shorter."""
         parts = tensor.chunk(self.size, dim)
         return parts[self.index].clone() if self.index < len(parts) else tensor.narrow(dim, 0, 0).clone()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' tensors, in ``tensor``'s place where it is contiguous."""
+        """Return the sum of all ranks' tensors, in place if ``tensor`` is contiguous."""
         tensor = tensor.contiguous()
         if self.near:
             return self.near.sum(tensor)
@@ -74,7 +76,7 @@ class Rank:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return all ranks' tensors, in order."""
+        """Return all ranks' tensors in order."""
         if self.near:
             return self.near.gather(tensor.contiguous())
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -82,7 +84,7 @@ class Rank:
         return parts
 
     def broadcast(self, message: bytes | None = None) -> bytes:
-        """Return rank 0's ``message``, on every rank."""
+        """Return rank 0's ``message`` on every rank."""
         length = torch.tensor([len(message or b"")])
         dist.broadcast(length, 0)
         data = _as_tensor(message) if message is not None else torch.empty(int(length), dtype=torch.uint8)
@@ -91,7 +93,7 @@ class Rank:
         return message if message is not None else data.numpy().tobytes()
 
     def all_gather(self, answer: bytes, soon: bool = False) -> list[bytes]:
-        """Return the answers of all ranks, in order, on every rank; ``soon``: all of them come as in a layer."""
+        """Return the answers of all ranks in order, on every rank. ``soon``: apply the time limit of a layer."""
         if soon and self.near:
             return self.near.gather_bytes(answer)
         own = torch.tensor([len(answer)])
@@ -104,7 +106,7 @@ class Rank:
 
 
 class Rendezvous:
-    """The place where the ranks meet: a store at ``port`` of ``host``, of rank 0 or of what started the ranks."""
+    """The ranks' meeting point: a store at ``port`` of ``host``, run by rank 0 or by the launcher."""
 
     def __init__(self, index: int, size: int, host: str, port: int, has_store: bool) -> None:
         self.index, self.size = index, size
@@ -112,19 +114,19 @@ class Rendezvous:
         self.port = int(self._store.port)
 
     def tell(self, name: str, value: str) -> None:
-        """Let the other ranks know ``value``."""
+        """Publish ``value`` under ``name`` for the other ranks."""
         self._store.set(f"fastdecode/{name}", value)
 
     def ask(self, name: str) -> str:
-        """Return what another rank told; waits for it."""
+        """Wait for the value that another rank publishes under ``name``; return it."""
         return bytes(self._store.get(f"fastdecode/{name}")).decode()
 
     def knows(self, names: Sequence[str]) -> bool:
-        """Return whether all of ``names`` were told; never waits."""
+        """Return whether all of ``names`` are published; never waits."""
         return bool(self._store.check([f"fastdecode/{name}" for name in names]))
 
     def join(self, device: str, local_index: int) -> Rank:
-        """Enter the group; for layers over NCCL where ``device`` has a GPU (number ``local_index``), else gloo."""
+        """Join the group. Its layers use NCCL if ``device`` has a GPU (number ``local_index``), else gloo."""
         has_gpu = device != "cpu" and torch.cuda.is_available()
         dist.init_process_group("gloo", store=self._store, rank=self.index, world_size=self.size, timeout=FOREVER)
         if has_gpu:
@@ -134,7 +136,7 @@ class Rendezvous:
         return rank if has_gpu else replace(rank, near=self._share_memory(rank))
 
     def _share_memory(self, rank: Rank) -> SharedExchange | None:
-        """Return the ranks' shared memory where all are on this machine; None if one is not, or has no room."""
+        """Return the ranks' shared memory if all are on this machine; None otherwise, or without room for it."""
         memory = SharedMemory.make(self.size) if self.index == 0 else None
         try:
             path = rank.broadcast((memory.path if memory else "").encode() if self.index == 0 else None).decode()
@@ -149,7 +151,7 @@ class Rendezvous:
 
 
 def leave(rank: Rank | None = None) -> None:
-    """The end of ``Rendezvous.join``; may be called twice."""
+    """Undo ``Rendezvous.join``; may be called twice."""
     if rank and rank.near:
         rank.near.close()
     if dist.is_initialized():
@@ -157,7 +159,7 @@ def leave(rank: Rank | None = None) -> None:
 
 
 def shard(model: Any, hf_config: Any, rank: Rank) -> None:
-    """Leave ``model``, which is whole, this rank's part, and have it work with the others."""
+    """Reduce the whole ``model`` to this rank's part, which works together with the others."""
     plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     _untie(model, plan)
     modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
@@ -175,15 +177,14 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
         elif module is not None:
             _check_style(name, style, SUMS)
             if expert_codes_of(module, "down_proj"):
-                continue  # their product adds the sums of all ranks
+                continue  # their product sums over all ranks
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
         else:
             _cut_parameter(name, owner, style, rank)
 
 
 def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
-    """The model's plan, a style per module or parameter; UnsupportedModelError or ConfigError where ``size`` ranks
-    cannot share it."""
+    """Return the model's plan, a style per module or parameter. Refuse a model that ``size`` ranks cannot share."""
     kind, text_config = hf_config.model_type, hf_config.get_text_config()
     if not getattr(model, "tp_plan", None):
         raise UnsupportedModelError(f"tensor_parallel_size: transformers has no plan for {kind} models: leave it out")
@@ -206,7 +207,7 @@ def layers_with_cut_inputs(model: Any) -> set[str]:
 
 
 def _head_counts(hf_config: Any) -> tuple[int, int]:
-    """Return query heads and KV heads; where layers have several numbers of them, the greatest common divisors."""
+    """Return the numbers of query heads and KV heads. If layers differ, return the greatest common divisors."""
     text_config = hf_config.get_text_config()
     layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
     heads = [int(each.num_attention_heads) for each in layers]
@@ -220,7 +221,7 @@ def _check_style(name: str, style: str, known: Sequence[str]) -> None:
 
 
 def _untie(model: Any, plan: dict[str, str]) -> None:
-    """A head that shares the embedding's weight and is cut has a weight of its own from now on."""
+    """Give a head that is cut its own weight, if it shares the embedding's."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), "")
     if isinstance(head, torch.nn.Linear) and plan.get(name) in COLUMNS:
@@ -228,7 +229,7 @@ def _untie(model: Any, plan: dict[str, str]) -> None:
 
 
 def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_kv_heads: int) -> None:
-    """``num_kv_heads``: of keys or values that are fewer than ranks, so that several ranks have the same; else 0."""
+    """Cut a linear layer. ``num_kv_heads``: set if ranks outnumber KV heads, so that several have the same; else 0."""
     _check_style(name, style, (*COLUMNS, *ROWS))
     if style in COLUMNS:
         width = linear.out_features
@@ -238,7 +239,7 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
         return
     if style != "rowwise":
         linear.register_forward_pre_hook(lambda module, args: (rank.cut(args[0], -1), *args[1:]))
-    if codes := codes_of(linear):  # its product adds the sums of all ranks
+    if codes := codes_of(linear):  # its product sums over all ranks
         codes.cut_inputs(name, rank)
         linear.in_features = codes.codes.shape[1]
         return
@@ -250,7 +251,7 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
 
 
 def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Leave a layer the outputs that ``cut`` leaves of each of its tensors."""
+    """Apply ``cut`` to the outputs of each of a layer's tensors."""
     codes = codes_of(linear)
     if codes:
         codes.cut_outputs(cut)
@@ -262,9 +263,10 @@ def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Te
 
 
 def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) -> None:
-    """Weights [num_experts, outputs, inputs], of Llama 4 [num_experts, inputs, outputs]: part of every expert.
+    """Cut a parameter: a part of every expert, or of a number per head.
 
-    Gates and values are packed one after the other. Or a number for each head.
+    Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. Gates and values are
+    packed one after the other.
     """
     _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
@@ -282,7 +284,7 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _repeated(rows: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
-    """[num_heads · dim, …] with each head as often as there are ranks for it; as they are where ``num_heads`` is 0."""
+    """Return [num_heads · dim, …] with each head repeated for its ranks; unchanged if ``num_heads`` is 0."""
     if not num_heads:
         return rows
     return rows.unflatten(0, (num_heads, -1)).repeat_interleave(size // num_heads, 0).flatten(0, 1)
@@ -293,7 +295,7 @@ def _summed(output: torch.Tensor, rank: Rank) -> torch.Tensor:
 
 
 def _gathered(output: torch.Tensor, width: int, rank: Rank) -> torch.Tensor:
-    """Return all columns, [..., width], of which each rank has as many as it got, the last ones fewer."""
+    """Return all columns, [..., width], from the ranks' parts; the last parts are narrower."""
     widest = -(-width // rank.size)
     own = torch.nn.functional.pad(output, (0, widest - output.shape[-1])).contiguous()
     return torch.cat(rank.gather(own), -1)[..., :width]

@@ -1,8 +1,8 @@
-"""The ranks of one machine exchange tensors of layers through memory they share, in tens of microseconds.
+"""Ranks on one machine exchange tensors of layers through shared memory, in tens of microseconds.
 
-Every exchange has a number. A rank writes its part into its slot and then the number beside it; once all ranks have
-written that number, all parts are there. Two sets of slots are used in turns: who writes number n + 2 has seen n + 1 of
-all ranks, and those have read n by then. Stores are seen in order, as x86 has it; elsewhere the ranks use gloo.
+Every exchange has a number. A rank writes its part into its slot, and then the number beside it. Once all ranks have
+written the number, all parts are there. Two sets of slots alternate: who writes number n + 2 has seen n + 1 of all
+ranks, which have then read n. This needs stores to be seen in order, as on x86; elsewhere ranks use gloo.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import torch
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 4 << 20
 FLAG_WORDS = 16
-"""int64 between two ranks' numbers: they share no cache line."""
+"""int64 words between two ranks' numbers, so that they share no cache line."""
 
 YIELDS = 400
-"""How often a rank gives its core away before it sleeps."""
+"""How often a waiting rank yields its core before it sleeps."""
 
 SLEEP_SECONDS = 2e-5
 LOOK_EVERY = 100
-"""Sleeps between two looks at whether the others live."""
+"""Sleeps between two checks that the others live."""
 
 SILENCE_SECONDS = 300.0
 
 
 class SharedMemory:
-    """A file of shared memory that all ranks open, and that has no name any more once the first has closed it."""
+    """A file of shared memory that all ranks open. Its name is removed once the first has closed it."""
 
     def __init__(self, file: int, path: str, is_own: bool) -> None:
         self.file, self.path, self._is_own = file, path, is_own
 
     @staticmethod
     def make(size: int) -> SharedMemory | None:
-        """Return memory for ``size`` ranks; None if this machine has no room, or shows stores in any order."""
+        """Return memory for ``size`` ranks; None if there is no room, or the machine does not order stores."""
         if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
             return None
         path = FOLDER / f"fastdecode-ranks-{secrets.token_hex(8)}"
@@ -60,30 +60,33 @@ class SharedMemory:
 
     @staticmethod
     def find(path: str) -> SharedMemory | None:
-        """Return the memory that another rank made; None if it is on another machine."""
+        """Return the memory that another rank made; None if that is on another machine."""
         try:
             return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, False)
         except OSError:
             return None
 
     def close(self) -> None:
-        """Close the file; memory that is mapped stays."""
+        """Close the file; mapped memory stays."""
         os.close(self.file)
         if self._is_own:
             Path(self.path).unlink(missing_ok=True)
 
 
 def whereabouts() -> str:
-    """Return this process's machine, its process numbers' space, and its own number."""
+    """Return this process's machine, its PID namespace, and its process id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getpid()}"
 
 
 class SharedExchange:
-    """The exchange of ``size`` ranks of one machine; rank ``index`` is this process, and ``pids`` are all ranks'."""
+    """The exchange of ``size`` ranks on one machine.
+
+    ``index``: this process's rank; ``pids``: all ranks' process ids.
+    """
 
     def __init__(self, file: int, index: int, pids: list[int]) -> None:
-        """``file``: a descriptor of the shared memory, of ``num_bytes(size)``; it may be closed afterwards."""
+        """``file``: a descriptor of shared memory of ``num_bytes(size)`` bytes; it may be closed afterwards."""
         self._index, self._size = index, len(pids)
         self._memory = mmap.mmap(file, num_bytes(self._size))
         data = np.frombuffer(self._memory, np.uint8)
@@ -97,20 +100,21 @@ class SharedExchange:
             self._watched.register(each, select.POLLIN)
 
     def exchange(self, own: np.ndarray, take: Callable[[slice, np.ndarray], object]) -> None:
-        """Give ``own``, uint8 [num_bytes] and as long on every rank, to all ranks.
+        """Send ``own``, uint8 [num_bytes] of equal length on every rank, to all ranks.
 
-        ``take`` is called once or more with a part of its places and what all ranks have there, uint8 [size, length],
-        which is to be copied. RuntimeError if a rank has ended, or does not come.
+        ``take`` is called at least once, with a range and all ranks' bytes there, uint8 [size, length], which it
+        copies. Raise RuntimeError if a rank has ended, or does not come.
         """
         for start in range(0, len(own), SLOT_BYTES):
             part = slice(start, min(start + SLOT_BYTES, len(own)))
             take(part, self._exchanged(own[part]))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' contiguous tensors, in ``tensor``'s place: floats added in float32 or more, integers as
-        such.
+        """Return the sum of all ranks' contiguous tensors, in place.
 
-        In the order of ranks, so a row's bits depend on neither its place nor the number of rows.
+        Floats are added in float32 or wider, integers exactly.
+
+        The order is that of the ranks, so a row's bits depend neither on its place nor on the number of rows.
         """
         data = tensor.view(-1).view(torch.uint8)
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
@@ -138,14 +142,14 @@ class SharedExchange:
         return found
 
     def gather_bytes(self, answer: bytes) -> list[bytes]:
-        """Return all ranks' answers, in order."""
+        """Return all ranks' answers in order."""
         lengths = [int(each) for each in self.gather(torch.tensor([len(answer)]))]
         padded = torch.frombuffer(bytearray(answer.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
         parts = self.gather(padded)
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def close(self) -> None:
-        """Watch the others no longer; may be called twice."""
+        """Stop watching the others; may be called twice."""
         for each in self._descriptors:
             os.close(each)
         self._descriptors.clear()

@@ -1,4 +1,4 @@
-"""The S-worker's model: weights, KV layout, tokenizer and what generation needs to know of them."""
+"""The S-worker's model: weights, KV layout, tokenizer, and what generation needs to know of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fastdecode.sworker.sampling.grammar import Grammars
 logger = logging.getLogger(__name__)
 
 UNREAD = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Keys of a configuration that change nothing of what is computed, or stand elsewhere."""
+"""Configuration keys that do not affect the computation, or are covered elsewhere."""
 
 
 class SModel:
@@ -42,7 +42,7 @@ class SModel:
     what prefill workers have."""
 
     def __init__(self, config: EngineConfig, rank: Rank | None = None) -> None:
-        """``rank``: whose part of the model this is, of tensor parallelism; ``layout`` has that part's heads."""
+        """``rank``: the rank of tensor parallelism whose part this is; ``layout`` has that part's heads."""
         hf_config = load_hf_config(config)
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
         self.max_model_len = _max_model_len(config, hf_config)
@@ -74,7 +74,7 @@ class SModel:
 
     @property
     def identity(self) -> str:
-        """Return the whole model's name, equal in processes with the same layers, dtype, vocabulary and weights."""
+        """A name of the whole model, equal in processes with the same layers, dtype, vocabulary and weights."""
         layers = self.whole_layout.with_state_dtype("float32").layers
         text = f"{layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
         text += f" {self._config.quantization}" if self._config.quantization else ""
@@ -82,13 +82,15 @@ class SModel:
 
     @property
     def identity_of_part(self) -> str:
-        """``identity``, and of which rank of tensor parallelism this part of the model is, where there are several."""
+        """``identity``, extended by this part's rank if there are several."""
         return self.identity + (f" {self._rank.index} of {self._rank.size}" if self._rank else "")
 
     @property
     def kv_identity(self) -> str:
-        """Name all that a token's keys and values depend on, but for the arithmetic of R-workers: weights, the
-        configuration, and the device."""
+        """A name of all that keys and values depend on: weights, configuration, device.
+
+        The R-workers' arithmetic is not part of it.
+        """
         known = {name: value for name, value in self._hf_config.to_dict().items() if name not in UNREAD}
         text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -100,7 +102,7 @@ class SModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, tied ones once."""
+        """Parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
@@ -110,12 +112,12 @@ class SModel:
 
     @property
     def device_name(self) -> str:
-        """Return the name of the GPU that the dense layers run on; "" for the CPU."""
+        """The name of the GPU with the dense layers; "" for the CPU."""
         return torch.cuda.get_device_name() if self.on_gpu else ""
 
     @property
     def shape(self) -> ModelShape:
-        """Its sizes. Raise UnsupportedModelError for a model that the performance model's equations do not know."""
+        """Sizes of the model. Raise UnsupportedModelError if the performance model's equations do not cover it."""
         shape = model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
         return shape.keeping_states(self._config.state_on == "s")
 
@@ -124,7 +126,7 @@ class SModel:
         return first_layers(self.code, self._hf_config, self.layout, num_layers)
 
     def shares_tokenizer(self, config: EngineConfig) -> bool:
-        """Return whether the model that ``config`` names has the same tokens, as far as both have a tokenizer."""
+        """Return whether the model in ``config`` has the same tokens, as far as both have a tokenizer."""
         if self.tokenizer is None:
             return True
         try:
@@ -134,11 +136,11 @@ class SModel:
         return other.backend.get_vocab() == self.tokenizer.backend.get_vocab()
 
     def free_memory_bytes(self) -> int:
-        """Return memory still free where the model is."""
+        """Return the free memory on the model's device."""
         return torch.cuda.mem_get_info()[0] if self.on_gpu else available_memory_bytes()
 
     def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of each word, at the start of a text and after a space, as in vLLM."""
+        """Return each word's token sequences, at the start of a text and after a space, as in vLLM."""
         if not words:
             return ()
         if self.tokenizer is None:
@@ -149,7 +151,7 @@ class SModel:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Which tokens texts of a form may begin with, and so on; RequestError without a tokenizer."""
+        """The grammars over this tokenizer. Raise RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("structured_outputs needs the tokenizer, which was not loaded (skip_tokenizer_init)")
         return Grammars(self.tokenizer.backend, self.vocab_size, self.eos_token_ids)

@@ -1,7 +1,7 @@
-"""The probe that tells which models can be split into S-part and R-part.
+"""The probe that tells whether a model can be split into S-part and R-part.
 
-It is one forward that proves that every layer reaches our attention, and reads off the model's KV layout; what the
-configuration alone tells, before anything is loaded, is in `refusals.py`.
+It is one forward that checks that every layer reaches our attention, and reads the model's KV layout. Checks of the
+configuration alone, before loading, are in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fastdecode.sworker.run.prompts import Sight
 from fastdecode.sworker.run.staging import DTYPE_NAME
 
 MORE_ROWS = 21
-"""Beside the first 16 in the forward that tells whether rows repeat."""
+"""Rows after the first 16 in the forward that tests whether rows repeat."""
 
 TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
-"""Rows 0 and 3 are the same token at the same position amid other rows, so they must get the same logits."""
+"""Rows 0 and 3 have the same token at the same position among other rows, so their logits must be equal."""
 
 LONGEST_TEXT = 1 << 14
-"""Tokens that a model's embeddings and first projections are given, to see what masks make of a text."""
+"""Most tokens that are embedded and projected to examine the masks of a text."""
 
 
 def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
@@ -60,9 +60,9 @@ def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
 
 
 def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
-    """Refuse a model whose calls are not one per layer, or whose ``generate`` forgets what its masks show."""
+    """Refuse a model without exactly one call per layer, or whose ``generate`` drops tokens that its masks show."""
     num_calls = recorder.num_calls
-    if recorder.has_states:  # layers may have a state and attention, or neither
+    if recorder.has_states:  # a layer may have a state and attention, or neither
         return
     if sorted(recorder.layers) != list(range(num_layers)) or num_calls != num_layers:
         most = f", and counts {len(recorder.layers)} layers there" if num_calls == num_layers else ""
@@ -93,7 +93,7 @@ def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(T
 
 @torch.inference_mode()
 def varying_layers(model: torch.nn.Module) -> list[str]:
-    """Return the layers whose products give a row other bits among 16 rows than among more, numbers as ``*``."""
+    """Return layers whose products round a row differently among 16 rows than among more; ``*`` replaces numbers."""
     tried: dict[tuple[object, ...], bool] = {}
     found: dict[str, None] = {}
     for name, module in model.named_modules():
@@ -112,19 +112,19 @@ def _varies(module: torch.nn.Module, width: int, dtype: torch.dtype) -> bool:
     rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(dtype)
     try:
         few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
-    except Exception:  # no product of rows
+    except Exception:  # this is no product of rows
         return False
     return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 
 
 def probe_layers(code: ModelCode, hf_config: Any) -> tuple[Layer, ...]:
-    """Return what the attention calls of a forward say, in order; UnsupportedModelError where it fails."""
+    """Return the layers of a forward's attention calls, in order. Raise UnsupportedModelError if it fails."""
     recorder, _ = _probe(code, hf_config)
     return recorder.in_order()
 
 
 def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
-    """Record a forward over the probe row, whose masks are known from one over a plain text; and its logits."""
+    """Run a forward over the probe row; return its record and logits. A forward over a plain text gives its masks."""
     rows = MaskProbe()
     with asking_for_masks(code.module):
         recorder = Recorder(hf_config, rows, _sights(code, hf_config))
@@ -132,7 +132,7 @@ def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
 
 
 def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
-    """The rule of each mask that a forward asks for, in order; the forward ends at its first attention call."""
+    """Return the rule of each mask that a forward requests, in order. The forward ends at its first attention call."""
     length = len(TOKENS)
     while True:
         texts = MaskProbe()
@@ -143,11 +143,11 @@ def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
         needed = max((asked.reach for asked in texts.asked), default=0)
         if None not in sights or not length < needed <= LONGEST_TEXT:
             return sights
-        length = needed  # masks that look up their text's tokens need them all
+        length = needed  # masks that depend on their text's tokens need them all
 
 
 class _FirstCallError(Exception):
-    """A forward came to its first attention call, with all its masks made."""
+    """A forward reached its first attention call, with all its masks made."""
 
 
 def _stop(*_: Any, **__: Any) -> NoReturn:
@@ -162,7 +162,7 @@ def _forward(
     token_ids: Sequence[int] = TOKENS,
     places: Sequence[int] = POSITIONS,
 ) -> torch.Tensor:
-    """Logits [rows, vocab] of the probe row, its attention answered by ``attend``, in a greenlet of ``kind``."""
+    """Return logits [rows, vocab] of the probe row, with attention by ``attend`` in a greenlet of ``kind``."""
     tokens, positions = (torch.tensor([ids], device=code.device) for ids in (token_ids, places))
     rows = torch.tensor([0, *range(len(token_ids))], device=code.device)
     running = kind(lambda: code.logits(tokens, positions, rows), attend)

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for: of each one, and the most of any, which bounds the texts that can fit a model."""
+"""The bytes that tokens stand for: of each token, and the most of any. This bounds the texts that can fit a model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tokenizers import Tokenizer as BackendTokenizer
 from fastdecode.api.text_limits import TextBound
 
 NFC_SHRINKS = 4
-"""NFC makes no text shorter than a quarter in UTF-8; the worst known is a third (the Kelvin sign becomes K)."""
+"""NFC makes no UTF-8 text shorter than a quarter. The worst known case is a third (the Kelvin sign becomes K)."""
 
 
 def text_bound(backend: BackendTokenizer) -> TextBound | None:
     """Return the most text per token; None if a token can stand for a text of any length.
 
-    A bound needs a BPE over bytes, and steps before it that drop nothing. Bytes without a token of their own vanish, or
-    are joined to one unknown token: they do not count. Tokenizers that map words to one unknown token, strip or fold
-    text, or have added tokens that take spaces along have no bound.
+    A bound needs BPE over bytes, with earlier steps that drop nothing. Bytes without their own token vanish, or are
+    joined to one unknown token, so they do not count. There is no bound if the tokenizer maps words to one unknown
+    token, strips or folds text, or has added tokens that absorb spaces.
     """
     told = json.loads(backend.to_str())
     shrinks, dropped = _shrinks(told["normalizer"]), _dropped_bytes(told)
@@ -27,15 +27,15 @@ def text_bound(backend: BackendTokenizer) -> TextBound | None:
     takes_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
     if shrinks is None or dropped is None or takes_spaces or not _keeps_all(told["pre_tokenizer"]):
         return None
-    if dropped and told["normalizer"] is not None:  # which may make such bytes of others
+    if dropped and told["normalizer"] is not None:  # it may turn others into such bytes
         return None
-    spells_bytes = not told["model"].get("byte_fallback")  # then each character of a token stands for one byte
+    spells_bytes = not told["model"].get("byte_fallback")  # each character of a token stands for one byte
     tokens = (len(token) if spells_bytes else len(token.encode()) for token in told["model"]["vocab"])
     return TextBound(shrinks * max(*tokens, *(len(each["content"].encode()) for each in added), 1), dropped)
 
 
 def _shrinks(step: dict[str, Any] | None) -> int | None:
-    """Return how many times shorter a normalizer makes a text at most; None if that is not known."""
+    """Return the largest factor by which a normalizer shortens a text; None if unknown."""
     if step is None or step["type"] == "Prepend":
         return 1
     if step["type"] == "NFC":
@@ -54,7 +54,7 @@ def _shrinks(step: dict[str, Any] | None) -> int | None:
 
 
 def _keeps_all(step: dict[str, Any] | None) -> bool:
-    """Return True if a pre-tokenizer only divides a text, and drops nothing of it."""
+    """Return whether a pre-tokenizer only splits a text, and drops nothing."""
     if step is None or step["type"] in ("ByteLevel", "Metaspace", "Digits"):
         return True
     if step["type"] == "Sequence":
@@ -63,7 +63,7 @@ def _keeps_all(step: dict[str, Any] | None) -> bool:
 
 
 def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
-    """Return bytes that the model has no token for; None if a model is not one over bytes."""
+    """Return the bytes without a token; None if the model is not over bytes."""
     model, before = told["model"], told["pre_tokenizer"]
     if model["type"] != "BPE":
         return None
@@ -76,8 +76,7 @@ def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
 
 
 def _spellings() -> dict[int, str]:
-    """The character that stands for each byte in byte-level vocabularies: itself where it is printed, else one from
-    256 on."""
+    """Return the character for each byte in byte-level vocabularies: itself if printable, else one from 256 on."""
     printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}
@@ -87,8 +86,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spellings:
-    """The bytes that each token adds to a text, as the tokenizer's decoder makes them; ``special``: tokens that texts
-    leave out."""
+    """The bytes that each token adds to a text, by the tokenizer's decoder. ``special``: tokens that texts omit."""
 
     def __init__(self, backend: BackendTokenizer) -> None:
         self._backend = backend
@@ -100,7 +98,7 @@ class Spellings:
         self.special = frozenset(number for number, each in added.items() if each.special)
 
     def of(self, token_id: int) -> bytes:
-        """Return the token's bytes, a part of a character where it is no whole one."""
+        """Return the token's bytes, which may be only a part of a character."""
         text = self._added.get(token_id)
         if text is not None:
             return text.encode()
@@ -124,7 +122,7 @@ def _decoder_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _decoded(step: dict[str, Any], token: str) -> str:
-    """Return what one step of a decoder makes of a token within a text; at its beginning some drop a space."""
+    """Return a token within a text after one decoder step. At the start of a text some drop a space."""
     if step["type"] == "Replace" and "String" in step["pattern"]:
         return token.replace(step["pattern"]["String"], step["content"])
     if step["type"] == "Metaspace":

@@ -1,4 +1,4 @@
-"""The model's tokenizer and generation defaults, read through transformers."""
+"""The model's tokenizer, read through transformers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fastdecode.sworker.model import gguf
 from fastdecode.sworker.model.token_bytes import Spellings, text_bound
 
 MOST_TEMPLATES = 32
-"""Chat templates whose format of contents is remembered."""
+"""Most chat templates whose content format is remembered."""
 
 
 class HFTokenizer:
     """A transformers tokenizer backed by the tokenizers library."""
 
-    _formats: Mapping[str, dict[str, Format]] = {}  # of each chat template; replaced, never written to
+    _formats: Mapping[str, dict[str, Format]] = {}  # by chat template; replaced, never modified
 
     def __init__(self, config: EngineConfig) -> None:
         name = config.tokenizer or config.model
@@ -57,7 +57,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def text_bound(self) -> TextBound | None:
-        """The most text per token; None if there is no bound. Read from the vocabulary once."""
+        """The most text per token; None if there is no bound. It is read from the vocabulary once."""
         return text_bound(self.backend)
 
     @functools.cached_property
@@ -68,22 +68,22 @@ class HFTokenizer:
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """What says how answers are parsed, where the model brings it (transformers 5.19 and later)."""
+        """The model's template for parsing answers, if it has one (transformers 5.19 and later)."""
         return getattr(self.hf, "response_template", None)
 
     def chat_template_text(self, chat_template: str | None = None) -> str:
-        """Return ``chat_template``, or the text of the model's own: of all of them, where it has several."""
+        """Return ``chat_template``, or the text of the model's own templates."""
         own = getattr(self.hf, "chat_template", None)
         found = "\n".join(own.values()) if isinstance(own, dict) else own
         return chat_template or found or ""
 
     def answer_header(self, chat_template: str | None = None) -> str:
-        """Return what the chat template writes where an answer begins; "" if that cannot be told."""
+        """Return the text with which the chat template begins an answer; "" if it cannot be determined."""
         said = [{"role": "user", "content": "hi"}]
         render = functools.partial(self.hf.apply_chat_template, said, chat_template=chat_template, tokenize=False)
         try:
             before, after = render(add_generation_prompt=False), render(add_generation_prompt=True)
-        except Exception:  # whatever the template raises, or there is none
+        except Exception:  # a template may raise anything, or there is none
             return ""
         return str(after[len(before) :]) if after.startswith(before) else ""
 
@@ -93,15 +93,15 @@ class HFTokenizer:
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Tokens that a text without special tokens leaves out."""
+        """Special tokens, which ``skip_special_tokens`` leaves out of the text."""
         return self._spellings.special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text; of some tokens they are a part of a character."""
+        """Return the bytes that a token adds to a text. They may be only a part of a character."""
         return self._spellings.of(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return token ids of ``text``, with the special tokens the model expects."""
+        """Return the token ids of ``text``, with the special tokens that the model expects."""
         return list(self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def encode_chat(
@@ -117,15 +117,15 @@ class HFTokenizer:
         add_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Return token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
+        """Return the token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
 
-        ``chat_template`` takes the place of the model's; ``tools`` (JSON schemas of functions) and ``template_kwargs``
-        go to it. Templates write special tokens themselves; ``add_special_tokens`` has the tokenizer add its own too.
-        ``content_format``: how contents go to the template, see ``content_formats``. With ``continue_final_message``
-        the answer goes on where the last message ends.
+        ``chat_template`` replaces the model's. ``tools`` (JSON schemas of functions) and ``template_kwargs`` are passed
+        to it. Templates write special tokens themselves; ``add_special_tokens`` makes the tokenizer add its own too.
+        ``content_format``: how contents are passed, see ``content_formats``. With ``continue_final_message`` the answer
+        continues the last message.
 
-        RequestError without a chat template, for messages that it does not take, and, before they are rendered or at
-        least before they are tokenised, for those that cannot fit ``max_model_len`` tokens.
+        Raise RequestError without a chat template, for messages that it does not accept, and for those that cannot fit
+        ``max_model_len`` tokens. The last check comes before rendering if possible, and always before tokenizing.
         """
         if not (chat_template or getattr(self.hf, "chat_template", None)):
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
@@ -155,13 +155,13 @@ class HFTokenizer:
     ) -> str:
         """Return the text of a conversation.
 
-        Raise RequestError if a word is left out, or ``max_model_len`` too short.
+        Raise RequestError if a word was dropped, or it cannot fit ``max_model_len``.
         """
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
             text = render(prepared)
-        except Exception as error:  # whatever the template raises
+        except Exception as error:  # a template may raise anything
             raise RequestError(f"messages: the chat template does not take them: {error}") from None
         check_nothing_is_left_out(prepared, text, render)
         if max_model_len is not None:
@@ -171,15 +171,17 @@ class HFTokenizer:
     def content_formats(
         self, wanted: str = "auto", chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
     ) -> dict[str, Format]:
-        """Return the format of contents for each role: ``string`` or ``openai`` (lists of parts), or what the template
-        takes (``auto``)."""
+        """Return the content format of each role:
+
+        ``string``, ``openai`` (lists of parts), or what the template takes (``auto``).
+        """
         if wanted not in ("auto", *get_args(Format)):
             raise ConfigError(f"content_format must be one of auto, string, openai, not {wanted!r}")
         if wanted != "auto":
             return {"user": cast(Format, wanted)}
         try:
             template = self.hf.get_chat_template(chat_template, tools)
-        except ValueError as error:  # several templates, and none of them for all
+        except ValueError as error:  # several templates, and no default one
             raise RequestError(f"messages: {error}") from None
         if template not in self._formats:
             kept = dict(list(self._formats.items())[-MOST_TEMPLATES:])
@@ -188,21 +190,22 @@ class HFTokenizer:
 
 
 def check_chat_template(template: str) -> None:
-    """ConfigError, with the line, for what is no Jinja template; what it says of messages is not looked at."""
+    """Raise ConfigError, with the line, for invalid Jinja. What the template does with messages is not checked."""
     from jinja2 import TemplateSyntaxError
 
     try:
         render_jinja_template([[{"role": "user", "content": "hi"}]], chat_template=template)
     except TemplateSyntaxError as error:
         raise ConfigError(f"chat_template: line {error.lineno} is no Jinja template: {error.message}") from None
-    except Exception:  # whatever it raises where this message does not suit it
+    except Exception:  # it may raise anything for this message
         return
 
 
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
-    """OpenAI's messages as chat templates expect them, as vLLM does it. Raise RequestError for what is no conversation.
+    """Return OpenAI messages in the form that chat templates expect, as vLLM does.
 
-    Content in parts becomes one text, its parts on lines of their own; none is "". Arguments of tool calls are read.
+    Raise RequestError if ``messages`` is no conversation. Content in parts becomes one text with each part on its own
+    lines; no content becomes "". Arguments of tool calls are parsed.
     """
     if not messages or not _all_mappings(messages) or not all(isinstance(each.get("role"), str) for each in messages):
         raise RequestError('messages must be a list of {"role": …, "content": …}')
@@ -230,13 +233,13 @@ def _parts_of(content: Any) -> list[dict[str, str]]:
 
 
 def _said(part: Any) -> Any:
-    """Return a part of a message; a refusal that a client sends back is text."""
+    """Return a part of a message; a refusal that a client sends back becomes text."""
     is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
     return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _with_arguments_read(call: Any) -> Any:
-    """Return a tool call whose function's arguments are an object, which templates print, and not its JSON text."""
+    """Return a tool call with its arguments parsed from JSON, since templates print the object."""
     try:
         arguments = call["function"].get("arguments")
         read = json.loads(arguments or "{}") if arguments is None or isinstance(arguments, str) else arguments

@@ -81,7 +81,7 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
 
 
 def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineConfig) -> KVLayout:
-    """Replace what has a faster form, and prove by the probe that the model's code runs with it."""
+    """Replace parts with faster forms, and prove by the probe that the model's code runs with them."""
     model = code.module
     integers = IntegerLinears(model)
     if pack_experts(model) or integers.num_layers:
@@ -92,6 +92,6 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     except UnsupportedModelError as error:
         for each in replaced:
             each.undo()
-        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # of a model that is refused this raises again
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # a refused model raises again here
         logger.info("runs as it is, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

@@ -1,7 +1,7 @@
-"""Arithmetic of packed checkpoints: integers and scales, as safetensors hold them, back to weights.
+"""Arithmetic of packed checkpoints: integers and scales, as in safetensors files, back to weights.
 
-The functions take a layer's tensors, or some rows of them, as they are stored, and return its weight, [out, in] of a
-linear layer, in float32; `in_parts` rounds it once, to the model's dtype, a few rows at a time.
+The functions take a layer's stored tensors, or some of their rows. They return its weight, [out, in] for a linear
+layer, in float32. `in_parts` rounds it once to the model's dtype, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable
 import torch
 
 PART_ELEMENTS = 1 << 18
-"""Elements of a weight that are unpacked at once: what they take meanwhile, some 16 bytes each, is little."""
+"""Elements of a weight unpacked at once; each takes some 16 bytes meanwhile."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ's "gemm" layout has the eight columns of a word, lowest bits first."""
+"""Where AWQ's "gemm" layout stores the eight columns of a word, lowest bits first."""
 
 
 def in_parts(
     shape: tuple[int, int], unit: int, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
 ) -> torch.Tensor:
-    """A weight of ``shape`` in ``dtype``, of which ``part`` makes rows from the first to before the second number.
+    """Return a weight of ``shape`` in ``dtype``; ``part`` makes the rows between two numbers.
 
     Parts begin at multiples of ``unit``.
     """
@@ -33,9 +33,9 @@ def in_parts(
 
 
 def integers(words: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Unsigned integers of int32 ``words`` [rows, columns], lowest bits first: int32 [rows, columns · 32 / bits].
+    """Return the unsigned integers in int32 ``words`` [rows, columns], lowest bits first: [rows, columns · 32 / bits].
 
-    ``order``: where each word has its numbers, if not in order.
+    ``order``: the places of numbers within a word, if not in order.
     """
     places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
     return ((words[..., None] >> places) & (2**bits - 1)).flatten(1)
@@ -44,9 +44,9 @@ def integers(words: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> tor
 def grouped(
     numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float, groups: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(number - zero) · scale, of ``numbers`` [out, in]; scales and zeros [out, groups].
+    """Return (number - zero) · scale for ``numbers`` [out, in]; scales and zeros are [out, groups].
 
-    ``groups``: the group of each column, by default as many neighbours each as fit.
+    ``groups``: the group of each column; by default equally many neighbours.
     """
     columns = numbers.shape[1]
     if groups is None or bool((groups < 0).any()):
@@ -56,7 +56,10 @@ def grouped(
 
 
 def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """AWQ of 4 bits, "gemm": ``words`` [in, out / 8], ``zeros`` [groups, out / 8], ``scales`` [groups, out]."""
+    """Return the weight of 4-bit AWQ, "gemm":
+
+    ``words`` [in, out / 8], ``zeros`` [groups, out / 8], ``scales`` [groups, out].
+    """
     numbers, offsets = (integers(each, 4, AWQ_ORDER).T for each in (words, zeros))
     return grouped(numbers, scales.T, offsets)
 
@@ -64,9 +67,11 @@ def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch
 def gptq(
     words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor | None, bits: int, plus: int
 ) -> torch.Tensor:
-    """GPTQ: ``words`` [in · bits / 32, out], ``zeros`` [groups, out · bits / 32], ``scales`` [groups, out].
+    """Return the weight of GPTQ:
 
-    ``plus`` is what was taken from zeros before they were stored.
+    ``words`` [in · bits / 32, out], ``zeros`` [groups, out · bits / 32], ``scales`` [groups, out].
+
+    ``plus``: what was subtracted from zeros before they were stored.
     """
     offsets = (integers(zeros, bits) + plus) & (2**bits - 1)
     return grouped(integers(words.T.contiguous(), bits), scales.T, offsets.T, groups)
@@ -80,9 +85,11 @@ def packed_rows(
     groups: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
-    """compressed-tensors' "pack-quantized": ``words`` [out, in · bits / 32], ``scales`` [out, groups].
+    """Return the weight of compressed-tensors' "pack-quantized":
 
-    ``columns``: of the weight, which words may exceed; ``zeros``: words [out · bits / 32, groups], or none.
+    ``words`` [out, in · bits / 32], ``scales`` [out, groups].
+
+    ``columns``: of the weight; words may have more. ``zeros``: words [out · bits / 32, groups], or None.
     """
     middle = float(2 ** (bits - 1))
     offsets = middle if zeros is None else integers(zeros.T.contiguous(), bits).T[: len(words)]
@@ -96,9 +103,10 @@ def scaled(
     block: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """FP8 or int8 ``numbers`` [rows, columns], with one scale for all, per row, group or ``block``, in ``dtype``.
+    """Return FP8 or int8 ``numbers`` [rows, columns] times their scales, in ``dtype``.
 
-    Of experts, [experts, rows, columns], each has its own scales.
+    There is one scale for all, per row, per group or per ``block``. For experts, [experts, rows, columns], each has its
+    own.
     """
     if numbers.ndim == 3:
         whole = torch.empty(numbers.shape, dtype=dtype)

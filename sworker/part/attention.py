@@ -1,7 +1,7 @@
-"""How the rows of a prompt's part attend on a prefill worker: to the keys and values before them, and to their own.
+"""Attention of a prompt part's rows on a prefill worker, over the keys and values before them and their own.
 
-On a CPU an R-worker's own kernels compute it, over keys and values as the R-workers' caches store them: a token gets
-the bits there that the S-worker or an R-worker would give it (``PromptCache``). On a GPU torch's attention does.
+On a CPU an R-worker's own kernels compute it, over keys and values in the form of the R-workers' caches. So a token
+gets the same bits as on the S-worker or an R-worker (``PromptCache``). On a GPU torch's attention computes it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from fastdecode.sworker.run.prompts import (
 from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
-"""Rows of the attention that is timed, over as many keys before them."""
+"""Rows of the timed attention, over as many earlier keys."""
 
 SEQUENCE_ID = 0
-"""Number of the one sequence that a layer's cache holds at a time."""
+"""Id of the only sequence that a layer's cache holds at a time."""
 
 
 class LayerCache(Protocol):
-    """The part of ``_rworker.RWorker``, which says more, that a layer uses, and its index."""
+    """The methods of ``_rworker.RWorker`` that a layer and its index use."""
 
     def begin_step(self, controls: np.ndarray, mini_batches: list[np.ndarray]) -> None:
         """Begin a step: int64 CONTROL [n, 4], and SPAN [m, 4] of each mini-batch."""
 
     def run(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
-        """Store ``k`` and ``v``, and attend ``q``, into ``out``."""
+        """Store ``k`` and ``v``, and attend ``q`` into ``out``."""
 
     def end_step(self) -> object:
         """Commit what was stored."""
@@ -55,23 +55,23 @@ class LayerCache(Protocol):
         """Forget what was stored."""
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """A new sequence from stored bits."""
+        """Make a new sequence from stored bytes."""
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return keys and values as float32 [tokens, num_kv_heads, …]."""
 
     def export(self, sequence_id: int, start: int, num_tokens: int) -> np.ndarray:
-        """Return tokens as stored bits, and the state of recurrent layers if it is that after them."""
+        """Return tokens as stored bytes, and the state of recurrent layers if it is the one after these tokens."""
 
     def sequence_ids(self) -> list[int]:
-        """Return sequences that it holds."""
+        """Return the ids of its sequences."""
 
     def close(self) -> None:
         """Free everything; may be called twice."""
 
 
 MakeCache = Callable[[KVLayout], LayerCache]
-"""Makes a cache for the few layers of a layout, which holds the longest prompt, with threads that attend to it."""
+"""A function that makes a cache for a layout of few layers. It holds the longest prompt, and has its own threads."""
 
 
 class Rows(NamedTuple):
@@ -86,10 +86,10 @@ class PartAttention(Protocol):
     """Attends the rows of one part of a prompt, layer by layer."""
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
-        """o [rows, num_heads, value_head_dim] of the rows ``q`` [rows, num_heads, query_dim].
+        """Return o [rows, num_heads, value_head_dim] of the rows ``q`` [rows, num_heads, query_dim].
 
-        These are at positions ``start`` and on; ``kv`` has their own keys and values, and may reach beyond them. An
-        index layer's o is zeros; the layers that it picks for come after it.
+        The rows' positions begin at ``start``. ``kv`` has their own keys and values, and may reach further. An index
+        layer's o is zeros; the layers that use its picks follow it.
         """
 
     def close(self) -> None:
@@ -97,21 +97,21 @@ class PartAttention(Protocol):
 
 
 class LayerCaches:
-    """A cache for each kind of layer, which holds one layer of one prompt at a time.
+    """A cache for each kind of layer; it holds one layer of one prompt at a time.
 
-    Nothing of a layer is needed once its rows have attended, so that this takes a layer's keys and values, not a
-    model's. Layers alike, as most models' all are, share one. A layer that sees what an index picks has its index
+    A layer's data is not needed once its rows have attended. So this takes the keys and values of one layer, not of the
+    model. Equal layers share a cache, in most models all of them. A layer that uses an index's picks has the index
     beside it, which picks again for each such layer.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
-        """``layout``: with the dtype of the R-workers' caches, and their arithmetic."""
+        """``layout``: with the R-workers' KV dtype and arithmetic."""
         self.layout = layout
         self._make_cache = make_cache
         self._caches: dict[tuple[Layer, ...], LayerCache] = {}
 
     def filled(self, rows: Sequence[Rows], num_tokens: int) -> LayerCache:
-        """Return a cache of these layers with their first ``num_tokens``, as R-workers would store them."""
+        """Return a cache of these layers with their first ``num_tokens``, stored as R-workers store them."""
         shapes = self._shapes(rows)
         if shapes not in self._caches:
             self._caches[shapes] = self._make_cache(replace(self.layout, layers=shapes, kv_port=""))
@@ -124,7 +124,7 @@ class LayerCaches:
         return cache
 
     def attend(self, rows: Sequence[Rows], start: int) -> np.ndarray:
-        """o of the last layer's rows, at positions ``start`` and on, as ``PartAttention.attend`` has it."""
+        """Return o of the last layer's rows, whose positions begin at ``start``; see ``PartAttention.attend``."""
         first = start - len(rows[0].kv.prefix)
         try:
             cache = self.filled(rows, start)
@@ -133,7 +133,7 @@ class LayerCaches:
             self.clear(rows)
 
     def clear(self, rows: Sequence[Rows]) -> None:
-        """The cache of these layers holds nothing any more."""
+        """Empty the cache of these layers."""
         if cache := self._caches.get(self._shapes(rows)):
             release(cache)
 
@@ -144,14 +144,14 @@ class LayerCaches:
         self._caches.clear()
 
     def _shapes(self, rows: Sequence[Rows]) -> tuple[Layer, ...]:
-        """Return the layers as those of a cache of their own, an index first."""
+        """Return the layers as they are in their own cache, an index first."""
         *index, last = (self.layout.layers[each.layer] for each in rows)
         return (*index, last.reading(0 if index else -1))
 
 
 @contextmanager
 def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Iterator[None]:
-    """A step of the cache's sequence with ``num_rows`` rows from ``start`` on; abandoned where what it is for fails."""
+    """Open a step of the cache's sequence with ``num_rows`` rows from ``start`` on; abandon it on an error."""
     span = [SEQUENCE_ID, start, num_rows, mode]
     cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     try:
@@ -163,7 +163,7 @@ def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Ite
 
 
 def release(cache: LayerCache) -> None:
-    """``cache`` holds nothing any more."""
+    """Empty ``cache``."""
     if cache.sequence_ids():
         cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
         cache.end_step()
@@ -172,7 +172,7 @@ def release(cache: LayerCache) -> None:
 def _step(
     cache: LayerCache, mode: SpanMode, shapes: Sequence[Layer], rows: Sequence[Rows], tokens: slice
 ) -> np.ndarray:
-    """Store rows ``tokens`` of those after the prefix, and have those with queries attend; the last layer's o."""
+    """Store rows ``tokens`` of those after the prefix, and attend the rows with queries; return the last layer's o."""
     first = len(rows[0].kv.prefix) + tokens.start
     with step_of(cache, mode, first, tokens.stop - tokens.start):
         for number, (shape, each) in enumerate(zip(shapes, rows, strict=True)):
@@ -182,7 +182,7 @@ def _step(
 
 
 class StoredAttention:
-    """``PartAttention`` by an R-worker's kernels, over keys and values as R-workers' caches store them."""
+    """A ``PartAttention`` by an R-worker's kernels, over keys and values in the form of R-workers' caches."""
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
         self._caches = LayerCaches(layout, make_cache)
@@ -190,7 +190,7 @@ class StoredAttention:
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
-        if shape.ranks_tokens:  # for the layers that follow
+        if shape.ranks_tokens:  # for later layers
             self._index = rows
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         own = [self._index, rows] if shape.reads >= 0 and self._index else [rows]
@@ -202,9 +202,9 @@ class StoredAttention:
 
 
 class TorchAttention:
-    """``PartAttention`` by torch, where the model is: over keys and values as they are before they are stored.
+    """A ``PartAttention`` by torch on the model's device, over keys and values before they are stored.
 
-    Those of a prefix are read as an R-worker's cache has them, and rounded to the model's dtype.
+    Those of a prefix are read from an R-worker's form, and rounded to the model's dtype.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
@@ -217,7 +217,7 @@ class TorchAttention:
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
-        if isinstance(shape, Index):  # for the layers that follow
+        if isinstance(shape, Index):  # for later layers
             self._picked = picked(q, keys[:end], shape)
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         if not isinstance(shape, Attending):
@@ -241,10 +241,10 @@ class TorchAttention:
 
 
 def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, start: int) -> torch.Tensor:
-    """Return rows ``q`` at positions ``start`` and on attend to ``k`` and ``v``, which may reach beyond them.
+    """Return the attention of rows ``q``, whose positions begin at ``start``, to ``k`` and ``v``.
 
-    Where they do (tensor/sequence parallel), all keys are multiplied and the later ones masked: such code takes no
-    advantage of causality (KV-Runahead, section 4.1).
+    ``k`` and ``v`` may reach further (tensor/sequence parallel). All keys are then multiplied, and later ones masked:
+    such code cannot use causality (KV-Runahead, section 4.1).
     """
     end, v = start + len(q), values_of(k, v, layer)
     plain = not (layer.soft_cap or layer.sinks or layer.window or layer.alibi_slopes)
@@ -257,9 +257,9 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Att
 
 
 def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: torch.device) -> float:
-    """Return seconds of one layer's prompt attention for each query and key that are multiplied: the faster of two.
+    """Return one layer's seconds of prompt attention per pair of query and key, the faster of two trials.
 
-    Of the first layer that attends, or of an index and the first layer that it picks for, in the mean of both.
+    The layer is the first that attends, or an index with the first layer that uses its picks, as the mean of both.
     """
     numbered = list(enumerate(layout.layers))
     first = next(number for number, layer in numbered if layer.caches_rows)
@@ -275,7 +275,7 @@ def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: t
 
 
 def _attend_ones(attention: PartAttention, layout: KVLayout, number: int, device: torch.device) -> None:
-    """Have ``TIMED_ROWS`` rows of ones attend in a layer, and wait for them."""
+    """Let ``TIMED_ROWS`` rows of ones attend in a layer, and wait for the result."""
     layer, dtype = layout.layers[number], TORCH_DTYPE[layout.model_dtype]
     q, k, v = (torch.ones((TIMED_ROWS, *shape), dtype=dtype) for shape in layer.row_shapes[:3])
     keys, values = (to_numpy(torch.cat((each, each))) for each in (k, v))

@@ -1,4 +1,4 @@
-"""One part of a prompt through the unmodified model, on a prefill worker: its rows attend to the keys before them."""
+"""A prefill worker's forward of one prompt part through the unmodified model. Its rows attend to earlier keys."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.staging import pack, rows_of, to_numpy
 
 Exchange = Callable[[int, np.ndarray, np.ndarray], PromptKV]
-"""Called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].
+"""A function called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].
 
-Returns those of the prompt from position 0 to the part's end, or, where all parts gather all, to the prompt's end. It
-may wait, and raises what ends the computation.
+It returns those of the prompt from position 0 to the part's end; if all parts gather all, to the prompt's end. It may
+wait, and its exceptions end the computation.
 """
 
 Advance = Callable[[int, torch.Tensor], torch.Tensor]
-"""Called at each recurrent layer with its number and the part's payload rows, [rows, 1, elements]; returns their o.
+"""A function called at each recurrent layer with its number and payload rows, [rows, 1, elements]; it returns their o.
 
-It may wait for the state after the parts before, and raises what ends the computation.
+It may wait for the state after earlier parts, and its exceptions end the computation.
 """
 
 
 def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
-    """RuntimeError: nothing advances states."""
+    """Raise RuntimeError, since nothing advances states."""
     raise RuntimeError(f"layer {layer} is recurrent, and nothing advances its state by {len(rows)} rows")
 
 

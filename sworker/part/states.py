@@ -1,4 +1,4 @@
-"""How a part of a prompt advances states of recurrent layers on a prefill worker: by an R-worker's kernels."""
+"""How a prompt part advances states of recurrent layers on a prefill worker: by an R-worker's kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastdecode.sworker.part.attention import SEQUENCE_ID, LayerCache, MakeCache
 from fastdecode.sworker.run.staging import from_numpy, to_numpy
 
 FILLER = Dense(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, scale=1.0, window=1)
-"""A layer that attends, in whose blocks the state of a recurrent one lies."""
+"""An attending layer whose blocks hold the state of a recurrent one."""
 
 
 class PartStates:
-    """A cache for each kind of recurrent layer, which holds the state of one layer of one prompt at a time."""
+    """A cache for each kind of recurrent layer; it holds the state of one layer of one prompt at a time."""
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
-        """``layout``: with the dtype of the R-workers' caches, and their arithmetic."""
+        """``layout``: with the R-workers' KV dtype and arithmetic."""
         self.layout = layout
         self._make_cache = make_cache
         self._caches: dict[Recurrent, LayerCache] = {}
@@ -29,10 +29,10 @@ class PartStates:
     def advance(
         self, layer: int, rows: torch.Tensor, before: np.ndarray | None, start: int
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """o [rows, heads, value_dim] of payload ``rows`` [rows, 1, elements], and the state after them.
+        """Return o [rows, heads, value_dim] of payload ``rows`` [rows, 1, elements], and the state after them.
 
-        ``before``: that after the ``start`` tokens before them, uint8 [bytes] as R-workers lay it; None if there are
-        none.
+        ``before``: the state after the ``start`` earlier tokens, uint8 [bytes] in the R-workers' form; None if there
+        are none.
         """
         spec = self.layout.layers[layer]
         if not isinstance(spec, Recurrent):
@@ -62,13 +62,13 @@ class PartStates:
 
 
 def _alike(start: int, state: Recurrent) -> int:
-    """The fewest tokens after which a convolution has all its inputs, in the places that they have after ``start``."""
+    """Return the fewest tokens after which a convolution has all its inputs in the same places as after ``start``."""
     period = max(state.taps - 1, 1)
     return start if start < period else period + start % period
 
 
 def _step(cache: LayerCache, context_len: int, rows: np.ndarray, output: tuple[int, int]) -> np.ndarray:
-    """Advance the state by ``rows`` [rows, 1, elements]; their o."""
+    """Advance the state by ``rows`` [rows, 1, elements]; return their o."""
     o, none = np.empty((len(rows), *output), rows.dtype), np.empty((len(rows), 1, 0), rows.dtype)
     filler = np.zeros((len(rows), 1, FILLER.key_head_dim), rows.dtype)
     with step_of(cache, SpanMode.ATTEND, context_len, len(rows)):

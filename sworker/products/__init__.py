@@ -1,1 +1,1 @@
-"""Products of int8 codes, whose bits depend on nothing but the row: ``--quantization int8``."""
+"""Products of int8 codes, whose bits depend only on the row: ``--quantization int8``."""

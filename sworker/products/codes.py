@@ -1,4 +1,4 @@
-"""The weight of a linear layer as int8 codes, from when it is quantized until ranks have cut it and it is packed."""
+"""The weight of a linear layer as int8 codes, until ranks have cut it and it is packed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS = "expert_codes"
 """The attribute of an experts' module that holds the codes of each expert, by parameter."""
 
 MOST_BLOCK = 4096
-"""Elements that are mixed, at most."""
+"""Most elements that are mixed."""
 
 LANES = 16
 """Elements of a Hadamard matrix from which on several such parts of a row are mixed."""
@@ -29,11 +29,11 @@ FACTORS = (3, 5, 7)
 """Numbers of parts that a reflection mixes."""
 
 DEGREES = range(1, 17)
-"""Numbers of ranks for all of which a rotation stays within each rank's part of a row."""
+"""Numbers of ranks for which a rotation must stay within each rank's part of a row."""
 
 
 class Ranks(Protocol):
-    """The ranks that share a model, as one of them sees them (``sharding.Rank``)."""
+    """The interface of the ranks that share a model (``sharding.Rank``)."""
 
     @property
     def size(self) -> int:
@@ -51,9 +51,9 @@ class Ranks(Protocol):
 
 @dataclass
 class IntegerCodes:
-    """``codes``: int8 [outputs, inputs], rotated in ``block``s; ``scales``: float32 [outputs].
+    """A weight as codes. ``codes``: int8 [outputs, inputs], rotated in ``block``s; ``scales``: float32 [outputs].
 
-    ``rank``: whose part of the inputs this is; the sums of all ranks are added before they are scaled.
+    ``rank``: the rank whose part of the inputs this is. The sums of all ranks are added before they are scaled.
     """
 
     codes: torch.Tensor
@@ -62,11 +62,11 @@ class IntegerCodes:
     rank: Ranks | None = None
 
     def cut_outputs(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Keep what ``cut`` leaves of the outputs."""
+        """Apply ``cut`` to the outputs."""
         self.codes, self.scales = cut(self.codes).contiguous(), cut(self.scales).contiguous()
 
     def cut_inputs(self, name: str, rank: Ranks) -> None:
-        """Keep the part of the inputs of ``rank``. Raise ConfigError if a block would lie on two ranks."""
+        """Keep only the inputs of ``rank``. Raise ConfigError if a block would be on two ranks."""
         width = self.codes.shape[1]
         if width % (rank.size * self.block):
             raise ConfigError(
@@ -132,13 +132,13 @@ def set_codes(linear: Any, codes: IntegerCodes) -> None:
 
 
 def expert_codes_of(module: torch.nn.Module, part: str) -> list[IntegerCodes] | None:
-    """Return the codes of each expert that are not packed yet."""
+    """Return the codes of each expert that are not packed yet; None if there are none."""
     found: dict[str, list[IntegerCodes]] = module.__dict__.get(EXPERTS, {})
     return found.get(part)
 
 
 def cut_experts(name: str, codes: list[IntegerCodes], style: str, rank: Ranks) -> None:
-    """Leave each expert the part of ``rank``; gates and values are cut apart where they are packed."""
+    """Cut each expert to the part of ``rank``; packed gates and values are cut separately."""
     for each in codes:
         if style.endswith("rowwise"):
             each.cut_inputs(name, rank)

@@ -1,6 +1,6 @@
-"""Mixtures of experts in int8: rows are grouped by expert, and no row is added to fill a group.
+"""Mixtures of experts in int8. Rows are grouped by expert, and no row is added to fill a group.
 
-The experts' module is untouched: transformers looks up who computes experts by name, as in `experts.py` of 16 bits.
+The experts' module is not changed: transformers looks up by name who computes experts, as in `experts.py` for 16 bits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PRODUCTS = "expert_products"
 """The attribute of an experts' module that holds its :class:`ExpertProducts`."""
 
 PARTS = ("gate_up_proj", "down_proj")
-"""Parameters of experts: [experts, outputs, inputs], or [experts, inputs, outputs] where ``is_transposed``."""
+"""Parameters of experts: [experts, outputs, inputs], or [experts, inputs, outputs] if ``is_transposed``."""
 
 
 def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
-    """Quantize the experts of every module whose weights are known, one expert after the other."""
+    """Quantize the experts of every module with known weights, one expert after another."""
     maps, count = FileMaps(), 0
     for module in _known_experts(model):
         module.__dict__[EXPERTS] = {}
@@ -84,12 +84,12 @@ class ExpertProducts:
     """The packed experts of one layer."""
 
     def __init__(self, module: Any, codes: dict[str, list[IntegerCodes]]) -> None:
-        """``codes`` of each part; those of an expert go once it is packed."""
+        """``codes`` of each part; those of an expert are freed once it is packed."""
         self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
         self._rank = codes["down_proj"][0].rank
         self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
         self._width = codes["gate_up_proj"][0].codes.shape[1]
-        self.codes = codes  # without their memory, once packed
+        self.codes = codes  # weights without memory, once packed
         self._gates, self._downs = (_packed(codes[part]) for part in PARTS)
         for part, packed in zip(PARTS, (self._gates, self._downs), strict=True):
             own = _standing_for(packed, codes[part], self._dtype, module.is_transposed)
@@ -97,7 +97,7 @@ class ExpertProducts:
         self._activation = self._proven_activation(module)
 
     def forward(self, experts: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``rows`` [rows, hidden] through each row's experts ``index``, int64 [rows, k], weighted."""
+        """Return ``rows`` [rows, hidden] through each row's experts ``index``, int64 [rows, k], weighted."""
         x, k, chosen = as_rows(rows), index.shape[1], index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
         ends = torch.bincount(chosen, minlength=len(self._gates)).cumsum(0).tolist()
@@ -116,7 +116,7 @@ class ExpertProducts:
     def _multiplied(
         self, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
     ) -> torch.Tensor:
-        """Return each group's rows through its expert's weights."""
+        """Return each group's rows multiplied by its expert's weights."""
         out = torch.empty(len(x), columns, dtype=x.dtype)
         rows, kind, threads = array(x), activation or "none", torch.get_num_threads()
         if packed is self._downs and self._rank:
@@ -130,7 +130,7 @@ class ExpertProducts:
     def _multiply_with_ranks(
         self, rank: Ranks, groups: list[tuple[int, slice]], rows: Any, out: Any, kind: str
     ) -> None:
-        """One scale for a row over all ranks, and one sum, as in ``IntegerProduct``."""
+        """Multiply with one scale per row over all ranks, and one sum, as in ``IntegerProduct``."""
         peaks, sums = torch.empty(len(rows)), torch.empty(out.shape, dtype=torch.int32)
         threads = torch.get_num_threads()
         for expert, own in groups:
@@ -143,7 +143,7 @@ class ExpertProducts:
             self._downs[expert].scale(sums.numpy()[own], peaks.numpy()[own], out[own], self._isa, threads)
 
     def _proven_activation(self, experts: Any) -> str:
-        """Return the kernels' activation that gives what the module's own gate gives; "" if none does."""
+        """Return the kernels' activation that equals the module's own; "" if none does."""
         if self._rank or experts.has_bias:
             return ""
         x = as_rows(torch.randn(PROOF_ROWS, self._width, generator=torch.Generator()).to(self._dtype))
@@ -162,7 +162,7 @@ class ExpertProducts:
 def integer_experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """See ``ExpertProducts.forward``; experts that were not quantized are computed as they are without it."""
+    """Compute quantized experts; see ``ExpertProducts.forward``. Others are computed without this function."""
     products = experts.__dict__.get(PRODUCTS)
     compute = products.forward if products else experts_forward
     found: torch.Tensor = compute(experts, hidden_states, top_k_index, top_k_weights)
@@ -170,7 +170,7 @@ def integer_experts_forward(
 
 
 def _packed(codes: list[IntegerCodes]) -> list[Any]:
-    """Pack each expert; its plain codes go at once."""
+    """Pack each expert, and free its plain codes at once."""
     threads, packed = torch.get_num_threads(), []
     for each in codes:
         packed.append(_sworker.IntegerWeights(each.codes.numpy(), each.scales.numpy(), None, each.block, threads))
@@ -195,7 +195,7 @@ def _standing_for(
 
 
 def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Return the sum over dim 1 in float32, the first part first: its bits depend on no other row."""
+    """Return the float32 sum over dim 1, in order. Its bits depend on no other row."""
     total = parts[:, 0].float()
     for index in range(1, parts.shape[1]):
         total = total + parts[:, index].float()

@@ -1,6 +1,6 @@
-"""Gated feed-forward layers in two calls: gate and up in one product; activation, rotation and product of down in one.
+"""Gated feed-forward layers in two calls: one product for gate and up; then activation, rotation and product of down.
 
-The module's code is untouched: it gets a ``forward`` of its own where that proves equal on random rows.
+The module's code is not changed. It gets its own ``forward`` if that proves equal on random rows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "gate_up_proj", "down_proj"))
-"""Names of a module's layers: gate, up, down."""
+"""Names of a module's gate, up and down layers."""
 
 
 class GatedLayers:
-    """The gated layers of a model that were replaced; they can be put back."""
+    """The gated layers of a model that were replaced; they can be restored."""
 
     def __init__(self, model: torch.nn.Module, linears: IntegerLinears) -> None:
         """Replace whatever proves equal."""
@@ -35,11 +35,11 @@ class GatedLayers:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that were replaced."""
+        """The number of replaced layers."""
         return len(self._replaced)
 
     def undo(self) -> None:
-        """Give every module its class's ``forward`` back."""
+        """Restore every module's own ``forward``."""
         for module in self._replaced:
             del module.__dict__["forward"]
         self._replaced.clear()
@@ -59,7 +59,10 @@ class GatedLayers:
             self._replaced.append(module)
 
     def _products_of(self, module: torch.nn.Module) -> tuple[IntegerProduct, IntegerProduct] | None:
-        """The products of gate and up, and of down, where all are of integers, fit, and nothing is hooked to them."""
+        """Return the products of gate and up, and of down.
+
+        Return None unless all are integer products that fit, without hooks.
+        """
         children = dict(module.named_children())
         for names in NAMES:
             layers = [children.get(name) for name in names]
@@ -72,7 +75,7 @@ class GatedLayers:
         return None
 
     def _proven(self, module: Any, first: IntegerProduct, second: IntegerProduct) -> str | None:
-        """Return the activation with which two calls give what the module's own code gives; None if none does."""
+        """Return the activation for which two calls equal the module's own code; None if none does."""
         dtype = first.dtype
         rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(dtype)
         try:

@@ -1,4 +1,4 @@
-"""The C++ products of integers: which instruction set this process uses, proven exact before it is used."""
+"""The C++ integer products: the instruction set of this process, proven exact before it is used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastdecode.core.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 LIMITED_TO = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
-"""Kernels that FASTDECODE_ISA allows, which holds R-workers to an instruction set, too; other values allow all."""
+"""Kernels that each FASTDECODE_ISA allows, which also limits R-workers; other values allow all."""
 
 PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)), (8192, 3))
-"""Widths and numbers of rows that are tried: every number that one pass may have, and several passes."""
+"""Widths and row counts that are tested: every count of one pass, and several passes."""
 
 
 @functools.cache
@@ -40,14 +40,14 @@ def integer_isa() -> str:
 
 
 def use_openmp() -> None:
-    """Have the kernels run on the threads of the OpenMP that torch brought into the process, if any."""
+    """Run the kernels on the threads of torch's OpenMP, if there is one."""
     region = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if region is not None:
         _sworker.use_openmp(ctypes.cast(region, ctypes.c_void_p).value or 0)
 
 
 def is_exact(isa: str) -> bool:
-    """Say whether products with ``isa`` are those of exact integers, for the largest codes of either sign as well."""
+    """Return whether products with ``isa`` equal those of exact integers, also for the largest codes of either sign."""
     return all(_is_exact(isa, width, num_rows) for width, num_rows in PROOF_SHAPES)
 
 
@@ -68,11 +68,11 @@ def _is_exact(isa: str, width: int, num_rows: int) -> bool:
 
 
 def as_rows(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` [..., width] as contiguous [rows, width], in float32 where the kernels do not know their dtype."""
+    """Return ``rows`` [..., width] as contiguous [rows, width], in float32 if the kernels lack their dtype."""
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     return flat if flat.dtype in (torch.float32, torch.bfloat16) else flat.float()
 
 
 def array(rows: torch.Tensor) -> Any:
-    """Return the memory of a contiguous tensor as a numpy array; bfloat16 as its bits."""
+    """Return a contiguous tensor's memory as a numpy array; bfloat16 as its bits."""
     return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()

@@ -1,6 +1,6 @@
-"""The linear layers of a model, quantized as it is loaded and packed once ranks have cut them.
+"""A model's linear layers, quantized while it is loaded, and packed after ranks have cut them.
 
-A layer's code is untouched: it gets a ``forward`` of its own, and layers that read the same rows share one product.
+A layer's code is not changed. It gets its own ``forward``, and layers that read the same rows share one product.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 logger = logging.getLogger(__name__)
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that read the same rows, which are quantized once."""
+"""Names of sibling layers that read the same rows, which are then quantized once."""
 
 KEPT_NAMES = ("router", "indexer", "kv_b_proj")
-"""Parts of names of layers that stay as they are: they choose experts or tokens, or R-workers multiply them."""
+"""Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers multiply with them."""
 
 
 def quantize_linears(
     model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes], with_cut_inputs: Container[str]
 ) -> None:
-    """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight goes as soon as it is read.
+    """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight is freed once it is read.
 
-    ``published``: codes that the checkpoint has, by the name of the weight; they are kept and not rotated.
+    ``published``: codes from the checkpoint, by weight name; they are kept and not rotated.
     ``with_cut_inputs``: names of layers of which ranks have parts of the inputs each.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -75,7 +75,7 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
     kind: Any = type(module)
     if not multiplies_alone(kind):
         return False
-    # Few outputs take no time and decide much, as gates of experts do; sums of so many inputs might exceed 32 bits.
+    # Few outputs take no time and decide much, as experts' gates do. Sums of too many inputs might exceed 32 bits.
     if module.out_features < 16 or module.in_features > 130_000:
         return False
     if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
@@ -85,7 +85,7 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
 
 @functools.cache
 def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
-    """Return whether layers of ``kind`` compute what ``nn.Linear`` computes: a subclass may do something else."""
+    """Return whether ``kind`` computes what ``nn.Linear`` does; a subclass may do something else."""
     if kind is torch.nn.Linear:
         return True
     rows, weight, bias = (torch.randn(shape, generator=torch.Generator()) for shape in ((3, 8), (5, 8), (5,)))
@@ -94,12 +94,12 @@ def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
         layer.weight.data, layer.bias.data = weight, bias
         with torch.inference_mode():
             return torch.allclose(layer(rows), F.linear(rows, weight, bias), atol=1e-6)
-    except Exception:  # a kind that is made otherwise
+    except Exception:  # a kind with another constructor
         return False
 
 
 def expert_counts(hf_config: Any) -> set[int]:
-    """Return the numbers of experts of the model: a layer with so many outputs is a router."""
+    """Return the model's numbers of experts. A layer with so many outputs is a router."""
     text_config = hf_config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return {int(getattr(text_config, name, None) or 0) for name in names} - {0}
@@ -111,14 +111,14 @@ def num_attention_heads(hf_config: Any) -> int:
 
 
 class IntegerLinears:
-    """The quantized linear layers of a model, packed; nothing gives them their weights back."""
+    """The packed, quantized linear layers of a model. Their weights cannot be restored."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Pack every layer that has codes. Raise ModelLoadError if a product is not exact."""
         self.num_layers = 0
         self._proven: set[tuple[object, ...]] = set()
         self.products: dict[int, IntegerProduct] = {}
-        """By ``id`` of the layer."""
+        """Products by ``id`` of the layer."""
         for linears in list(_groups(model)):
             self._pack(linears)
         if self.num_layers:
@@ -143,10 +143,10 @@ class IntegerLinears:
 
 
 class IntegerProduct(SharedProduct):
-    """One product of integers for the layers that read the same rows."""
+    """One integer product for layers that read the same rows."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], codes: Sequence[IntegerCodes]) -> None:
-        """``codes``: of each layer, all with one block."""
+        """``codes``: those of each layer, all with the same block."""
         self._own_dtype = linears[0].weight.dtype
         self._widths = [len(each.codes) for each in codes]
         self.width, self.block, self._rank = codes[0].codes.shape[1], codes[0].block, codes[0].rank
@@ -166,23 +166,23 @@ class IntegerProduct(SharedProduct):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the layers' rows."""
+        """The dtype of the layers' rows."""
         return self._own_dtype
 
     @property
     def num_outputs(self) -> int:
-        """Outputs of all its layers."""
+        """The number of outputs of all its layers."""
         return sum(self._widths)
 
     def weight(self, index: int) -> torch.Tensor:
-        """See ``SharedProduct.weight``: what the codes stand for."""
+        """See ``SharedProduct.weight``: the weight that the codes stand for."""
         first = sum(self._widths[:index])
         own = slice(first, first + self._widths[index])
         codes = torch.from_numpy(self._weights.unpack())[own]
         return unrotated(codes.float() * self._scales[own, None], self.block).to(self._own_dtype)
 
     def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """[..., inputs] → [..., outputs]; with an activation, inputs are gates and then values."""
+        """Return [..., outputs] for [..., inputs]. With an activation, inputs are gates and then values."""
         x = as_rows(rows)
         out = torch.empty(len(x), self.num_outputs, dtype=x.dtype)
         threads = torch.get_num_threads()
@@ -193,7 +193,7 @@ class IntegerProduct(SharedProduct):
         return out.view(*rows.shape[:-1], -1).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
-        """One scale for a row over all ranks, and one sum: the same bits as one rank has."""
+        """Multiply with one scale per row over all ranks, and one sum, so that the bits equal those of one rank."""
         peaks, sums = torch.empty(len(x)), torch.empty(out.shape, dtype=torch.int32)
         self._weights.find_peaks(x, peaks.numpy(), activation, self._isa, threads)
         peaks = torch.stack(rank.gather(peaks)).amax(0)
@@ -202,7 +202,7 @@ class IntegerProduct(SharedProduct):
         self._weights.scale(sums.numpy(), peaks.numpy(), out, self._isa, threads)
 
     def check(self, codes: torch.Tensor, num_outputs: int = 512) -> None:
-        """Raise ModelLoadError if the sums of extreme and random rows are not those of exact integers."""
+        """Raise ModelLoadError unless the sums of extreme and random rows are exact."""
         rows = torch.randint(-127, 128, (16, self.width), generator=torch.Generator()).float()
         rows[0], rows[1], rows[2, ::2] = 127.0, -127.0, 127.0
         sums = torch.empty(len(rows), self.num_outputs, dtype=torch.int32)
@@ -222,7 +222,7 @@ class IntegerProduct(SharedProduct):
 
 
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
-    """Yield every layer with codes, together with those that share its rows."""
+    """Yield every layer with codes, grouped with those that read the same rows."""
     seen: set[int] = set()
     for module in model.modules():
         children = dict(module.named_children())
@@ -237,7 +237,10 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 
 
 def _can_share(linears: Sequence[Any]) -> bool:
-    """Return layers of one input size, all with codes and with a bias or none, whose rows no other rank shares."""
+    """Return whether these layers can share a product.
+
+    They need one input size, codes, a bias each or none, and rows that no other rank shares.
+    """
     codes = [codes_of(linear) for linear in linears]
     kinds = {
         (each.codes.shape[1], each.block, linear.bias is None)

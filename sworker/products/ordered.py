@@ -1,4 +1,4 @@
-"""Small products of floats in one fixed order: routers and gates, whose rows then get the same bits in any company."""
+"""Small float products in one fixed order: routers and gates, whose rows get the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastdecode.sworker.products.linears import expert_counts
 
 
 class OrderedWeight(torch.nn.Parameter):
-    """A weight [outputs, inputs] whose ``F.linear`` adds in one order; whatever else is done with it is torch's."""
+    """A weight [outputs, inputs] whose ``F.linear`` adds in one order. Other uses are torch's."""
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> OrderedWeight:
-        """Return ``weight`` as such; its memory is shared."""
+        """Return ``weight`` in this class; memory is shared."""
         ordered: OrderedWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
         return ordered
 
@@ -30,7 +30,7 @@ class OrderedWeight(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return every use of the parameter comes here."""
+        """Handle every use of the parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear and not kwargs and args[1].ndim == 2:
                 return ordered_linear(*args)
@@ -38,7 +38,7 @@ class OrderedWeight(torch.nn.Parameter):
 
 
 def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear`` in float32, in one order, rounded to the rows' dtype."""
+    """Return ``F.linear`` computed in float32 in one order, rounded to the rows' dtype."""
     x = rows.detach().reshape(-1, rows.shape[-1]).float().contiguous()
     out = torch.empty(len(x), len(weight))
     own = weight.detach().float().contiguous()
@@ -48,13 +48,13 @@ def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def order_products(model: torch.nn.Module, hf_config: Any) -> int:
-    """Have routers and small linear layers that are not quantized multiply in one order; return their number."""
+    """Make routers and small unquantized linear layers multiply in one order; return their number."""
     counts, found = expert_counts(hf_config), 0
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.ndim != 2 or isinstance(weight, PackedWeight | OrderedWeight):
             continue
-        # torch is much faster with large weights
+        # torch is much faster for large weights
         is_router = "Router" in type(module).__name__ or len(weight) in counts
         is_small = type(module) is torch.nn.Linear and "forward" not in vars(module)
         if (is_router or is_small) and weight.numel() <= 1 << 22 and weight.device.type == "cpu":

@@ -1,16 +1,16 @@
-"""CUDA graphs of the model's code between two attention calls: a decode step that runs no Python of the model.
+"""CUDA graphs of the model's code between attention calls: a decode step without the model's Python.
 
-A segment runs from one layer's o to the next layer's q, k and v; the first begins with the token ids, the last ends
-with the logits. A graph computes what was captured on the addresses it was captured on, so whatever enters or leaves
-a segment lies in static rows::
+A segment runs from one layer's o to the next layer's q, k and v. The first begins with the token ids, the last ends
+with the logits. A graph computes on the addresses of its capture, so the inputs and outputs of a segment are static
+rows::
 
-    token ids, positions ─▶ │ graph 0 │ ─▶ q, k, v ─▶ Staging.send … collect ─▶ o ─▶ │ graph 1 │ ─▶ … ─▶ logits
+token ids, positions ─▶ │ graph 0 │ ─▶ q, k, v ─▶ Staging.send … collect ─▶ o ─▶ │ graph 1 │ ─▶ … ─▶ logits
 
-Mini-batches alternate, so between two segments of one those of another run. What the model keeps meanwhile (the
-residual stream, cos and sin) lies in the graphs' memory pool: each mini-batch has a pool, static rows and graphs of
-its own. The row counts of one mini-batch share them, as only one of them runs in a step. Static rows are read and
-written on the compute stream alone, in the order of its work (staging gathers q, k and v in a buffer of its own), so
-none needs an event.
+Mini-batches alternate, so between two segments of one, those of another run. What the model keeps meanwhile (the
+residual stream, cos and sin) is in the graphs' memory pool. So each mini-batch has its own pool, static rows and
+graphs. The row counts of one mini-batch share them, as only one of them runs in a step. Static rows are read and
+written only on the compute stream, in the order of its work (staging gathers q, k and v in its own buffer), so no
+events are needed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from fastdecode.sworker.run.staging import PackedRows, Staging, rows_of
 logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
-"""Rows that are captured; a mini-batch is padded to the next. With more the GPU computes longer than a launch takes."""
+"""Row counts that are captured; a mini-batch is padded to the next.
+
+With more rows, the GPU computes longer than a launch takes.
+"""
 
 WARM_UPS = 3
-"""Forwards before a capture, in which libraries set up what a capture must not (torch's manual: a few)."""
+"""Forwards before a capture, for library set-up that must not be captured (torch's manual: a few)."""
 
 
 class GraphRecorder:
-    """The part of ``torch.cuda`` that :class:`ModelGraphs` needs; tests put a stand-in here."""
+    """The part of ``torch.cuda`` that :class:`ModelGraphs` uses. Tests replace it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,8 +52,8 @@ class GraphRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Work on a stream of its own, as every capture must; whatever is under way ends first."""
-        gc.collect()  # in a capture, what is collected could call into CUDA
+        """Work on a separate stream, as every capture must, after all pending work."""
+        gc.collect()  # during a capture, garbage collection could call into CUDA
         torch.cuda.synchronize(self._device)
         try:
             with torch.cuda.stream(self._stream):
@@ -63,9 +66,9 @@ class GraphRecorder:
         return torch.cuda.graph_pool_handle()
 
     def begin(self, pool: Any) -> Any:
-        """Capture from here on; returns the graph, which has ``replay()`` once it was ended."""
+        """Begin a capture; return the graph, which has ``replay()`` after the capture."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # R-workers' threads go on
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # R-workers' threads continue
         return graph
 
     def end(self, graph: Any) -> None:
@@ -75,7 +78,7 @@ class GraphRecorder:
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Static rows at one attention call: q [rows, num_heads, query_dim], k, v, and o [rows, num_heads, …]."""
+    """Static rows of one attention call: q [rows, num_heads, query_dim], k, v, and o [rows, num_heads, …]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -85,7 +88,7 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """The model's forward over a fixed number of rows: one graph more than it has attention calls.
+    """The model's forward over a fixed number of rows, with one graph more than attention calls.
 
     ``input_ids``, ``position_ids``: int64 [1, rows]; ``logits`` [rows, vocab].
     """
@@ -97,7 +100,7 @@ class CapturedForward:
     logits: torch.Tensor
 
     def replay(self, attend: Callable[[int, AttentionRows], None]) -> None:
-        """Compute ``logits`` of ``input_ids``; ``attend(layer, rows)`` fills ``rows.o``."""
+        """Compute ``logits`` from ``input_ids``; ``attend(layer, rows)`` fills ``rows.o``."""
         for layer, rows in enumerate(self.attention):
             self.graphs[layer].replay()
             attend(layer, rows)
@@ -105,7 +108,7 @@ class CapturedForward:
 
 
 class CudaGraphForward:
-    """One mini-batch's way through its graphs; to the pipeline the same as a ``MiniBatchForward``."""
+    """One mini-batch's forward by graphs. To the pipeline it looks like a ``MiniBatchForward``."""
 
     def __init__(self, mini_batch: int, packed: PackedRows, captured: CapturedForward, staging: Staging) -> None:
         self.mini_batch = mini_batch
@@ -114,7 +117,7 @@ class CudaGraphForward:
         self._packed, self._captured, self._staging = packed, captured, staging
 
     def _run(self) -> torch.Tensor:
-        """Logits of every row, [num_rows, vocab]; rows of padding compute what a step before left in their place."""
+        """Return logits of every row, [num_rows, vocab]. Padding rows compute on leftovers of earlier steps."""
         packed, captured = self._packed, self._captured
         width = packed.input_ids.shape[1]
         captured.input_ids[:, :width].copy_(packed.input_ids)
@@ -131,17 +134,17 @@ class CudaGraphForward:
 
 
 class ModelGraphs:
-    """The graphs of a model: those of each mini-batch, largest row count first.
+    """The graphs of a model, by mini-batch, largest row count first.
 
-    They are captured when the engine starts, as vLLM's are: the first steps are measured for the load limit, and the
-    prompt scratch is sized by the memory that is left.
+    They are captured when the engine starts, as in vLLM. The first steps are measured for the load limit, and the
+    prompt scratch is sized by the memory that remains.
     """
 
     def __init__(self, code: ModelCode, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
-        """For up to ``max_rows`` rows in each mini-batch.
+        """Capture graphs of up to ``max_rows`` rows for each mini-batch.
 
-        A model that cannot be captured, as it reads values back from the GPU, or whose graphs do not prove equal,
-        runs eagerly, with a warning.
+        A model runs without graphs, with a warning, if it reads values back from the GPU, or if its graphs do not prove
+        equal.
         """
         smaller = sum(count < max_rows for count in ROW_COUNTS)
         counts = ROW_COUNTS[: smaller + 1]
@@ -155,11 +158,11 @@ class ModelGraphs:
 
     @property
     def row_counts(self) -> list[int]:
-        """Return the row counts that were captured, smallest first; empty where the model runs eagerly."""
+        """The captured row counts, smallest first; empty if the model runs without graphs."""
         return sorted(self._captured[0]) if self._captured else []
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> CudaGraphForward | None:
-        """Return a way through the graphs, where there are some for so many rows, all of them decodes."""
+        """Return a forward by graphs, if there are some for so many rows and all rows are decodes; else None."""
         fitting = [count for count in self.row_counts if count >= packed.num_rows]
         if not fitting or packed.prompt_rows or packed.num_sampled != packed.num_rows:
             return None
@@ -167,13 +170,13 @@ class ModelGraphs:
 
 
 class _Capture:
-    """Captures one mini-batch's graphs, which share static rows and a memory pool; ``forwards`` has the result."""
+    """Captures one mini-batch's graphs, which share static rows and a memory pool. ``forwards`` has the result."""
 
     def __init__(self, code: ModelCode, recorder: GraphRecorder, counts: tuple[int, ...]) -> None:
         self._code, self._recorder, self._pool = code, recorder, recorder.pool()
         self._max_rows, self._device = counts[-1], code.device
         self._static: dict[tuple[object, ...], torch.Tensor] = {}
-        # The largest first: the smaller ones find room in what it leaves of the pool.
+        # Largest first, so that smaller ones fit into the pool that it leaves.
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
 
     def _capture(self, count: int) -> CapturedForward:
@@ -188,7 +191,7 @@ class _Capture:
         try:
             captured = self._run(count, graphs, next_graph)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # a capture that failed ends with another error
+            with contextlib.suppress(RuntimeError):  # a failed capture ends with another error
                 self._recorder.end(graphs[-1])
             raise
         self._recorder.end(graphs[-1])
@@ -196,7 +199,7 @@ class _Capture:
         return captured
 
     def _run(self, count: int, graphs: list[Any], attend: Callable[[AttentionRows], None]) -> CapturedForward:
-        """The model's own forward over the first ``count`` static rows; ``attend`` is called in its attention calls."""
+        """Run the model's forward over the first ``count`` static rows; call ``attend`` in its attention calls."""
         input_ids, position_ids = (self._rows(name, count, (), torch.int64)[None] for name in ("ids", "positions"))
         attention: list[AttentionRows] = []
 
@@ -217,18 +220,18 @@ class _Capture:
         return CapturedForward(input_ids, position_ids, graphs, attention, logits)
 
     def _kept(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` copied into static ones: no later segment may use their memory again."""
+        """Return ``rows`` copied into static rows, so that no later segment reuses their memory."""
         return self._rows(name, len(rows), rows.shape[1:], rows.dtype).copy_(rows)
 
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``count`` static rows of a name; all layers of one shape use the same."""
+        """Return the first ``count`` static rows of a name. All layers of one shape share them."""
         key = (name, *shape, dtype)
-        if key not in self._static:  # in the first warm-up, so never in a graph's own memory
+        if key not in self._static:  # in the first warm-up, and so never in a graph's own memory
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
         return self._static[key][:count]
 
     def _prove(self, captured: CapturedForward, count: int) -> None:
-        """Raise RuntimeError if the graphs differ from the model's own forward, over tokens that were not captured."""
+        """Raise RuntimeError if the graphs differ from the model's own forward, on tokens that were not captured."""
 
         def values_as_o(rows: AttentionRows) -> None:
             values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]

@@ -1,4 +1,4 @@
-"""The hand-off of a model on a GPU: pinned buffers, copy streams and events instead of waiting."""
+"""Staging of a model on a GPU: pinned buffers, copy streams and events, so that the thread never waits."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fastdecode.core.protocols import AttentionBackend
 from fastdecode.sworker.run.staging import from_numpy, to_numpy
 
 SPIN_POLLS = 300
-"""Polls in a row before an idle S-worker sleeps between them: some hundred microseconds."""
+"""Consecutive polls before an idle S-worker sleeps between polls: some hundred microseconds."""
 
 SLEEP_SECONDS = 30e-6
-"""How long it sleeps then."""
+"""Seconds of such a sleep."""
 
 
 class CudaDevice:
-    """The part of ``torch.cuda`` that :class:`CudaStaging` needs; tests put a stand-in here."""
+    """The part of ``torch.cuda`` that :class:`CudaStaging` uses. Tests replace it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def stream(self) -> Any:
-        """Return a new stream beside the one that computes."""
+        """Return a new stream, separate from the compute stream."""
         return torch.cuda.Stream(self.device)
 
     def compute_stream(self) -> Any:
-        """Return the stream the model runs on."""
+        """Return the stream that the model runs on."""
         return torch.cuda.current_stream(self.device)
 
     def event(self, timing: bool = False) -> Any:
@@ -46,17 +46,22 @@ class CudaDevice:
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
-        """Return whether a host tensor is page-locked already."""
+        """Return whether a host tensor is already page-locked."""
         return host.is_pinned()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Queue a copy on ``stream``; both sides contiguous, the host's pinned, so that it is one DMA transfer."""
+        """Queue a copy on ``stream``.
+
+        Both sides are contiguous and the host side is pinned, so it is one DMA transfer.
+        """
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
 
 class CudaStaging:
-    """Staging of a model on a GPU: pinned buffers, a down and an up stream; the thread never waits for the GPU.
+    """Staging of a model on a GPU: pinned buffers, and a stream each for down and up.
+
+    The thread never waits for the GPU.
 
     With two mini-batches, per layer::
 
@@ -79,7 +84,7 @@ class CudaStaging:
             transfer.phase = Phase.IDLE
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See ``Staging.send``; first hands over the rows of others that came down while this one was launched."""
+        """See ``Staging.send``. It first submits the rows of other mini-batches that came down meanwhile."""
         for transfer in self._transfers.values():
             transfer.poll()
         if mini_batch not in self._transfers:
@@ -87,7 +92,7 @@ class CudaStaging:
         self._transfers[mini_batch].send(layer, q, k, v)
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """See ``Staging.next_ready``; waits here, as every mini-batch under way must be moved on meanwhile."""
+        """See ``Staging.next_ready``. It waits here, since every mini-batch under way must be advanced meanwhile."""
         polls = 0
         while not (ready := [each for each in mini_batches if self._transfers[each].poll()]):
             polls += 1
@@ -96,19 +101,19 @@ class CudaStaging:
         return ready[0]
 
     def collect(self, mini_batch: int) -> torch.Tensor:
-        """See ``Staging.collect``; the compute stream may use it, the copy itself need not have ended."""
+        """See ``Staging.collect``. The compute stream may use o although its copy may not have ended."""
         return self._transfers[mini_batch].receive()
 
     def mark(self) -> None:
         self._stopwatch.mark()
 
     def device_seconds(self) -> float | None:
-        """See ``Staging.device_seconds``; for the end of a step, as it waits for the last mark."""
+        """See ``Staging.device_seconds``. Call it at the end of a step, since it waits for the last mark."""
         return self._stopwatch.seconds()
 
 
 class Phase(Enum):
-    """The place of a mini-batch's rows."""
+    """Where a mini-batch's rows are."""
 
     IDLE = "the model computes"
     SENDING = "on their way down to the host"
@@ -119,10 +124,10 @@ class Phase(Enum):
 class _Transfer:
     """One mini-batch's buffers, events and phase.
 
-    Each buffer has one address for as long as the rows fit, so that CUDA graphs may later be captured between
-    attention calls. None needs ``record_stream``: a send begins only after the compute stream was told to wait for the
-    o before it, and that o left only after the send before it had ended, so no stream still uses what is overwritten
-    (but after an abandoned step, whose late copies are not read).
+    A buffer keeps its address as long as the rows fit, so that CUDA graphs can be captured between attention calls.
+    None needs ``record_stream``. A send begins only after the compute stream was told to wait for the previous o, and
+    that o left only after the previous send had ended. So no stream still uses what is overwritten. (Late copies of an
+    abandoned step are not read.)
     """
 
     def __init__(self, mini_batch: int, backend: AttentionBackend, gpu: CudaDevice, down: Any, up: Any) -> None:
@@ -135,14 +140,14 @@ class _Transfer:
         self._rows: list[torch.Tensor] = []
 
     def send(self, layer: int, *qkv: torch.Tensor) -> None:
-        """Gather q, k, v in one buffer on the device and queue its copy down."""
+        """Gather q, k, v in one buffer on the device, and queue its copy down."""
         self._layer, self._dtype = layer, qkv[0].dtype
         shapes = [rows.shape for rows in qkv]
         sizes = [rows.numel() for rows in qkv]
         gathered = self._qkv.room(sum(sizes), self._dtype)
         landing = self._pinned_qkv.room(sum(sizes), self._dtype)
-        # Allocated before `computed`: memory the compute stream still reads must not be written by the up stream.
-        # Where values are not sent, being the first dims of keys, they are no wider than these.
+        # Allocate before `computed`, since the up stream must not write memory that the compute stream still reads.
+        # Values that are the first dims of keys are not sent, and are no wider than keys.
         self._o.room(shapes[0][0] * shapes[0][1] * (shapes[2][2] or shapes[1][2]), self._dtype)
         for part, rows in zip(gathered.split(sizes), qkv, strict=True):
             part.view(rows.shape).copy_(rows)
@@ -154,7 +159,7 @@ class _Transfer:
         self.phase = Phase.SENDING
 
     def poll(self) -> bool:
-        """Move on as far as possible without waiting; True when o can be collected."""
+        """Advance as far as possible without waiting; return True when o can be collected."""
         if self.phase is Phase.SENDING and self._sent.query():
             self._backend.submit(self._mini_batch, self._layer, *map(to_numpy, self._rows))
             self.phase = Phase.ATTENDING
@@ -163,7 +168,7 @@ class _Transfer:
         return self.phase is Phase.READY
 
     def receive(self) -> torch.Tensor:
-        """Queue o's copy up and make the compute stream, not the thread, wait for it."""
+        """Queue o's copy up, and make the compute stream wait for it, not the thread."""
         o = from_numpy(self._backend.collect(self._mini_batch), self._dtype)
         if not self._gpu.is_pinned(o):
             o = self._pinned_o.room(o.numel(), self._dtype).view(o.shape).copy_(o)
@@ -176,21 +181,21 @@ class _Transfer:
 
 
 class _Buffer:
-    """A flat tensor that grows when needed and otherwise stays where it is."""
+    """A flat tensor that grows when needed and otherwise keeps its address."""
 
     def __init__(self, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._allocate = allocate
         self._memory = torch.empty(0)
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``count`` elements; what was in them is lost when the buffer has to grow."""
+        """Return the first ``count`` elements. Growing loses the content."""
         if len(self._memory) < count or self._memory.dtype != dtype:
             self._memory = self._allocate(max(count, 2 * len(self._memory)), dtype)
         return self._memory[:count]
 
 
 class _Stopwatch:
-    """Device time between pairs of marks on the compute stream, read once per step: no layer waits for its timing."""
+    """Device time between pairs of marks on the compute stream, read once per step, so that no layer waits."""
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
@@ -198,18 +203,18 @@ class _Stopwatch:
         self._count = 0
 
     def restart(self) -> None:
-        """Forget all marks; their events are used again."""
+        """Drop all marks, and reuse their events."""
         self._count = 0
 
     def mark(self) -> None:
-        """Note the moment at which the compute stream gets here."""
+        """Record when the compute stream reaches this point."""
         if self._count == len(self._events):
             self._events.append(self._gpu.event(timing=True))
         self._events[self._count].record(self._gpu.compute_stream())
         self._count += 1
 
     def seconds(self) -> float:
-        """Σ (second mark − first mark) over the pairs since ``restart``; waits for the last mark."""
+        """Return Σ (second mark − first mark) over the pairs since ``restart``; this waits for the last mark."""
         marks = self._events[: self._count]
         if marks:
             marks[-1].synchronize()

@@ -1,4 +1,4 @@
-"""The speed of the device that an S-worker would use here, measured within seconds: products, reading, the link."""
+"""The speed of this machine's device, measured within seconds: products, reading, and the link to the host."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cor
 REPEATS = 5
 
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
-"""Rows, columns and depth of the product that is timed."""
+"""Rows, columns and depth of the timed product."""
 
 READ_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 
 LINK_BYTES = 256 << 20
 
 INPROC_BYTES_PER_SECOND = 1e12
-"""Rate of the way to R-workers that are threads of the same process: nothing is copied."""
+"""Rate of the link to R-workers in the same process, where nothing is copied."""
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Rates that were measured, in base units; ``host_bytes_per_second``: to the host's memory, one direction."""
+    """Measured rates in base units. ``host_bytes_per_second``: to the host's memory, in one direction."""
 
     name: str
     is_gpu: bool
@@ -36,7 +36,7 @@ class DeviceSpeed:
 
 
 def measure_device() -> DeviceSpeed:
-    """Measure the first GPU, or this machine's CPU where there is none."""
+    """Measure the first GPU, or this machine's CPU without one."""
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
         properties = torch.cuda.get_device_properties(device)
@@ -60,7 +60,7 @@ def _flops(device: torch.device) -> float:
 
 
 def _read_rate(device: torch.device) -> float:
-    """Return a sum reads everything once and writes next to nothing, as products with few rows do."""
+    """Return the rate of a sum, which reads everything once and writes almost nothing, like products with few rows."""
     numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     return numbers.numel() * 4 / _median_seconds(numbers.sum, device)
 

@@ -1,8 +1,8 @@
-"""The pipeline: k mini-batches take turns on the S-worker while their attention is computed elsewhere.
+"""The pipeline: k mini-batches take turns on the S-worker while R-workers compute their attention.
 
-Attention is the await point: a model's attention call leaves its greenlet, and comes back with o. transformers looks
-attention functions up by name in a process-wide table, so the function registered here is stateless: the greenlet that
-calls it, a :class:`ModelGreenlet`, says what attention means.
+Attention is the await point: a model's attention call leaves its greenlet, and returns with o. transformers looks up
+attention functions by name in a process-wide table, so the function registered here has no state. The calling greenlet,
+a :class:`ModelGreenlet`, says how to attend.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from fastdecode.sworker.run.staging import HostStaging, PackedRows, Staging, row
 from fastdecode.sworker.run.threads import SharedCores
 
 ATTENTION_NAME = "fastdecode"
-"""The ``attn_implementation`` under which models call us."""
+"""The ``attn_implementation`` under which models call our attention."""
 
 
 class ModelGreenlet(greenlet):
-    """A greenlet in which a model's forward runs; ``attend`` answers its attention calls. ``convolution``: the one that
-    the forward came to last, until the recurrence after it takes it (`states.py`)."""
+    """A greenlet that runs a model's forward.
+
+    ``attend`` answers its attention calls. ``convolution``: the forward's last one, until the next recurrence uses it
+    (`states.py`).
+    """
 
     def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor]) -> None:
         super().__init__(run)
@@ -46,10 +49,10 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``query`` [1, num_heads, T, head_dim], ``key`` and ``value`` [1, num_kv_heads, T, …] → o [1, T, num_heads, …].
+    """Return o [1, T, num_heads, …] of an attention call.
 
-    The calls of the module's kind hand it over (`calls.py`). What comes with a call of another layer, such as an index,
-    goes before it.
+    ``query`` is [1, num_heads, T, head_dim]; ``key`` and ``value`` are [1, num_kv_heads, T, …]. The ``Calls`` of the
+    module's kind pass them on (`calls.py`). A call of another layer that comes along, such as an index, goes first.
     """
     current = getcurrent()
     if not isinstance(current, ModelGreenlet):
@@ -61,12 +64,15 @@ def attend(
 
 
 def register_attention() -> None:
-    """Make ``attn_implementation="fastdecode"`` known to transformers; without a mask function it builds no masks."""
+    """Register ``attn_implementation="fastdecode"`` with transformers.
+
+    Without a mask function, transformers builds no masks.
+    """
     AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 class MiniBatchForward:
-    """A forward of the model over packed rows, in a greenlet of its own; it pauses at every attention call."""
+    """A forward of the model over packed rows in its own greenlet; it pauses at every attention call."""
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class MiniBatchForward:
         prompts: PromptAttention,
         staging: Staging | None = None,
     ) -> None:
-        """``staging`` is the pipeline's own; by default that of a model on the CPU."""
+        """``staging``: the pipeline's; by default that of a model on the CPU."""
         self.mini_batch = mini_batch
         self.packed = packed
         self.layer = 0
@@ -101,7 +107,7 @@ class MiniBatchForward:
         calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Send, attend prompt chunks meanwhile, leave to the pipeline, come back with o [1, T, heads, dim]."""
+        """Send q, k, v, attend prompt chunks meanwhile, switch to the pipeline; return o [1, T, heads, dim]."""
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
@@ -128,14 +134,14 @@ class MiniBatchForward:
 
 
 class Forward(Protocol):
-    """A mini-batch's way through the model; its greenlet pauses in every attention call and ends with the logits."""
+    """A mini-batch's forward. Its greenlet pauses in every attention call, and ends with the logits."""
 
     mini_batch: int
     layer: int
 
     @property
     def own_greenlet(self) -> greenlet:
-        """The greenlet's function: the pipeline switches to it, with o from the second time on."""
+        """The greenlet of the forward. The pipeline switches to it, with o from the second time on."""
 
 
 class Pipeline:
@@ -149,11 +155,11 @@ class Pipeline:
         cores: SharedCores | None = None,
         in_order: bool = False,
     ) -> None:
-        """``staging`` is the forwards' own; by default that of a model on the CPU.
+        """``staging``: that of the forwards; by default that of a model on the CPU.
 
-        ``cores`` is for a model that computes on this process's cores: a thread that only queues a GPU's work loses
-        no time to a core that is taken. ``in_order``: the mini-batches take turns whether their o is there or not, as
-        ranks must, whose layers wait for each other.
+        ``cores``: for a model that computes on this process's cores. A thread that only queues a GPU's work loses no
+        time to a busy core. ``in_order``: mini-batches take turns even if their o is not there. Ranks need this, since
+        their layers wait for each other.
         """
         self.staging = staging or HostStaging(backend)
         self.clock = clock
@@ -163,16 +169,16 @@ class Pipeline:
     def run(self, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
         """Return the logits of every mini-batch, [num_sampled, vocab] each.
 
-        With two mini-batches, A and B, layers 0, 1, …; every S segment ends by sending q, k, v::
+        With two mini-batches, A and B, and layers 0, 1, …, every S segment ends by sending q, k, v::
 
             time      ──────────────────────────────────────────────────────────▶
             S-worker  │ A0 │ B0 │ A1 │ B1 │ A2 │ B2 │  …  │ An │ Bn │ head A │ head B
             R-worker       │ A0 │ B0 │ A1 │ B1 │ A2 │  …  │    │ Bn │
                       fill ┘    └── steady: each resumes when its o is there  └ drain
 
-        On a GPU the S lane is the compute stream: this thread only queues its work, and the copies down and up run
-        beside it (:class:`fastdecode.sworker.run.cuda_staging.CudaStaging` draws them). Without ``overlap`` each
-        mini-batch runs alone from first layer to last, for comparison.
+        On a GPU the S lane is the compute stream: this thread only queues its work, and copies down and up run
+        concurrently (see :class:`fastdecode.sworker.run.cuda_staging.CudaStaging`). Without ``overlap``, for
+        comparison, each mini-batch runs alone from first layer to last.
         """
         logits: dict[int, torch.Tensor] = {}
         self.staging.begin_step()
@@ -218,7 +224,10 @@ class Pipeline:
             paused.append(forward)
 
     def _next(self, paused: deque[Forward]) -> Forward:
-        """The longest paused mini-batch whose o is there; when there is none, the longest paused one, to wait for."""
+        """Return the longest paused mini-batch whose o is there.
+
+        If there is none, return the longest paused one, to wait for.
+        """
         waiting = [forward.mini_batch for forward in paused]
         mini_batch = waiting[0] if self.in_order else self.staging.next_ready(waiting)
         forward = next(forward for forward in paused if forward.mini_batch == mini_batch)

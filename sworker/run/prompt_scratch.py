@@ -1,4 +1,4 @@
-"""Prompts whose chunks attend where the model is, by torch: their keys and values so far, and what indexes picked."""
+"""Prompt chunks that attend on the model's device by torch, with their keys and values and the picks of indexes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from fastdecode.sworker.run.staging import PromptRows
 
 
 class PromptScratch:
-    """``PromptAttention`` by torch, where the model is: keys and values of prompts in progress as its tensors."""
+    """A ``PromptAttention`` by torch on the model's device.
+
+    It keeps keys and values of prompts in progress as tensors.
+    """
 
     over_latents = True
 
@@ -26,7 +29,7 @@ class PromptScratch:
         self._picked: dict[int, torch.Tensor] = {}
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """Forget what indexes picked."""
+        """Forget the picks of indexes."""
         self._picked.clear()
 
     def attend(
@@ -38,13 +41,13 @@ class PromptScratch:
         """Do nothing."""
 
     def abandon_step(self) -> None:
-        """Do nothing: rows that are computed again overwrite these."""
+        """Do nothing, since recomputed rows overwrite these."""
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         spec, sequence_id = self._layers[layer], rows.sequence_id
-        if isinstance(spec, Index):  # for the layers that follow
+        if isinstance(spec, Index):  # for later layers
             self._picked[sequence_id] = picked(q, k, spec)
             return q.new_zeros((len(q), *spec.row_shapes[3]))
         if not isinstance(spec, Attending):
@@ -56,7 +59,7 @@ class PromptScratch:
     def extend(
         self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put rows at position ``start`` of one sequence and layer; return all keys and values up to their end."""
+        """Put rows at position ``start`` of a sequence and layer; return all its keys and values up to their end."""
         layers, end = self._kept.setdefault(sequence_id, {}), start + len(k)
         keys, values = layers.get(layer, (k[:0], v[:0]))
         if len(keys) < end:
@@ -75,7 +78,7 @@ class PromptScratch:
 
 
 def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """``rows`` copied into a tensor with room for at least ``num_rows``, doubling so that chunks stay cheap."""
+    """Return ``rows`` copied into a larger tensor for at least ``num_rows``. It doubles, so that chunks stay cheap."""
     grown = rows.new_empty((max(num_rows, 2 * len(rows)), *rows.shape[1:]))
     grown[: len(rows)] = rows
     return grown

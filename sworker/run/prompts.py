@@ -1,7 +1,7 @@
-"""Prompt attention on the S-worker: a chunk attends over the prompt tokens the S-worker still holds.
+"""Prompt attention on the S-worker: a chunk attends over prompt tokens that the S-worker still holds.
 
-On a CPU an R-worker's own kernels compute it, over a cache beside the S-worker: a token gets the same bits there as on
-an R-worker, however its prompt is cut, and sooner than from torch. On a GPU torch's attention does.
+On a CPU an R-worker's own kernels compute it, over a cache beside the S-worker. So a token gets the same bits as on an
+R-worker, however its prompt is cut, and sooner than from torch. On a GPU torch's attention computes it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from fastdecode.kinds.attending import Attending
 from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 
 TILE_ROWS = 256
-"""Rows of a later chunk that attend together: to the keys before them and, masked, to each other's."""
+"""Rows of a later chunk that attend together, to earlier keys and, masked, to each other's."""
 
 
 class Sight(NamedTuple):
-    """The earlier tokens that a query sees: all, or, where ``window`` is not 0, the last so many, itself included, or
-    those of its chunk of so many, where they are ``chunked``."""
+    """The tokens that a query sees: itself and all earlier ones.
+
+    A ``window`` other than 0 limits them to the last so many, itself included. If ``chunked``, it limits them to the
+    query's own chunk of so many.
+    """
 
     window: int = 0
     chunked: bool = False
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Boolean, of the shape of both together, which hold positions."""
+        """Return which queries see which keys, bool of the broadcast shape; both hold positions."""
         causal = keys <= queries
         if not self.window:
             return causal
@@ -41,18 +44,18 @@ class Sight(NamedTuple):
 
 
 def causal_mask(num_rows: int, num_keys: int, sight: Sight, device: torch.device) -> torch.Tensor:
-    """Return boolean [num_rows, num_keys], True if a query sees a key: causal, aligned bottom-right."""
+    """Return bool [num_rows, num_keys], True if a query sees a key: causal, aligned bottom-right."""
     query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
     return sight.sees(query_positions, torch.arange(num_keys, device=device)[None, :])
 
 
 def sight_of(layer: Attending) -> Sight:
-    """Return what a layer's queries see."""
+    """Return the sight of a layer's queries."""
     return Sight(layer.window, layer.chunked)
 
 
 MASK_ELEMENTS = 1 << 22
-"""Elements of the mask of scores that ALiBi takes; prompts attend in so many rows at once."""
+"""Most elements of a mask with ALiBi biases; it limits the rows that attend at once."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -62,7 +65,7 @@ def slopes_on(layer: Attending, device: torch.device) -> torch.Tensor:
 
 
 def alibi_bias(num_rows: int, num_keys: int, layer: Attending, device: torch.device) -> torch.Tensor:
-    """float32 [num_heads, num_rows, num_keys]: slope · (position of the key - position of the query)."""
+    """Return float32 [num_heads, num_rows, num_keys]: slope · (position of the key - position of the query)."""
     query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
     distances = torch.arange(num_keys, device=device)[None, :] - query_positions
     return slopes_on(layer, device)[:, None, None] * distances
@@ -70,14 +73,14 @@ def alibi_bias(num_rows: int, num_keys: int, layer: Attending, device: torch.dev
 
 @functools.lru_cache(maxsize=1024)
 def sinks_on(layer: Attending, device: torch.device) -> torch.Tensor:
-    """The layer's sinks, float32 [num_heads], copied to a device once: a copy would make the host wait for it."""
+    """Return the layer's sinks, float32 [num_heads], copied to a device once, since each copy makes the host wait."""
     return torch.tensor(layer.sinks, device=device)
 
 
 def values_of(k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tensor:
-    """Return values of rows ``k`` and ``v`` [rows, num_kv_heads, …]:
+    """Return the values of rows ``k`` and ``v`` [rows, num_kv_heads, …].
 
-    ``v``, or the first dims of ``k`` where they are so.
+    They are ``v``, or the first dims of ``k`` in layers that store them there.
     """
     return k[..., : layer.value_head_dim] if layer.values_in_keys else v
 
@@ -85,10 +88,10 @@ def values_of(k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tenso
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the oracle: window, soft cap, ALiBi and sinks in plain operations, float32 inside.
+    """Return prompt attention by plain float32 operations: window, soft cap, ALiBi and sinks. This is the oracle.
 
-    ``q`` [rows, num_heads, key_head_dim], ``k`` and ``v`` [keys, num_kv_heads, …] with the rows' own keys last; returns
-    [rows, num_heads, value_head_dim] in q's dtype. ``seen``: bool [1 or num_kv_heads, rows, keys] by an index.
+    ``q`` [rows, num_heads, key_head_dim]; ``k`` and ``v`` [keys, num_kv_heads, …], the rows' own keys last. The result
+    is [rows, num_heads, value_head_dim] in q's dtype. ``seen``: an index's picks, bool [1 or num_kv_heads, rows, keys].
     """
     group = layer.num_heads // layer.num_kv_heads
     keys = k.float().repeat_interleave(group, dim=1)
@@ -110,9 +113,9 @@ def reference_attention(
 
 
 def rows_by_head(rows: torch.Tensor, layer: Attending) -> torch.Tensor:
-    """``rows`` [rows, num_heads or num_kv_heads, dim] as torch's kernel wants them, [1, num_heads, rows, dim].
+    """Return ``rows`` [rows, num_heads or num_kv_heads, dim] as torch's kernel needs them, [1, num_heads, rows, dim].
 
-    One KV head, such as that of latents, is not copied for each query head.
+    A single KV head, such as that of latents, is not copied per query head.
     """
     heads = rows.transpose(0, 1)[None]
     if heads.shape[1] == 1:
@@ -123,10 +126,10 @@ def rows_by_head(rows: torch.Tensor, layer: Attending) -> torch.Tensor:
 
 
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tensor:
-    """Attend as :func:`reference_attention` does, by torch's fused kernel where the layer has no soft cap and no sinks.
+    """Attend as :func:`reference_attention` does, by torch's fused kernel if the layer has no soft cap and no sinks.
 
-    The kernel's own ``is_causal`` is aligned top-left, right only for a prompt's first chunk; later chunks, windows
-    and ALiBi get an explicit mask, some rows at a time, since what a mask hides is computed all the same.
+    The kernel's ``is_causal`` is aligned top-left, which is right only for a prompt's first chunk. Later chunks,
+    windows and ALiBi get an explicit mask. They run in groups of rows, since masked keys are computed all the same.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
@@ -146,7 +149,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
 
 
 def _tile_rows(layer: Attending, num_keys: int) -> int:
-    """Return rows that attend together: fewer where each head has a mask of its own."""
+    """Return how many rows attend together: fewer if each head has its own mask."""
     return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
 
 
@@ -160,46 +163,46 @@ def _mask(num_rows: int, num_keys: int, layer: Attending, q: torch.Tensor) -> to
 
 
 class PromptAttention(Protocol):
-    """Attends the prompt chunks of a step that attend on the S-worker, and keeps their keys and values for later ones.
+    """Attends the prompt chunks that run on the S-worker, and keeps their keys and values for later chunks.
 
-    Bounded by the scheduler, which counts the tokens (``--prefill-scratch``).
+    The scheduler bounds it by counting the tokens (``--prefill-scratch``).
     """
 
     over_latents: bool
-    """Whether queries of latent layers must come absorbed, wherever R-workers absorb theirs, and o are over latents."""
+    """True if queries of latent layers must be absorbed, wherever R-workers absorb theirs, and o is over latents."""
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """A step with these mini-batches begins."""
+        """Begin a step with these mini-batches."""
 
     def attend(
         self, layer: int, mini_batch: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[PromptRows]
     ) -> list[torch.Tensor]:
-        """o of each of the chunks ``rows`` of a mini-batch, [rows, num_heads, value_head_dim].
+        """Return o of each of the chunks ``rows`` of a mini-batch, [rows, num_heads, value_head_dim].
 
-        ``q``, ``k``, ``v``: [rows, heads, dim] of the whole mini-batch, keys and values rotated.
+        ``q``, ``k``, ``v``: [rows, heads, dim] of the whole mini-batch, after rotation.
         """
 
     def end_step(self) -> None:
-        """The chunks of the step are kept."""
+        """Keep the chunks of the step."""
 
     def abandon_step(self) -> None:
-        """They are not; no effect where no step has begun."""
+        """Drop the chunks of the step; no effect without an open step."""
 
     def forget(self, sequence_id: int) -> None:
         """Free what is kept of a sequence, if anything."""
 
     @property
     def sequence_ids(self) -> tuple[int, ...]:
-        """Sequences of which something is kept."""
+        """Ids of sequences with kept tokens."""
 
 
 class PromptCache:
-    """``PromptAttention`` by an R-worker of the S-worker's own process and cores."""
+    """A ``PromptAttention`` by an R-worker on the S-worker's process and cores."""
 
     over_latents = False
 
     def __init__(self, backend: AttentionBackend) -> None:
-        """``backend``: one R-worker, open for the model's layout."""
+        """``backend``: one R-worker, opened for the model's layout."""
         self._backend = backend
         self._kept: dict[int, int] = {}
         self._ends: dict[int, int] = {}
@@ -207,9 +210,9 @@ class PromptCache:
         self._in_step = False
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """See ``PromptAttention.begin_step``; nothing is asked of the R-worker in steps without such prompts.
+        """See ``PromptAttention.begin_step``. The R-worker gets no step without such prompts.
 
-        What is kept beyond the beginning of a chunk is dropped: the prompt has begun again, or a step failed.
+        Kept tokens beyond the beginning of a chunk are dropped: the prompt has restarted, or a step failed.
         """
         spans = tuple(_spans(mini_batch) for mini_batch in mini_batches)
         if not self._unwanted and not any(map(len, spans)):
@@ -248,7 +251,7 @@ class PromptCache:
             self._backend.abandon_step()
 
     def forget(self, sequence_id: int) -> None:
-        """See ``PromptAttention.forget``; its blocks are free from the next step on."""
+        """See ``PromptAttention.forget``. The blocks are free from the next step on."""
         if sequence_id in self._kept:
             del self._kept[sequence_id]
             self._unwanted.append(sequence_id)
@@ -259,7 +262,7 @@ class PromptCache:
 
 
 def _spans(mini_batch: MiniBatch) -> np.ndarray:
-    """Return the chunks that attend on the S-worker, as SPAN records that attend there."""
+    """Return the chunks that attend on the S-worker, as SPAN records with ATTEND."""
     chunks = mini_batch.chunks[~mini_batch.chunks["attends"]]
     spans = np.full(len(chunks), SpanMode.ATTEND, SPAN)
     for name in ("sequence_id", "context_len", "num_rows"):
@@ -268,7 +271,7 @@ def _spans(mini_batch: MiniBatch) -> np.ndarray:
 
 
 def _taken(tensor: torch.Tensor, rows: Sequence[PromptRows]) -> torch.Tensor:
-    """Return the rows of all chunks, one after the other."""
+    """Return the rows of all chunks, concatenated."""
     return tensor[rows[0].rows] if len(rows) == 1 else torch.cat([tensor[each.rows] for each in rows])
 
 

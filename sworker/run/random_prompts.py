@@ -1,4 +1,4 @@
-"""An S-worker that computes nothing: measurements need full caches, and not the prompts that fill them."""
+"""An S-worker that computes nothing, for measurements that need full caches without computing prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANDOM_ROWS = 1024
 
 
 class RandomPrompts(SWorker):
-    """Sends random q, k and v in place of the model's, and draws token 1; so do all ranks where they share a model."""
+    """An S-worker that sends random q, k and v, and draws token 1. Ranks that share a model all do so."""
 
     def run(
         self,
@@ -55,6 +55,6 @@ class RandomPrompts(SWorker):
 
 
 def _random_rows(rng: np.random.Generator, num_rows: int, shape: tuple[int, int], layout: KVLayout) -> np.ndarray:
-    """[num_rows, *shape] in the wire's dtype, from a few random rows again and again."""
+    """Return [num_rows, *shape] in the wire's dtype, repeating a few random rows."""
     few = to_wire(rng.standard_normal((min(num_rows, RANDOM_ROWS), *shape), dtype=np.float32), layout.model_dtype)
     return np.resize(few, (num_rows, *shape)) if num_rows > len(few) else few

@@ -1,4 +1,4 @@
-"""The S-worker: all of the model but its attention, from a scheduled step to sampled tokens."""
+"""The S-worker: everything of the model except attention, from a scheduled step to sampled tokens."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fastdecode.sworker.sampling import SampledToken, Sampler, SamplingRow
 from fastdecode.sworker.sampling.prompt_scores import PromptScores, ScoredPrompt, score_prompts
 
 Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
-"""Has other ranks compute a step, with overlap or without, while this one does so within the context."""
+"""A function that lets other ranks compute a step, with or without overlap, within the returned context."""
 
 
 class SWorker:
-    """Owns the model, the prompt scratch, the staging buffers and the pipeline; ``graphs`` too, once captured."""
+    """The model with its prompt scratch, staging buffers, pipeline, and CUDA graphs once captured."""
 
     def __init__(
         self,
@@ -51,9 +51,11 @@ class SWorker:
         lead: Lead | None = None,
         in_order: bool = False,
     ) -> None:
-        """``cores``: of another S-worker of this process, which takes turns with this one. ``prompts``: what attends
-        prompts here; torch by default. ``lead``: has the other ranks compute a step within it. ``in_order``: see
-        ``Pipeline``."""
+        """``cores``: those of another S-worker of this process, which takes turns with this one.
+
+        ``prompts``: what attends prompts here; torch by default. ``lead``: lets the other ranks compute a step.
+        ``in_order``: see ``Pipeline``.
+        """
         self.code = code
         self.layout = layout
         self.backend = backend
@@ -69,14 +71,14 @@ class SWorker:
         self.graphs: ModelGraphs | None = None
 
     def beside(self, code: ModelCode, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None) -> SWorker:
-        """An S-worker that computes another model between this one's steps, in the same threads and on its clock.
+        """Return an S-worker for another model that computes between this one's steps, with the same threads and clock.
 
-        ``lead``: of ranks that share that model, too.
+        ``lead``: for ranks that share that model too.
         """
         return SWorker(code, layout, backend, self.clock, self._cores, lead=lead, in_order=self.pipeline.in_order)
 
     def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
-        """Compute decodes from CUDA graphs from now on, where the model runs on a GPU and can be captured."""
+        """Compute decodes by CUDA graphs from now on, if the model runs on a GPU and can be captured."""
         recorder = make_recorder(self.device)
         if recorder is not None:
             max_rows = -(-max_num_seqs // num_mini_batches)
@@ -90,13 +92,12 @@ class SWorker:
         arrived: Mapping[int, np.ndarray] = MappingProxyType({}),
         scored: Mapping[int, ScoredPrompt] = MappingProxyType({}),
     ) -> dict[int, list[SampledToken]]:
-        """Compute ``step`` and sample: for each sequence in ``sampling`` one token per sampling row.
+        """Compute ``step`` and sample: one token per sampling row, for each sequence in ``sampling``.
 
-        A prompt that grows into several sequences has several rows over the same logits; a sequence with draft tokens
-        has a row for each of its logits, the next token's first. ``arrived``: logits of
-        prompts that prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. ``scored``:
-        prompts whose log-probabilities are wanted, which ``prompt_scores`` then has. The backend's step must have
-        begun.
+        A prompt that grows into several sequences has several rows over the same logits. A sequence with draft tokens
+        has a row for each of its logits, the next token's first. ``arrived``: logits of prompts that prefill workers
+        have computed, [vocab_size] in the model's dtype, to be sampled too. ``scored``: prompts whose log-probabilities
+        are wanted; ``prompt_scores`` returns them. The backend's step must have begun.
         """
         before = dict(self.clock.seconds)
         with torch.inference_mode():
@@ -119,7 +120,7 @@ class SWorker:
         return tokens
 
     def follow(self, step: ScheduledStep, overlap: bool) -> None:
-        """Compute this rank's part of a step whose logits another one takes."""
+        """Compute this rank's part of a step; another rank takes the logits."""
         with torch.inference_mode():
             self._run_here(step, self.forwards(step), overlap)
         self._forget_finished_prompts(step)
@@ -133,11 +134,11 @@ class SWorker:
             return logits[:-1].float().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
 
     def forget(self, sequence_id: int) -> None:
-        """Free what is kept here of a sequence that was aborted in its prompt."""
+        """Free what is kept of a sequence that was aborted during its prompt."""
         self.prompts.forget(sequence_id)
 
     def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
-        """Return the pipeline's logits, with the prompts that attend here."""
+        """Run the pipeline with the prompts that attend here; return its logits."""
         with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
             return self._run_here(step, forwards, overlap)
 
@@ -154,14 +155,14 @@ class SWorker:
         return logits
 
     def forwards(self, step: ScheduledStep) -> list[Forward]:
-        """Return what computes ``step``, one for each mini-batch that has rows."""
+        """Return the forwards of ``step``, one per mini-batch with rows."""
         mini_batches, rows = enumerate(step.mini_batches), self.code.least_rows
         return [
             self._forward(mini_batch, pack(chunks, self.device, rows)) for mini_batch, chunks in mini_batches if chunks
         ]
 
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
-        """From CUDA graphs where they fit, else by the model's own code."""
+        """Return a forward by CUDA graphs if they fit, else by the model's own code."""
         captured = self.graphs and self.graphs.forward(mini_batch, packed, self.staging)
         return captured or MiniBatchForward(mini_batch, packed, self.code, self.backend, self.prompts, self.staging)
 
@@ -171,7 +172,10 @@ class SWorker:
         logits: Sequence[torch.Tensor],
         sampling: Mapping[int, Sequence[SamplingRow]],
     ) -> dict[int, list[SampledToken]]:
-        """``logits``: [some, vocab_size] each; ``num_logits``: how many rows of them each sequence has, in order."""
+        """Return the sampled tokens by sequence.
+
+        ``logits``: [some, vocab_size] each. ``num_logits``: how many of their rows each sequence has, in order.
+        """
         if not num_logits:
             return {}
         rows = [row for sequence_id in num_logits for row in sampling[sequence_id]]
@@ -188,13 +192,13 @@ class SWorker:
         return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in num_logits}
 
     def _own(self, logits: np.ndarray) -> torch.Tensor:
-        """Return logits that came as numpy's, as [1, vocab_size] beside the model's."""
+        """Return numpy logits as [1, vocab_size] on the model's device."""
         return from_numpy(logits, TORCH_DTYPE[self.layout.model_dtype])[None].to(self.device)
 
     def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
-        """Model time is what the GPU computed since ``before``; the rest of this thread's time in the pipeline waited.
+        """Count the GPU's compute time since ``before`` as model time, and the rest of the pipeline's time as waiting.
 
-        The thread only launches the model's work, mostly ahead of the GPU, so its own stays say little about it.
+        The thread only launches work, mostly ahead of the GPU, so its own times say little.
         """
         seconds = self.clock.seconds
         spent = sum(seconds[state] - before[state] for state in (MODEL, WAIT))
@@ -209,10 +213,10 @@ class SWorker:
 
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
-    """Return the hand-off for a model on ``device``."""
+    """Return the staging for a model on ``device``."""
     return CudaStaging(backend, CudaDevice(device)) if device.type == "cuda" else HostStaging(backend)
 
 
 def make_recorder(device: torch.device) -> GraphRecorder | None:
-    """Return the recorder that captures graphs of a model on ``device``; None for the CPU, which has none."""
+    """Return the recorder of CUDA graphs for a model on ``device``; None for the CPU."""
     return GraphRecorder(device) if device.type == "cuda" else None

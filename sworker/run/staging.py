@@ -1,4 +1,4 @@
-"""The rows of a mini-batch on their way: packed for the model, staged as q, k, v for the seam, and o back."""
+"""The rows of a mini-batch: packed for the model, staged as q, k, v for R-workers, and o back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch
 
 MIN_ROWS = 16
-"""Smaller forwards are padded: torch's CPU matrix product gives a row the same bits only from 8 rows on."""
+"""Least rows of a forward. torch's CPU matrix product gives a row the same bits only from 8 rows on."""
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """The place, in the packed rows, of a prompt chunk that attends on the S-worker."""
+    """The place in the packed rows of a prompt chunk that attends on the S-worker."""
 
     sequence_id: int
     rows: slice
@@ -30,9 +30,9 @@ class PromptRows:
 class PackedRows:
     """One mini-batch, ready for the model.
 
-    ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, the rows
-    whose logits are wanted, padded likewise unless empty; the first ``num_sampled`` count. ``attending_rows`` selects
-    the rows that attend on an R-worker among the first ``num_rows``.
+    ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, rows whose
+    logits are wanted, padded likewise unless empty; the first ``num_sampled`` count. ``attending_rows``: selects the
+    rows that attend on R-workers among the first ``num_rows``.
     """
 
     input_ids: torch.Tensor
@@ -45,9 +45,9 @@ class PackedRows:
 
 
 def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:
-    """Lay the chunks one after the other; their order is the order of the rows at the seam.
+    """Return the packed chunks of a mini-batch. Their order is that of the rows for R-workers.
 
-    ``least_rows``: a smaller forward is padded.
+    ``least_rows``: smaller forwards are padded to it.
     """
     chunks, tokens = mini_batch.chunks, mini_batch.token_ids
     counts = chunks["num_rows"]
@@ -83,23 +83,23 @@ def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS
 
 
 def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
-    """int64 [len(numbers)] on ``device``, in one copy that runs beside the host's work."""
+    """Return int64 [len(numbers)] on ``device``, by one asynchronous copy."""
     on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return on_host
-    # torch keeps the pinned memory until its copy has ended, though nothing else refers to it.
+    # torch keeps the pinned memory until its copy has ended, although nothing else refers to it
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
 def _logits_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the rows whose logits are wanted: the last of a chunk that samples, every one of a scored chunk."""
+    """Return the rows whose logits are wanted: the last of a sampling chunk, and all of a scored chunk."""
     wanted = np.repeat(chunks["scored"], chunks["num_rows"])
     wanted[ends[chunks["samples"]] - 1] = True
     return np.flatnonzero(wanted)
 
 
 def _attending_rows(chunks: np.ndarray) -> slice | np.ndarray:
-    """Return a slice where the attending rows lead (always so with one R-worker), else their indices."""
+    """Return a slice if the attending rows come first (always with one R-worker), else their indices."""
     attends = np.repeat(chunks["attends"], chunks["num_rows"])
     count = int(attends.sum())
     return slice(0, count) if attends[:count].all() else np.flatnonzero(attends)
@@ -110,46 +110,52 @@ DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 def rows_of(heads: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, dim] → [T, heads, dim], a view; contiguous already for most models, whose projections are."""
+    """Return a view [T, heads, dim] of [1, heads, T, dim]. In most models it is already contiguous."""
     return heads[0].transpose(0, 1)
 
 
 def to_numpy(rows: torch.Tensor) -> np.ndarray:
-    """Return ``rows`` as a C-contiguous array sharing its memory where it can; 16-bit floats as uint16."""
+    """Return ``rows`` as a C-contiguous array, sharing memory if possible; 16-bit floats as uint16."""
     rows = rows.contiguous()
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 def from_numpy(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Return the inverse of :func:`to_numpy`: a tensor of ``dtype`` over the same memory."""
+    """Return a tensor of ``dtype`` over the array's memory; the inverse of :func:`to_numpy`."""
     tensor = torch.from_numpy(array)
     return tensor if dtype == torch.float32 else tensor.view(dtype)
 
 
 class Staging(Protocol):
-    """The way of one S-worker's tensors to its attention backend and back; called from the pipeline's thread."""
+    """Moves tensors between an S-worker and its attention backend. The pipeline's thread calls it."""
 
     def begin_step(self) -> None:
-        """Forget what an abandoned step left under way."""
+        """Drop what an abandoned step left under way."""
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Start q [attending rows, num_heads, dim], k and v [rows, num_kv_heads, …], of any strides, on their way."""
+        """Start sending q [attending rows, num_heads, dim], k and v [rows, num_kv_heads, …], of any strides."""
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """The first of ``mini_batches``, all under way, whose o can be collected; when none can, one to wait for."""
+        """Return the first of ``mini_batches`` whose o can be collected; if there is none, one to wait for.
+
+        All of them are under way.
+        """
 
     def collect(self, mini_batch: int) -> torch.Tensor:
-        """o, [attending rows, num_heads, value_head_dim], as the model's dtype or its bits; valid until ``send``."""
+        """Return o, [attending rows, num_heads, value_head_dim]; valid until ``send``.
+
+        It has the model's dtype, or is its bits.
+        """
 
     def mark(self) -> None:
-        """Either end of a stretch of model code, on the device's own clock where it has one."""
+        """Mark either end of a stretch of model code, on the device's clock if it has one."""
 
     def device_seconds(self) -> float | None:
-        """Time between the marks of this step, pair by pair; None if the thread's own clock says it."""
+        """Return the time between this step's pairs of marks; None if the thread's own clock measures it."""
 
 
 class HostStaging:
-    """Staging of a model on the CPU: the backend reads its memory, copied once at most, and is asked at once."""
+    """Staging of a model on the CPU. The backend reads its memory, copied at most once, and starts at once."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
@@ -161,11 +167,11 @@ class HostStaging:
         self._backend.submit(mini_batch, layer, to_numpy(q), to_numpy(k), to_numpy(v))
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """See ``Staging.next_ready``; ``collect`` does the waiting."""
+        """See ``Staging.next_ready``. The waiting is in ``collect``."""
         return next(filter(self._backend.ready, mini_batches), mini_batches[0])
 
     def collect(self, mini_batch: int) -> torch.Tensor:
-        """See ``Staging.collect``; over the backend's memory."""
+        """See ``Staging.collect``. The result is the backend's memory."""
         return torch.from_numpy(self._backend.collect(mini_batch))
 
     def mark(self) -> None:

@@ -1,4 +1,4 @@
-"""torch's threads beside the R-workers' own, and beside other processes that use the same cores."""
+"""torch's threads, on cores that they share with R-workers and other processes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ import torch
 logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 3e-3
-"""Who is off its core for so long within one layer's model code waited for a thread that had none."""
+"""A caller off its core for so long within one layer's model code has waited for a descheduled thread."""
 
 LOST_PART = 0.3
-"""And for this part of the time at least: less costs less than a thread fewer does."""
+"""Least part of the time that must be lost so. A smaller loss costs less than one thread fewer."""
 
 LOSSES = 3, 16
-"""A busy process takes a core again and again, a hiccup of the machine once: so many losses among so many calls."""
+"""Losses, among so many calls, before threads are reduced. A busy process takes a core repeatedly, a hiccup once."""
 
 REST_SECONDS = 1.0, 16.0
-"""How long fewer threads are used before all are tried again: at first, and at most where every trial fails."""
+"""How long fewer threads are used before all are tried again: at first, and at most after failed trials."""
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads torch uses within one operation."""
+    """Set the number of threads that torch uses within one operation."""
     torch.set_num_threads(num_threads)
 
 
 def openmp_thread_ids(num_threads: int) -> list[int]:
-    """Return the system's ids of the threads that compute torch's operations for this one, which is the first of them.
+    """Return the system's ids of the threads that compute torch's operations; the calling thread is the first.
 
-    Asked of the OpenMP that torch brought into the process, GNU's or LLVM's; empty where there is none.
+    They come from the OpenMP that torch loaded, GNU's or LLVM's; the list is empty without one.
     """
     openmp = ctypes.CDLL(None)
     ids: dict[int, int] = {}
@@ -56,9 +56,9 @@ def openmp_thread_ids(num_threads: int) -> list[int]:
 class SharedCores:
     """Uses fewer threads while another process keeps a core busy.
 
-    An operation ends with its last thread. On a core that a busy process holds that thread waits for its time slice,
-    some milliseconds in every operation, and the others wait for it asleep. So this looks at how long the thread that
-    calls the model is off its core: an operation on cores of its own spins through its short waits.
+    An operation ends with its last thread. On a core held by a busy process, that thread waits for its time slice, some
+    milliseconds in every operation, while the others sleep. So this measures how long the calling thread is off its
+    core. On separate cores an operation spins through its short waits instead.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SharedCores:
         now: Callable[[], float] = time.perf_counter,
         cpu_now: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``now`` and ``cpu_now``: seconds passed, and those that this thread had a core."""
+        """``now``, ``cpu_now``: clocks for elapsed seconds, and for seconds in which this thread had a core."""
         self._all = self.num_threads = threads_now()
         self._threads_now, self._use_threads, self._now, self._cpu_now = threads_now, use_threads, now, cpu_now
         self._started = self._cpu_started = 0.0
@@ -80,10 +80,10 @@ class SharedCores:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Within it each of torch's threads has a core of its own, where there are as many threads as cores.
+        """Pin each of torch's threads to its own core within the context, if there are as many threads as cores.
 
-        An R-worker's threads are pinned, too: after a sleep the kernel likes to put two of torch's on one core beside
-        them, and leaves them there. The thread that calls is the first of torch's.
+        R-workers' threads are pinned too. After a sleep the kernel tends to put two of torch's threads on one core
+        beside them, and leaves them there. The calling thread is the first of torch's.
         """
         cores = sorted(os.sched_getaffinity(0))
         threads = self._team() if self.num_threads == len(cores) > 1 else []
@@ -94,7 +94,7 @@ class SharedCores:
             self._bind(threads, itertools.repeat(cores))
 
     def _team(self) -> list[int]:
-        """Return threads by id; asking them takes 60 µs, so it is done again only where there may be others."""
+        """Return the threads by id. Asking takes 60 µs, so it is repeated only if there may be others."""
         key = threading.get_native_id(), self.num_threads
         if self._team_key != key:
             self._team_key, self._team_ids = key, openmp_thread_ids(self.num_threads)
@@ -104,19 +104,19 @@ class SharedCores:
         for thread, each in zip(threads, cores, strict=False):
             try:
                 os.sched_setaffinity(thread, each)
-            except ProcessLookupError:  # ended since: torch was given fewer threads
+            except ProcessLookupError:  # ended since: torch now has fewer threads
                 self._team_key = None
 
     def start(self) -> None:
-        """Model code begins to run; after a rest with all threads again."""
+        """Note the start of model code; after a rest, use all threads again."""
         self._started, self._cpu_started = self._now(), self._cpu_now()
-        if self._threads_now() != self.num_threads:  # the engine's owner has decided anew
+        if self._threads_now() != self.num_threads:  # the engine's owner has changed the number
             self._all = self.num_threads = self._threads_now()
         if self.num_threads < self._all and self._started >= self._rests_until:
             self._use(self._all)
 
     def stop(self) -> None:
-        """Model code paused; takes threads away where it waited for one of them again and again."""
+        """Note the end of model code; use fewer threads if it repeatedly waited for one."""
         if self.num_threads == 1:
             return
         now = self._now()
@@ -128,7 +128,7 @@ class SharedCores:
             self._rest(now)
 
     def _rest(self, now: float) -> None:
-        """One thread in eight fewer, at least one; for longer where the last rest has just ended."""
+        """Use one thread in eight fewer, at least one; for longer if the last rest has just ended."""
         if self.num_threads == self._all:
             failed_at_once = now < self._rests_until + REST_SECONDS[0]
             self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS[1]) if failed_at_once else REST_SECONDS[0]

@@ -1,4 +1,4 @@
-"""Sampling turns the logits of one step into a token per row, vectorised over the batch and independent of it."""
+"""Sampling: one token per row from the logits of a step, vectorized over the batch and independent of it."""
 
 from fastdecode.sworker.sampling.probabilities import sample_seed
 from fastdecode.sworker.sampling.rows import SamplingRow

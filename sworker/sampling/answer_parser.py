@@ -1,4 +1,4 @@
-"""Cuts the text of an answer into content, thoughts and tool calls with transformers' streaming response parser."""
+"""Cuts an answer's text into content, reasoning and tool calls with transformers' streaming response parser."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ except ImportError:  # an older transformers
     ResponseParser = None
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a response template that hold thoughts."""
+"""Fields of a response template that hold reasoning."""
 
 CALLS = "tool_calls"
-"""The beginning of the names of fields that hold tool calls: a template may know several forms."""
+"""The beginning of field names that hold tool calls. A template may have several forms."""
 
 CONTENT = "content"
 WRAPPER = "wrapper"
-"""The field of what stands around calls, and is shown where no call follows."""
+"""The field of text around tool calls, which is shown if no call follows."""
 
 
 _OF_TEXTS = ("xml-inline", "kv-lines")
-"""Parsers of contents in which all values are texts."""
+"""Content parsers whose values are all texts."""
 
 _CLOSING = ("close_re", "close_literals", "close_literal_can_extend")
 
 
 def has_parser() -> bool:
-    """Return whether the installed transformers has the response parser, with all that is used of it."""
+    """Return whether the installed transformers has the response parser with all that is used of it."""
     if ResponseParser is None:
         return False
     fields = ResponseTemplateField.__dataclass_fields__
@@ -44,10 +44,9 @@ def has_parser() -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: a chunk of a text, or a whole region of calls or marks, with its ``body``.
+    """A part of an answer: a chunk of text, or a whole region of calls or marks with its ``body``.
 
-    ``closes``: the region ends here; ``closed``: and its delimiter was seen. ``end``: where the piece ends in the
-    answer.
+    ``closes``: the region ends here. ``closed``: its delimiter was found. ``end``: where the piece ends in the answer.
     """
 
     field: str
@@ -59,13 +58,13 @@ class Piece:
 
 
 class AnswerTemplate:
-    """A response template as transformers has them (docs: "Response parsing"), split in two.
+    """A response template of transformers (docs: "Response parsing"), split in two.
 
-    One half cuts a growing text into regions and never fails; the other reads a region of calls, and may.
+    One half cuts a growing text into regions and never fails. The other parses a region of calls, and may fail.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        """``spec``: a response template. Raises ConfigError, which says what is wrong with it."""
+        """``spec``: a response template. Raise ConfigError, with the fault, for a malformed one."""
         self.spec = dict(spec)
         try:
             self._reading = load_response_template(self.spec)
@@ -75,12 +74,12 @@ class AnswerTemplate:
 
     @property
     def markers(self) -> str:
-        """All delimiters of its fields in one text, for the search of special tokens that it needs."""
+        """All delimiters of its fields in one text, to find the special tokens that it needs."""
         return str(self.spec["fields"]).replace("\\", "")
 
     @property
     def is_plain(self) -> bool:
-        """True if a text is nothing but content, whatever it says."""
+        """True if every text is content."""
         return set(self.regions.fields) == {CONTENT}
 
     def begun_by(self, prompt: str) -> str:
@@ -88,11 +87,11 @@ class AnswerTemplate:
         return str(self.regions.truncate_past_last_anchor(prompt)) if self.has_begun(prompt) else ""
 
     def has_begun(self, prompt: str) -> bool:
-        """Return whether ``prompt`` has the place where an answer begins."""
+        """Return whether ``prompt`` contains the place where an answer begins."""
         return self.regions.start_anchor_re.search(prompt) is not None
 
     def without_calls(self) -> AnswerTemplate:
-        """Return the same, but what may be calls is content."""
+        """Return the template with possible calls taken as content."""
         fields = {
             name: field
             for name, field in self.spec["fields"].items()
@@ -101,15 +100,14 @@ class AnswerTemplate:
         return AnswerTemplate({**self.spec, "fields": fields}) if fields else self
 
     def is_field_of_calls(self, name: str) -> bool:
-        """Return whether ``name`` holds calls."""
+        """Return whether ``name`` is a field of calls."""
         return name.startswith(CALLS)
 
     def read_calls(self, region: Piece, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the calls of a region, each ``{"function": {"name", "arguments"}}``, or its text where the template
-        only cuts it.
+        """Return the calls of a region, each ``{"function": {"name", "arguments"}}``, or its text if it is only cut.
 
-        ``tools``: their schemas say which types arguments have where the model writes all of them as text. ValueError
-        where the region is not written as the template says.
+        ``tools``: their schemas give the types of arguments that the model writes as text. Raise ValueError if the
+        region does not have the form of the template.
         """
         field = self._reading.fields[region.field]
         types = list(tools) if field.content in _OF_TEXTS else None
@@ -126,12 +124,12 @@ class AnswerTemplate:
 
 
 def _blank(name: str) -> Any:
-    """Return a field that takes what no other does."""
+    """Return a field for text that belongs to no other field."""
     return load_response_template({"start_anchor": "-", "fields": {name: {}}}).fields[name]
 
 
 def _regions(template: Any) -> Any:
-    """Return ``template`` with fields whose content is the text as it stands, so that parsing cannot fail."""
+    """Return ``template`` with fields whose content is the raw text, so that parsing cannot fail."""
     fields = {}
     for name, field in template.fields.items():
         as_text = {"content": "text", "content_args": {"strip": False}, "transform": None, "transform_each": False}
@@ -149,17 +147,17 @@ def _regions(template: Any) -> Any:
 
 
 def _mark(field: Any) -> Any:
-    """Return a field that takes what ends ``field``, and nothing else."""
+    """Return a field that takes only the end of ``field``."""
     empty = load_response_template({"start_anchor": "-", "fields": {"end": {"open": "-", "close_pattern": ""}}})
     opening = {name.replace("close", "open"): getattr(field, name) for name in _CLOSING}
     return dataclasses.replace(empty.fields["end"], name="content_end", **opening)
 
 
 class AnswerCutter:
-    """Cuts one answer as it grows; whatever the pieces it comes in, the same text is cut at the same places."""
+    """Cuts one answer as it grows. The cuts depend only on the text, not on the chunks in which it comes."""
 
     def __init__(self, template: AnswerTemplate, prompt: str) -> None:
-        """``prompt``: the text before the answer, whose end may have opened a region already, or closed one."""
+        """``prompt``: the text before the answer, whose end may have opened or closed a region."""
         self._fields = template.regions.fields
         begun = template.begun_by(prompt)
         opened = ResponseParser(template.regions, prefix=prompt) if begun else None
@@ -167,7 +165,7 @@ class AnswerCutter:
         told = [event for event in events if event["field"] != CONTENT or event.get("text", "").strip()]
         self.follows_thought = bool(told) and told[-1]["type"] == "region_close" and told[-1]["field"] in THOUGHTS
         if not events or events[-1]["type"] == "region_close" or events[-1]["field"] == template.regions.implicit:
-            begun, opened = "", None  # the answer is a text of its own
+            begun, opened = "", None  # the answer is a separate text
         self._parser = opened or ResponseParser(template.regions, prefix="")
         self._text, self._start = begun, len(begun)
         self._at, self._body, self._region = 0, 0, 0
@@ -176,7 +174,7 @@ class AnswerCutter:
 
     @property
     def is_open(self) -> bool:
-        """True if the prompt has opened a region that the answer goes on with."""
+        """True if the prompt has opened a region that the answer continues."""
         return self._start > 0
 
     def feed(self, text: str) -> list[Piece]:
@@ -185,11 +183,11 @@ class AnswerCutter:
         return self._follow(self._parser.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return what is left; nothing may be fed any more."""
+        """Return the remaining pieces. Nothing may be fed afterwards."""
         return self._follow(self._parser.finalize()[1])
 
     def _follow(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
-        """Return the pieces of ``events``, with the text of the delimiters that the parser has taken out."""
+        """Return the pieces of ``events``, with the text of delimiters that the parser removed."""
         found = []
         for event in events:
             name = event["field"]
@@ -209,7 +207,7 @@ class AnswerCutter:
         return found
 
     def _skip(self, delimiter: Any) -> bool:
-        """Step over ``delimiter`` where it stands at the place reached."""
+        """Step over ``delimiter`` if it is at the current place; return whether it was."""
         match = delimiter and delimiter.match(self._text, self._at)
         if match:
             self._at = match.end()
@@ -217,5 +215,5 @@ class AnswerCutter:
 
 
 def _is_shown(name: str) -> bool:
-    """Return whether the text of the field is handed out as it grows."""
+    """Return whether the field's text is returned while it grows."""
     return name == CONTENT or name in THOUGHTS

@@ -1,4 +1,4 @@
-"""Grammars over tokens, by llguidance: which tokens may come next so that a text keeps the form that was asked for."""
+"""Grammars over tokens, by llguidance: which tokens may come next so that a text has the requested form."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KEPT_GRAMMARS = 64
-"""Compiled ones that are kept for the next request of the same form."""
+"""Most compiled grammars that are kept for later requests of the same form."""
 
 UNSPELT = "\U0010fffd"
-"""A character of private use, which begins the names of tokens that no text spells."""
+"""A private-use character that begins the names of tokens which no text can spell."""
 
 DEAD_END = "no text can complete this form, such as where a rule or $ref leads only to itself"
 
 _BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32)
-"""Eight tokens' biases for each byte of a mask: looked up ten times as fast as a mask is applied."""
+"""Eight tokens' biases per byte of a mask. A look-up is ten times as fast as applying the mask."""
 
 
 class Matcher:
-    """The position of one completion in its grammar."""
+    """The state of one completion in its grammar."""
 
     def __init__(self, matcher: LLMatcher, no_token: int | None = None) -> None:
-        """``no_token``: stands for the end of a text, and can never be chosen."""
+        """``no_token``: the id that stands for the end of a text, and can never be chosen."""
         self._matcher, self._no_token = matcher, no_token
 
     def logit_bias(self, vocab_size: int) -> np.ndarray:
-        """0 for tokens that may come next, with ends of text where it may end, else -inf: float32 [vocab_size].
+        """Return 0 for tokens that may come next, end of text included if allowed, else -inf: float32 [vocab_size].
 
-        Changes nothing.
+        This changes nothing.
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bias = np.full((-(-vocab_size // 8), 8), -np.inf, dtype=np.float32)
@@ -52,13 +52,13 @@ class Matcher:
         return bias.reshape(-1)[:vocab_size]
 
     def advance(self, token_id: int) -> None:
-        """Take the next token, one of those that ``logit_bias`` left."""
+        """Take the next token, which ``logit_bias`` must allow."""
         self._matcher.consume_token(token_id)
 
     def after(self, token_ids: Sequence[int]) -> list[Matcher]:
-        """Return the positions of the text after the first of ``token_ids``, after the first two, and so on.
+        """Return the states of the text after the first of ``token_ids``, after the first two, and so on.
 
-        It ends before a token that may not come, and before one that completes the text.
+        The list ends before a token that is not allowed, and before one that completes the text.
         """
         matchers: list[Matcher] = []
         ahead = self._matcher.deep_copy()
@@ -73,17 +73,17 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """True if the text is complete: nothing but its end can follow."""
+        """True if the text is complete, so that only its end can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot go on, such as a limit of llguidance, on one line; "" while it can."""
+        """The reason why the grammar failed, such as a limit of llguidance, on one line; "" if it did not."""
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     @property
     def dead_end(self) -> str:
-        """Why no token may come next, although the text is not complete; "" if one may.
+        """The reason why no token may come next in an incomplete text; "" if one may.
 
         llguidance allows the end of the text there, as if it were complete.
         """
@@ -91,10 +91,10 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles what requests ask for, over one tokenizer; llguidance is imported at the first one.
+    """Compiles the grammars of requests, over one tokenizer. llguidance is imported at the first one.
 
-    ``vocab_size``: of the model's logits, at least the tokenizer's. ``prepare`` and ``read_vocabulary`` may be called
-    by any thread; then ``matcher`` takes no time.
+    ``vocab_size``: of the model's logits, at least the tokenizer's. Any thread may call ``prepare`` and
+    ``read_vocabulary``; afterwards ``matcher`` takes no time.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -108,16 +108,16 @@ class Grammars:
         self.compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """Return the position at the beginning of a text of this form.
+        """Return the initial state of a text of this form.
 
         Raises:
-            RequestError: the schema, expression or grammar is not understood, or the tokenizer is not.
+            RequestError: the schema, expression or grammar is not supported, or the tokenizer is not.
             ConfigError: llguidance is not installed.
         """
         return Matcher(self.compiled(params).deep_copy(), self._no_token)
 
     def prepare(self, params: StructuredOutputsParams) -> None:
-        """Compile what ``params`` ask for, unless it is known; while it is compiled other threads go on.
+        """Compile the form that ``params`` ask for, unless it is known. Other threads run meanwhile.
 
         Raises:
             RequestError, ConfigError: as ``matcher``.
@@ -125,7 +125,9 @@ class Grammars:
         self.compiled(params)
 
     def read_vocabulary(self) -> LLTokenizer:
-        """Return the tokenizer as llguidance reads it, once. Reading holds up every thread for some tenths of a second.
+        """Return the tokenizer in llguidance's form, read once.
+
+        Reading blocks every thread for some tenths of a second.
 
         Raises:
             RequestError, ConfigError: as ``matcher``.
@@ -162,9 +164,9 @@ class Grammars:
 
 
 def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """Return the text that llguidance compiles. Raise ValueError for a grammar that is not understood.
+    """Return the text for llguidance to compile. Raise ValueError for an unsupported grammar.
 
-    ``special``: tokens that a grammar may name, each with its id.
+    ``special``: tokens that a grammar may name, with their ids.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -187,10 +189,10 @@ def _by_id(part: str, special: Mapping[str, int]) -> str:
 
 
 def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[str, int]]:
-    """Return a tokenizer's JSON in which no text spells an added token in angle brackets or a special one, and the ids
-    of these tokens: llguidance would take such a token for the text, which leaves it out.
+    """Return a tokenizer's JSON in which no text spells certain tokens, and the ids of these tokens.
 
-    ``no_token``: id of one more special token.
+    They are special tokens, and added tokens in angle brackets. Otherwise llguidance would take such a token for its
+    text, which omits it. ``no_token``: the id of one more special token.
     """
     told = msgspec.json.decode(tokenizer)
     names: dict[str, str] = {}
@@ -217,7 +219,7 @@ _IN_BRACKETS = re.compile(r"<[^<>\s]+>")
 
 
 def _literal(text: str) -> str:
-    """Return the regular expression that only ``text`` matches."""
+    """Return a regular expression that matches only ``text``."""
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
 
 
@@ -230,5 +232,5 @@ def _obstacle(matcher: LLMatcher) -> str:
 
 
 def _first_line(problem: str) -> str:
-    """Of what llguidance says; the whole grammar may follow."""
+    """Return the first line of llguidance's message, which the whole grammar may follow."""
     return problem.partition("\n")[0].strip()

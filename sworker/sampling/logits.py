@@ -1,8 +1,8 @@
-"""Edits of logits that depend on the tokens of their rows.
+"""Edits of logits that depend on their rows' tokens.
 
-Bias, bans and penalties are sparse updates of the whole batch: each gathers the (row, token) cells it concerns into one
-index, so the cost follows the number of cells, not the vocabulary. Order as in vLLM: allowed tokens, logit bias,
-``min_tokens``, bad words, repetition, frequency and presence penalties; last of all what a grammar forbids.
+Bias, bans and penalties are sparse updates of the whole batch. Each gathers its (row, token) cells in one index, so the
+cost grows with the cells, not the vocabulary. The order is vLLM's: allowed tokens, logit bias, ``min_tokens``, bad
+words, repetition, frequency and presence penalties. Grammars come last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _keep_to_allowed(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """-inf for the tokens that a row does not allow."""
+    """Set the tokens to -inf that a row does not allow."""
     for index, row in enumerate(rows):
         if row.params.allowed_token_ids:
             allowed = _on(scores, _cells({0: _ids([*row.params.allowed_token_ids])}, scores))
@@ -68,7 +68,7 @@ def _ban(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _bad_word_ends(row: SamplingRow) -> list[int]:
-    """Return the last tokens of the bad words whose other tokens are the latest ones of prompt and output."""
+    """Return the last tokens of bad words whose other tokens end the prompt and output."""
     longest = max((len(word) for word in row.bad_words_token_ids), default=0) - 1
     recent = tuple(row.output_token_ids[-longest:]) if longest > 0 else ()
     if 0 <= len(recent) < longest:
@@ -81,7 +81,7 @@ def _penalise_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Divide positive logits of tokens seen in prompt or output by the penalty, multiply negative ones (CTRL, 2019)."""
     penalties = {i: row.params.repetition_penalty for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0}
     seen = {i: np.concatenate([_ids(rows[i].prompt_token_ids), _ids(rows[i].output_token_ids)]) for i in penalties}
-    cells = _cells(seen, scores)  # a token listed twice is written twice with the same value
+    cells = _cells(seen, scores)  # a repeated token is written twice with the same value
     penalty = _on(scores, _per_cell(penalties, cells, scores))
     at = _on(scores, cells)
     values = scores.view(-1)[at]
@@ -100,14 +100,14 @@ def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _keep_to_grammars(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """-inf for the tokens that a row's grammar does not allow; rows without one are not touched."""
+    """Set the tokens to -inf that a row's grammar does not allow; rows without one are unchanged."""
     for index, row in enumerate(rows):
         if row.grammar is not None:
             scores[index] += _on(scores, row.grammar.logit_bias(scores.shape[1]))
 
 
 def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) -> np.ndarray:
-    """Flat indices into ``scores`` of each row's token ids, without those outside the vocabulary: int64 [num_cells]."""
+    """Return flat indices into ``scores`` of each row's token ids, within the vocabulary: int64 [num_cells]."""
     vocab = scores.shape[1]
     parts = [np.empty(0, dtype=np.int64)]
     for index, listed in token_ids.items():

@@ -1,12 +1,12 @@
-"""One token drawn at random by its scores: the filters that shape the distribution, and the draw.
+"""Random draws of one token by its scores: filters of the distribution, and the draw.
 
-Temperature, then min-p, top-k and top-p, as in vLLM, with the definitions of transformers' warpers. A stage touches
-only the rows that ask for it.
+Temperature comes first, then min-p, top-k and top-p, as in vLLM, with the definitions of transformers' warpers. A stage
+changes only the rows that use it.
 
-A draw is a pure function of (seed, position, the row's probabilities). A counter-based generator (splitmix64's
-finalizer, Steele et al. 2014) gives each row one uniform number, and the token is found by inverting the cumulative
-distribution. Sums run over integers, which are exact in any order, and tokens are ranked by unique integer keys: so a
-row's result is the same bit for bit whatever other rows are there, and on any number of threads.
+A draw is a pure function of seed, position, and the row's probabilities. A counter-based generator (splitmix64's
+finalizer, Steele et al. 2014) gives each row one uniform number. The token is found by inverting the cumulative
+distribution. Sums are of integers, which are exact in any order, and tokens are ranked by unique integer keys. So a
+row's result is the same bit for bit with any other rows, and on any number of threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from torch import Tensor
 from fastdecode.api.sampling_params import SamplingParams
 
 FIRST_NUCLEUS = 256
-"""Tokens ranked at first for top-p; most nuclei are smaller, and ranking all of a large vocabulary costs 30 x more."""
+"""Tokens ranked at first for top-p.
+
+Most nuclei are smaller, and ranking a whole large vocabulary costs 30 times more.
+"""
 
 _ID_MASK = 2**32 - 1
 
 WEIGHT_BITS = 50
-"""Probabilities become integers in units of 2**-50: their sum stays below 2**53, so it is exact in float64 too."""
+"""Probabilities become integers in units of 2**-50. Their sum stays below 2**53, so it is exact in float64 too."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -36,8 +39,8 @@ _MASK = 2**64 - 1
 def probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return final probabilities of the rows that draw at random: float32 [num_rows, vocab].
 
-    ``scores``: float32 [num_rows, vocab], contiguous, overwritten. A row with NaN or +inf, or without any finite score,
-    gets meaningless values and leaves the other rows alone.
+    ``scores``: float32 [num_rows, vocab], contiguous, overwritten. A row with NaN or +inf, or without a finite score,
+    gets meaningless values; other rows are not affected.
     """
     scores.div_(_column([p.temperature for p in params], scores))
     vocab = scores.shape[1]
@@ -48,7 +51,7 @@ def probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _filter(scores: Tensor, values: dict[int, float], dropped: Callable[[Tensor, list[float]], Tensor]) -> None:
-    """Set to -inf, in the rows listed in ``values``, the tokens for which ``dropped`` says so."""
+    """Set to -inf the tokens that ``dropped`` selects, in the rows of ``values``."""
     if not values:
         return
     if len(values) == scores.shape[0]:
@@ -65,32 +68,34 @@ def _min_p(scores: Tensor, min_p: list[float]) -> Tensor:
 
 
 def _top_k(scores: Tensor, top_k: list[float]) -> Tensor:
-    """Return tokens below the k-th best score: ties with it stay, so the choice does not depend on a sort."""
+    """Return the tokens below the k-th best score. Ties with it stay, so the choice does not depend on a sort."""
     best = scores.topk(int(max(top_k)), dim=-1).values
     last_kept = torch.tensor([int(k) - 1 for k in top_k], device=scores.device)
     return scores < best.gather(1, last_kept[:, None])
 
 
 def _top_p(scores: Tensor, top_p: list[float]) -> Tensor:
-    """Return tokens whose probability, summed from the least likely up to and with themselves, is at most 1 - p."""
+    """Return the tokens whose probability, summed from the least likely to themselves, is at most 1 - p."""
     weights = integer_weights(scores.softmax(-1))
-    # 1 - p in double precision, then float32, is what transformers compares with. Of equal tokens low ids go first,
-    # as with a stable sort (transformers' own choice there is up to torch.sort).
+    # transformers compares with 1 - p in double precision, then float32. Of equal tokens low ids go first, as in a
+    # stable sort (transformers' own choice there depends on torch.sort).
     limits = _column([1.0 - p for p in top_p], scores)
     return ~_nucleus(ranking_keys(scores, low_ids_first=False), weights, limits, FIRST_NUCLEUS)
 
 
 def _nucleus(keys: Tensor, weights: Tensor, limits: Tensor, size: int) -> Tensor:
-    """Mask of the tokens top-p keeps, found among the ``size`` best, and among more for rows where all those stay.
+    """Return the mask of tokens that top-p keeps.
 
-    Sums are of integers and keys are unique, so the mask is the same whatever size it was found with.
+    It is found among the ``size`` best tokens, and among more for rows where all of these stay.
+
+    Sums are of integers and keys are unique, so the mask does not depend on the size.
     """
     size = min(size, keys.shape[1])
     ids = top_token_ids(keys, size, low_ids_first=False)
     ranked = weights.gather(1, ids)
     from_below = weights.sum(-1, keepdim=True) - ranked.cumsum(-1) + ranked
     keep = (from_below.double() * 2.0**-WEIGHT_BITS).float() > limits
-    keep[:, 0] = True  # the likeliest token stays even where rounding left it at the limit
+    keep[:, 0] = True  # the likeliest token stays even if rounding left it at the limit
     mask = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, ids, keep)
     if size < keys.shape[1]:
         open_rows = keep[:, -1].nonzero().squeeze(1)
@@ -109,7 +114,7 @@ def ranking_keys(scores: Tensor, *, low_ids_first: bool) -> Tensor:
     ``scores``: float32 [num_rows, vocab] without NaN. Returns int64 of the same shape: the score's bits, reordered to
     compare as integers, above 32 bits of token id.
     """
-    bits = (scores + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 equal 0.0
+    bits = (scores + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     ids = torch.arange(scores.shape[-1], device=scores.device)
     return (ordered << 32) | (_ID_MASK - ids if low_ids_first else ids)
@@ -122,9 +127,9 @@ def top_token_ids(keys: Tensor, count: int, *, low_ids_first: bool) -> Tensor:
 
 
 def sample_seed(request_seed: int, sample_index: int) -> int:
-    """Return the ``generator_seed`` of sample ``sample_index`` (from 0) of a request with this seed:
+    """Return the ``generator_seed`` of sample ``sample_index`` (from 0) of a request with this seed.
 
-    64 bits, unsigned.
+    It is 64 bits, unsigned.
     """
     first = _mix(np.array([request_seed & _MASK], dtype=np.uint64))
     return int(first[0]) ^ (sample_index * _GOLDEN & _MASK)
@@ -138,25 +143,25 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
 
 def integer_weights(probs: Tensor) -> Tensor:
-    """Probabilities, float32 [num_rows, vocab], as int64 in units of 2**-50."""
+    """Return probabilities, float32 [num_rows, vocab], as int64 in units of 2**-50."""
     return (probs * 2.0**WEIGHT_BITS).to(torch.int64)
 
 
 def draw(probs: Tensor, uniforms: np.ndarray) -> Tensor:
     """Invert each row's cumulative distribution, in token order.
 
-    ``probs``: float32 [num_rows, vocab], each row summing to about 1; ``uniforms``: float64 [num_rows] in [0, 1).
-    Returns int64 [num_rows]; a token of probability 0 is never returned.
+    ``probs``: float32 [num_rows, vocab], each row summing to about 1. ``uniforms``: float64 [num_rows] in [0, 1).
+    Return int64 [num_rows]; a token of probability 0 is never returned.
     """
     cumulative = integer_weights(probs).cumsum(-1)
     total = cumulative[:, -1:].double()
-    # A float64 below 1 times the total rounds to less than the total, so a token with weight is always found.
+    # A float64 below 1 times the total rounds to less than the total, so a token with positive weight is always found.
     target = (torch.from_numpy(uniforms).to(probs.device)[:, None] * total).to(torch.int64)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer, a bijection of uint64 that changes about half of all bits for any changed bit."""
+    """Apply splitmix64's finalizer, a bijection of uint64 that changes about half of all bits for any changed bit."""
     state = state + np.uint64(_GOLDEN)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

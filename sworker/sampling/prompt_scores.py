@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' tokens, from the logits of the rows before them."""
+"""Log-probabilities of prompt tokens, from the logits of the rows before them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastdecode.sworker.sampling.sampler import CHUNK_ELEMENTS, Logprobs, raw_lo
 
 
 class ScoredPrompt(NamedTuple):
-    """A prompt, and how many of the likeliest tokens are told of each position (-1: all)."""
+    """A prompt, and how many of the likeliest tokens to report per position (-1: all)."""
 
     token_ids: Sequence[int]
     num_top: int
 
 
 class PromptScores(NamedTuple):
-    """What a step told of a prompt: the log-probabilities of its tokens from ``start`` on."""
+    """Log-probabilities from one step of a prompt's tokens from ``start`` on."""
 
     start: int
     logprobs: list[Logprobs]
@@ -28,9 +28,9 @@ class PromptScores(NamedTuple):
 def score_prompts(
     mini_batches: Sequence[MiniBatch], logits: Sequence[Tensor], prompts: Mapping[int, ScoredPrompt]
 ) -> tuple[list[Tensor], dict[int, PromptScores]]:
-    """Return the logits of the rows that sample, and the scores of each of ``prompts`` that has rows here.
+    """Return the logits of sampling rows, and the scores of each of ``prompts`` with rows here.
 
-    ``logits``: [some, vocab] of each mini-batch with rows, in their order, those of scored prompts among them.
+    ``logits``: [some, vocab] of each mini-batch with rows, in order, including those of scored prompts.
     """
     sampling: list[Tensor] = []
     scores: dict[int, PromptScores] = {}
@@ -51,7 +51,10 @@ def score_prompts(
 
 
 def _score(logits: Tensor, prompt: ScoredPrompt, start: int) -> PromptScores:
-    """``logits``: of the rows before the tokens from ``start`` on, and where the prompt ends of one more."""
+    """Return the scores of tokens from ``start`` on.
+
+    ``logits``: of the rows before them, and one more at the prompt's end.
+    """
     targets = list(prompt.token_ids[start : start + len(logits)])
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])
     found: list[Logprobs] = []

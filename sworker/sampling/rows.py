@@ -1,4 +1,4 @@
-"""Rows of a step that are sampled, with all that the sampler must know of their sequences."""
+"""Sampled rows of a step, with all that the sampler must know of their sequences."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastdecode.sworker.sampling.grammar import Matcher
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One sequence as the sampler must know it; the token lists are read during the call and not kept.
+    """One sequence's data for the sampler. The token lists are read during the call and not kept.
 
-    ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``, end-of-sequence included unless
-    it is ignored. ``bad_words_token_ids``: the token sequences of ``params.bad_words``, each way they can be spelt.
-    ``generator_seed``: seeds this row's random draws; ``sample_seed`` derives it from the request's seed.
-    ``grammar``: which tokens may come next; it is asked, and moved on by the one who takes the token.
+    ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``; they include end-of-sequence unless
+    it is ignored. ``bad_words_token_ids``: token sequences of ``params.bad_words``, in every spelling.
+    ``generator_seed``: seeds this row's random draws; ``sample_seed`` derives it from the request's seed. ``grammar``:
+    tells which tokens may come next; whoever takes the token advances it.
     """
 
     params: SamplingParams
@@ -28,14 +28,14 @@ class SamplingRow:
     grammar: Matcher | None = None
 
     def after(self, draft_token_ids: Sequence[int], grammar: Matcher | None = None) -> SamplingRow:
-        """The row of the token that would follow if ``draft_token_ids`` came next; ``grammar`` as it would stand."""
+        """Return the row of the token after ``draft_token_ids``. ``grammar``: its state there."""
         if self.plain:
             return self
         return replace(self, output_token_ids=[*self.output_token_ids, *draft_token_ids], grammar=grammar)
 
     @property
     def changes_logits(self) -> bool:
-        """Say whether bias, bans or penalties apply to this row in this step."""
+        """True if bias, bans or penalties apply to this row in this step."""
         params = self.params
         held_back = bool(self.stop_token_ids) and len(self.output_token_ids) < params.min_tokens
         edited = params.changes_logits or held_back or bool(self.bad_words_token_ids)
@@ -43,5 +43,5 @@ class SamplingRow:
 
     @property
     def plain(self) -> bool:
-        """Say whether the token is simply the likeliest one of the model's own logits."""
+        """True if the token is simply the likeliest by the model's own logits."""
         return self.params.greedy and not self.changes_logits

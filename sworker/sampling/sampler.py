@@ -1,4 +1,4 @@
-"""The sampler: from the logits of one step to one token per row, vectorised over the batch and independent of it."""
+"""The sampler: one token per row from the logits of a step, vectorized over the batch and independent of it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranki
 from fastdecode.sworker.sampling.rows import SamplingRow
 
 CHUNK_ELEMENTS = 2**21
-"""Logits handled at once where temporaries are needed; bounds them to about 50 MB, whatever the batch."""
+"""Logits handled at once where temporaries are needed, which bounds them to about 50 MB for any batch."""
 
 FAILED = -1
 """Token id of a row without a usable logit."""
 
 EXCLUDED = -2
-"""Token id of a row whose logits are usable, but whose limits leave no token."""
+"""Token id of a row with usable logits, whose limits leave no token."""
 
 
 Logprobs = dict[int, tuple[float, int]]
-"""Token id to (log-probability, rank from 1)."""
+"""Maps a token id to (log-probability, rank from 1)."""
 
 
 class SampledToken(NamedTuple):
     """The sampler's answer for one row.
 
-    ``logprob`` maps token id to (log-probability, rank from 1) if the request asked, the chosen token first, then the
-    likeliest in order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
-    ``excluded``: it failed since the request's limits leave no token.
+    ``logprob`` maps token ids to (log-probability, rank from 1) if requested: the chosen token, then the likeliest in
+    order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
+    ``excluded``: it failed because the request's limits leave no token.
     """
 
     token_id: int
@@ -41,13 +41,13 @@ class SampledToken(NamedTuple):
 
 
 class Sampler:
-    """Chooses the next token of every row; it keeps nothing between calls.
+    """Chooses the next token of every row. It keeps nothing between calls.
 
-    A row's token depends on its own logits, tokens and seed only: the same bit for bit alone and in a crowd.
+    A row's token depends only on its own logits, tokens and seed: it is the same bit for bit in any batch.
     """
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """Return one token per row; rows with NaN or +inf, or with no token left to choose, come back as failed.
+        """Return one token per row. A row with NaN or +inf, or without a token to choose, is returned as failed.
 
         ``logits``: float32, float16 or bfloat16 [num_rows, vocab] on any device, not changed.
 
@@ -57,7 +57,7 @@ class Sampler:
         _check(logits, rows)
         if not rows:
             return []
-        best = logits.max(dim=-1)  # one pass for the likeliest token and for what ``_failed`` looks at
+        best = logits.max(dim=-1)  # one pass for the likeliest token and for the check of ``_failed``
         tokens = best.indices.masked_fill(~best.values.isfinite(), FAILED)
         for part in _chunks([i for i, row in enumerate(rows) if not row.plain], logits.shape[1]):
             index = torch.tensor(part, device=logits.device)
@@ -92,7 +92,7 @@ def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return tokens of rows that are not plain: int64 [num_rows], ``EXCLUDED`` where every token is banned."""
+    """Return the tokens of rows that are not plain: int64 [num_rows], ``EXCLUDED`` if every token is banned."""
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
@@ -106,18 +106,21 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _drawn(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return random tokens, int64 [num_rows]; overwrites the scores. Output length counts a row's draws so far."""
+    """Return random tokens, int64 [num_rows]; overwrite the scores. A row's output length counts its draws."""
     probs = probabilities(scores, [row.params for row in rows])
     return draw(probs, uniform([row.generator_seed for row in rows], [len(row.output_token_ids) for row in rows]))
 
 
 def _failed(scores: Tensor) -> Tensor:
-    """Rows that cannot be sampled, bool [num_rows]: the maximum is finite unless there is NaN, +inf or only -inf."""
+    """Return the rows that cannot be sampled, bool [num_rows].
+
+    The maximum of other rows is finite: they have no NaN and no +inf, and not only -inf.
+    """
     return ~scores.amax(-1).isfinite()
 
 
 def _requested_logprobs(logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]) -> dict[int, Logprobs]:
-    """Return log-probabilities by row, for the rows that asked and did not fail."""
+    """Return log-probabilities by row, for rows that requested them and did not fail."""
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] >= 0]
     found: dict[int, Logprobs] = {}
     for part in _chunks(asked, logits.shape[1]):
@@ -139,7 +142,7 @@ def _check(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def raw_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """Return the chosen token's log-probability and the ``counts[row]`` likeliest (-1: all), one dict per row.
+    """Return the log-probabilities of the chosen token and of the ``counts[row]`` likeliest (-1: all), by row.
 
     ``logits``: floating [num_rows, vocab] without NaN or +inf; ``token_ids``: the chosen ones. Equal log-probabilities
     rank by token id, so ranks are unique and the dict is the same in every batch.
@@ -157,7 +160,10 @@ def raw_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
 
 
 def _row_logprobs(ids: list[int], values: list[float], chosen_rank: int, count: int) -> Logprobs:
-    """``ids`` and ``values`` start with the chosen token, followed by the likeliest in order."""
+    """Return a row's log-probabilities.
+
+    ``ids`` and ``values`` begin with the chosen token; the likeliest follow in order.
+    """
     chosen = {ids[0]: (values[0], chosen_rank)}
     likeliest = {ids[rank]: (values[rank], rank) for rank in range(1, count + 1)}
     return chosen | likeliest

@@ -1,1 +1,1 @@
-"""Retained prefixes on an R-worker's disk: chains of blocks, a file each."""
+"""Retained prefixes on an R-worker's disk: chains of blocks, one file each."""

@@ -1,14 +1,14 @@
-"""A parked chain of blocks as a file: written aside and renamed, and checked wherever it is read.
+"""The file of a parked chain of blocks. It is written elsewhere and renamed, and checked whenever it is read.
 
 Layout, little-endian::
 
     magic "FDCHAIN2" | bytes of the head u32 | head (JSON) | marks, 16 bytes each | SHA-256 of all that
     for each piece: its checksum, 16 bytes | its bytes
 
-A piece has the blocks of ``PIECE_TOKENS`` consecutive tokens, the last one those that remain, as they lie in an
-R-worker's cache. Its checksum (``_rworker.checksum``) starts from the SHA-256 above and the piece's number. A mark is
-the hash of all tokens up to a piece's end, so the last one is of the whole chain. A piece of another chain, of another
-place, or with a bit changed has another checksum.
+A piece has the blocks of ``PIECE_TOKENS`` consecutive tokens, the last one those of the rest, in the form of an
+R-worker's cache. Its checksum (``_rworker.checksum``) starts from the SHA-256 above and the piece's number. So a piece
+of another chain, of another place, or with a changed bit has another checksum. A mark is the hash of all tokens up to a
+piece's end; the last one stands for the whole chain.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ Name = Annotated[str, Meta(max_length=200)]
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a chain is of. ``fingerprint``: of the model's weights, the cache's layout and the arithmetic; the rest is
-    for readers. ``block_bytes``: bytes of a block over all layers."""
+    """The head of a chain's file.
+
+    ``fingerprint``: of the model's weights, the cache's layout and the arithmetic; the rest is for readers.
+    ``block_bytes``: bytes of a block over all layers.
+    """
 
     fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     block_size: Annotated[int, Meta(ge=1, le=PIECE_TOKENS)]
@@ -60,15 +63,15 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_pieces(self) -> int:
-        """Pieces, and marks."""
+        """The number of pieces, which is also the number of marks."""
         return num_marks(self.num_blocks, self.block_size)
 
     def piece_tokens(self, number: int) -> int:
-        """Return tokens of piece ``number``."""
+        """Return the tokens of piece ``number``."""
         return min(PIECE_TOKENS, self.num_tokens - number * PIECE_TOKENS)
 
     def piece_bytes(self, number: int) -> int:
-        """Return bytes of piece ``number``."""
+        """Return the bytes of piece ``number``."""
         return self.piece_tokens(number) // self.block_size * self.block_bytes
 
     @property
@@ -82,12 +85,12 @@ _HEAD = msgspec.json.Decoder(Head)
 
 
 def file_name(fingerprint: str, mark: bytes) -> str:
-    """Return the name of the chain that ends with ``mark``, under ``fingerprint``."""
+    """Return the file name of the chain that ends with ``mark``, under ``fingerprint``."""
     return f"{fingerprint[:16]}-{mark.hex()}{SUFFIX}"
 
 
 class ChainWriter:
-    """Writes a chain beside its place, under another ending, and moves it there when it is whole."""
+    """Writes a chain under a temporary name, and renames it when it is complete."""
 
     def __init__(self, path: Path, head: Head, marks: tuple[bytes, ...]) -> None:
         """Raise OSError if the file cannot be made."""
@@ -107,13 +110,13 @@ class ChainWriter:
         self._number += 1
 
     def finish(self) -> None:
-        """Have the file on the disk, and then in its place."""
+        """Sync the file to the disk, and rename it into place."""
         force_to_disk(self._file.fileno())
         self._file.close()
         self._aside.rename(self._path)
 
     def discard(self) -> None:
-        """Leave nothing behind of a file that was not finished."""
+        """Remove the unfinished file."""
         self._file.close()
         self._aside.unlink(missing_ok=True)
 
@@ -124,9 +127,9 @@ class ChainWriter:
 
 
 class ChainReader:
-    """A chain's file, open: its head and marks, checked at once, and its pieces, each checked when it is read.
+    """An open file of a chain: its head and marks, checked at once, and its pieces, checked when read.
 
-    ChainError for what is no whole and unchanged chain, OSError if it cannot be read.
+    Raise ChainError for an incomplete or changed chain, OSError if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,21 +152,21 @@ class ChainReader:
 
     @property
     def name(self) -> str:
-        """The file name that belongs to this chain, whatever the file is called."""
+        """The file name that this chain should have, whatever the file is called."""
         return file_name(self.head.fingerprint, self.marks[-1])
 
     def place(self, number: int) -> tuple[int, bytes]:
-        """Return where the bytes of piece ``number`` lie in the file, and what their checksum starts from."""
+        """Return the offset of piece ``number`` in the file, and the start of its checksum."""
         offset = self._start + number * (_CHECKSUM_BYTES + self.head.piece_bytes(0)) + _CHECKSUM_BYTES
         return offset, _seed(self._digest, number)
 
     def check(self, number: int, checksum: bytes) -> None:
-        """Raise ChainError unless what was read as piece ``number`` has this ``checksum``."""
+        """Raise ChainError unless piece ``number`` was read with this ``checksum``."""
         if checksum != os.pread(self.fileno(), _CHECKSUM_BYTES, self.place(number)[0] - _CHECKSUM_BYTES):
             raise self._broken(f"piece {number} is not what was written")
 
     def is_cached(self, number: int) -> bool:
-        """Return whether the end of piece ``number`` is in memory, as far as the system tells."""
+        """Return whether the end of piece ``number`` is in the page cache, as far as the system tells."""
         end = self.place(number)[0] + self.head.piece_bytes(number)
         try:
             return os.preadv(self.fileno(), [bytearray(1)], end - 1, os.RWF_NOWAIT) == 1
@@ -171,18 +174,18 @@ class ChainReader:
             return False
 
     def fetch(self, number: int) -> None:
-        """Have piece ``number`` in the memory of the system."""
+        """Load piece ``number`` into the page cache."""
         start, _ = self.place(number)
         end, part = start + self.head.piece_bytes(number), bytearray(FETCH_BYTES)
         while start < end and (count := os.preadv(self.fileno(), [part], start)):
             start += count
 
     def fileno(self) -> int:
-        """Of the open file."""
+        """Return the descriptor of the open file."""
         return self._file.fileno()
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Yield the pieces in order, uint8 [num_bytes] each, that is good until the next one is read."""
+        """Yield the pieces in order, uint8 [num_bytes] each, valid until the next one is read."""
         buffer = np.empty(self.head.piece_bytes(0), np.uint8)
         for number in range(self.head.num_pieces):
             checksum = self._read(_CHECKSUM_BYTES)
@@ -193,7 +196,7 @@ class ChainReader:
             yield piece
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file; may be called twice."""
         self._file.close()
 
     def _read_start(self) -> tuple[Head, tuple[bytes, ...]]:
@@ -232,7 +235,7 @@ class ChainReader:
 
 
 def _checksum(start: bytes, number: int, piece: np.ndarray) -> bytes:
-    """Of piece ``number`` of the chain whose head has the SHA-256 ``start``."""
+    """Return the checksum of piece ``number`` of the chain whose head has the SHA-256 ``start``."""
     return _rworker.checksum(piece, _seed(start, number))
 
 

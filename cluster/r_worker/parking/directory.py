@@ -1,4 +1,4 @@
-"""The folder of an R-worker's parked chains: what lies in it, oldest use first, within a limit of bytes."""
+"""The folder of an R-worker's parked chains, in order of use, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCK, LOCK_SECONDS = ".lock", 1.0
 
 
 def chain_files(folder: Path) -> list[Path]:
-    """Return the chains in ``folder``, the one that was used longest ago first. Raise OSError if it cannot be read."""
+    """Return the chains in ``folder``, oldest use first. Raise OSError if it cannot be read."""
     times = {}
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # its R-worker has dropped it since
@@ -29,16 +29,17 @@ def chain_files(folder: Path) -> list[Path]:
 
 
 class ParkDirectory:
-    """One R-worker's folder. The time of a file's last change is that of its chain's last use.
+    """One R-worker's folder. A file's modification time is the time of its chain's last use.
 
-    ``num_bytes`` of files are in it, ``most_bytes`` at most. ``after_seconds``: without use, chains come here.
+    ``num_bytes``: bytes of its files, at most ``most_bytes``. ``after_seconds``: unused time after which chains are
+    parked.
     """
 
     def __init__(self, place: ParkPlace) -> None:
-        """Make the folder, readable by this user alone, and clear it of what was not finished.
+        """Make the folder, readable by this user only, and remove unfinished files.
 
-        Its limit: what is there already and half of what is free, unless ``place`` has one. ConfigError if it cannot be
-        had.
+        Its limit is that of ``place``, or what is there already plus half of the free space. Raise ConfigError if it
+        cannot be made.
         """
         self.folder, self.after_seconds = place.folder, place.after_seconds
         try:
@@ -55,7 +56,7 @@ class ParkDirectory:
 
     @property
     def num_chains(self) -> int:
-        """Chains in the folder."""
+        """The number of chains in the folder."""
         return len(self._sizes)
 
     @property
@@ -64,7 +65,7 @@ class ParkDirectory:
         return max(self._sizes.values(), default=0)
 
     def chains(self, fingerprint: str) -> Iterator[Chain]:
-        """Yield the chains of ``fingerprint``, oldest use first; one whose head is not what was written is dropped."""
+        """Yield the chains of ``fingerprint``, oldest use first; drop one with a damaged head."""
         for name in [name for name in self._sizes if name.startswith(fingerprint[:16])]:
             try:
                 with ChainReader(self.folder / name) as reader:
@@ -75,12 +76,14 @@ class ParkDirectory:
                 self.drop(name)
 
     def path(self, fingerprint: str, mark: bytes) -> Path:
-        """Return where the chain that ends with ``mark`` is, or would be."""
+        """Return the path of the chain that ends with ``mark``, existing or not."""
         return self.folder / file_name(fingerprint, mark)
 
     def make_room(self, head: Head, name: str) -> list[str] | None:
-        """Drop chains, those used longest ago first, until one of ``head`` fits as file ``name``, in place of what is
-        there; the names of the dropped. None, and nothing is dropped, where it never fits."""
+        """Drop chains, oldest use first, until one of ``head`` fits as file ``name``; return their names.
+
+        It replaces a file of that name. Return None, and drop nothing, if it never fits.
+        """
         needed = head.file_bytes
         if needed > self.most_bytes:
             return None
@@ -92,34 +95,36 @@ class ParkDirectory:
         return dropped
 
     def add(self, path: Path) -> None:
-        """The file at ``path`` is whole, and was used just now."""
+        """Record the complete file at ``path``, as used now."""
         self.num_bytes -= self._sizes.pop(path.name, 0)
         self._sizes[path.name] = path.stat().st_size
         self.num_bytes += self._sizes[path.name]
 
     def use(self, path: Path) -> None:
-        """The chain at ``path`` was used just now."""
+        """Record that the chain at ``path`` is used now."""
         if path.name in self._sizes:
             self._sizes.move_to_end(path.name)
         with contextlib.suppress(OSError):
             os.utime(path)
 
     def drop(self, name: str) -> None:
-        """Remove the file ``name``; no effect where it is gone."""
+        """Remove the file ``name``; no effect if it is gone."""
         self.num_bytes -= self._sizes.pop(name, 0)
         with contextlib.suppress(OSError):
             (self.folder / name).unlink()
 
     def close(self) -> None:
-        """Let another R-worker have the folder, which goes where this one made it and parked nothing there; may be
-        called twice."""
+        """Release the folder for another R-worker; may be called twice.
+
+        A folder that this R-worker made and left empty is removed.
+        """
         lock, self._lock = self._lock, -1
         if lock >= 0:
             leave_folder(self.folder, LOCK)
             os.close(lock)
 
     def _take_lock(self) -> int:
-        """A file descriptor that has the folder's lock; one that was killed just now may have it for a moment."""
+        """Return a file descriptor with the folder's lock. An R-worker killed just now may hold it for a moment."""
         lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + LOCK_SECONDS
         while True:
@@ -127,7 +132,7 @@ class ParkDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_nlink:
                     return lock
-                os.close(lock)  # the one that had it has removed the folder that it had made
+                os.close(lock)  # its holder has removed the folder that it had made
                 make_folder(self.folder, 0o700)
                 lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The frames by which an S-worker has an R-worker park and wake, on the R-worker's side."""
+"""The R-worker's side of frames about parking and waking."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class ParkDoor:
-    """Answers PARKING, PARK and WAKE of one session. ``vitals`` is told what lies on the disk."""
+    """Answers PARKING, PARK and WAKE of one session. ``vitals`` is told what is on the disk."""
 
     def __init__(
         self, link: Link, worker: _rworker.RWorker, directory: ParkDirectory, layout: KVLayout, vitals: Vitals
@@ -41,7 +41,7 @@ class ParkDoor:
         self._count()
 
     def close(self) -> None:
-        """Give up what is under way; the R-worker must still be open."""
+        """Cancel the work in progress. The R-worker must still be open."""
         self._parker.close()
 
     def _begin(self, frame: Frame) -> None:

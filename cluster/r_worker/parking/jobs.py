@@ -15,16 +15,16 @@ from fastdecode.core.errors import CapacityError, ChainError
 from fastdecode.core.parked import PIECE_TOKENS
 
 READ_AHEAD = 4
-"""Pieces that the disk's thread fetches before they are wanted, where they are not in memory."""
+"""Pieces that the disk's thread fetches in advance if they are not in memory."""
 
 AT_ONCE_BYTES = 1 << 23
-"""Of pieces that are read into the cache between two looks at the time."""
+"""Bytes of pieces read into the cache between two looks at the time."""
 
 FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
 
 
 class _Job:
-    """Work of which the disk's thread does one part at a time. ``num_tokens``: that it has done."""
+    """Work of which the disk's thread does one part at a time. ``num_tokens``: tokens done."""
 
     def __init__(self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int) -> None:
         self.num_tokens = 0
@@ -32,7 +32,7 @@ class _Job:
         self._pending: deque[Future[Any]] = deque()
 
     def _come(self, deadline: float) -> Any:
-        """Return what the disk's thread has done next; TimeoutError where it has not by ``deadline``."""
+        """Return the next result of the disk's thread. Raise TimeoutError if there is none by ``deadline``."""
         value = self._pending[0].result(max(0.0, deadline - time.monotonic()))
         self._pending.popleft()
         return value
@@ -45,7 +45,7 @@ class _Job:
 
 
 class ParkJob(_Job):
-    """A sequence on its way to the disk."""
+    """A sequence being written to the disk."""
 
     def __init__(
         self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int, head: Head, writer: ChainWriter
@@ -55,7 +55,7 @@ class ParkJob(_Job):
         self._is_written = False
 
     def advance(self, deadline: float) -> bool:
-        """True once the file is in its place."""
+        """Continue until ``deadline``; return True once the file is in place."""
         try:
             while True:
                 if self._pending:
@@ -78,13 +78,13 @@ class ParkJob(_Job):
         self._next, self.num_tokens = number + 1, number * PIECE_TOKENS + count
 
     def close(self) -> None:
-        """Leave nothing of a file that is not whole."""
+        """Remove an incomplete file."""
         self._settle()
         self._writer.discard()
 
 
 class WakeJob(_Job):
-    """A sequence on its way back: ``num_wanted`` tokens."""
+    """A sequence being loaded: ``num_wanted`` tokens."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class WakeJob(_Job):
         self._num_fetched = 0
 
     def advance(self, deadline: float) -> bool:
-        """True once all tokens are in the cache."""
+        """Continue until ``deadline``; return True once all tokens are in the cache."""
         try:
             while True:
                 self._take(self._num_cached() or self._fetch(deadline))
@@ -113,7 +113,7 @@ class WakeJob(_Job):
             return False
 
     def _take(self, count: int) -> None:
-        """Read the next pieces into the cache, where they are in memory by now."""
+        """Read the next pieces into the cache, if they are in memory."""
         numbers = range(self._next, self._next + count)
         counts = [min(PIECE_TOKENS, self._num_wanted - number * PIECE_TOKENS) for number in numbers]
         places = [(tokens, *self._reader.place(number)) for number, tokens in zip(numbers, counts, strict=True)]
@@ -126,19 +126,19 @@ class WakeJob(_Job):
         self._next += count
 
     def _length(self) -> int:
-        """Tokens that the sequence has, right ones or not."""
+        """Return the tokens that the sequence has, valid or not."""
         try:
             return self._worker.sequence_length(self._sequence_id)
         except KeyError:
             return 0
 
     def _num_cached(self) -> int:
-        """How many of the next pieces, at most as many as are read at once, are in memory."""
+        """Return how many of the next pieces are in memory, at most as many as are read at once."""
         end = min(self._next + self._most, self._num_pieces)
         return next((n for n in range(self._next, end) if not self._reader.is_cached(n)), end) - self._next
 
     def _fetch(self, deadline: float) -> int:
-        """Have the disk's thread fetch the next piece, and then those after it; 1 once that one is there."""
+        """Let the disk's thread fetch the next piece, and later ones; return 1 once the next is there."""
         first = self._num_fetched - len(self._pending)
         self._num_fetched = max(self._num_fetched, self._next)
         while self._num_fetched < min(self._next + READ_AHEAD, self._num_pieces):

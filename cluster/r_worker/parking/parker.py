@@ -1,8 +1,8 @@
-"""Parks and wakes the sequences of one R-worker: pieces cross between its cache and its disk from one step to the next.
+"""Parks and wakes the sequences of one R-worker: pieces are copied between cache and disk between steps.
 
-Out of the cache the R-worker's own thread copies a piece, and another one, the disk's, writes it. Into the cache its
-threads read pieces straight from the file, and check them while they are at hand; what the system does not have in its
-memory the disk's thread fetches before.
+To park, the R-worker's own thread copies a piece out of the cache, and the disk's thread writes it. To wake, its
+threads read pieces straight from the file and check them. The disk's thread first fetches what is not in the page
+cache.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Prog
 from fastdecode.kinds.layout import KVLayout
 
 CHAINS_AHEAD, LEAST_AHEAD_BYTES = 2, 1 << 26
-"""Memory that is committed before it is needed has room for so many of the longest chain, and so many bytes."""
+"""Memory committed in advance: room for so many of the longest chain, and so many bytes."""
 
 
 log = logging.getLogger("fastdecode.r_worker")
 
 
 def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
-    """A hash of how blocks of ``worker``, whose cache has this layout, lie in memory: that of one of known tokens.
-    So a build that lays them out otherwise reads no chain of this one."""
+    """Return a hash of the memory layout of ``worker``'s blocks, made by storing known tokens.
+
+    So a build with another layout reads no chain of this one.
+    """
     size = RWorkerSize(worker.block_bytes, 1)
     probe = make_rworker(replace(layout.absorbed, isa=worker.isa), worker.block_size, size)
     tokens = np.resize(np.arange(251, dtype=np.uint8), worker.block_size * layout.kv_bytes_per_token)
@@ -49,7 +51,7 @@ def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
 
 
 class Parker:
-    """One thing at a time, for one S-worker; another request gives up the one that is under way."""
+    """Parks and wakes one sequence at a time, for one S-worker. Another request cancels the current one."""
 
     def __init__(self, worker: _rworker.RWorker, directory: ParkDirectory, layout: KVLayout) -> None:
         self._worker, self._directory, self._layout = worker, directory, layout
@@ -70,7 +72,7 @@ class Parker:
         return list(self._directory.chains(self._fingerprint))
 
     def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
-        """See ``Parks.park``. What an R-worker gives up for the room is said with the first answer."""
+        """See ``Parks.park``. The first answer lists the chains that the R-worker drops to make room."""
         if self._asked != (asked := (sequence_id, chain)):
             self._give_up()
             head = self._head(chain)
@@ -104,13 +106,13 @@ class Parker:
         return self._go_on(path, patience_ms)
 
     def close(self) -> None:
-        """Wait for the disk, and give up what is under way."""
+        """Wait for the disk, and cancel the work in progress."""
         self._room.stop()
         self._give_up()
         self._threads.shutdown()
 
     def _go_on(self, path: Path, patience_ms: int) -> Parked:
-        """Do what can be done in that time."""
+        """Do what can be done within ``patience_ms``."""
         job = self._job
         if job is None:
             return self._failed("nothing is under way")
@@ -151,7 +153,7 @@ class Parker:
         return self._directory.path(self._fingerprint, name)
 
     def _lost(self, path: Path, error: Exception) -> Parked:
-        """Say why; a file that is not what was written is removed, so that it is not tried again."""
+        """Return the failure and log the reason. A damaged file is removed, so that it is not tried again."""
         if isinstance(error, ChainError):
             self._directory.drop(path.name)
         return self._failed(str(error))
@@ -165,7 +167,7 @@ class Parker:
         return Parked(progress, num_tokens, self._directory.num_bytes, dropped)
 
     def _keep_room(self, at_once: bool = False) -> None:
-        """Have memory for chains that may be woken, where there is one."""
+        """Commit memory for chains that may be woken, if there are any."""
         if largest := self._directory.largest:
             self._room.keep(max(CHAINS_AHEAD * largest, LEAST_AHEAD_BYTES), at_once)
 

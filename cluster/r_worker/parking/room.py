@@ -1,4 +1,4 @@
-"""Memory of an R-worker's cache, committed before a chain that is read back needs it."""
+"""Memory of an R-worker's cache, committed before loading a chain needs it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fastdecode import _rworker
 
 CHUNK_BYTES = 1 << 18
-"""Committed at a time: whoever has the thread stop waits for no more."""
+"""Bytes committed at a time, which bounds the wait for the thread."""
 
 REST_SECONDS = 0.2
-"""From the end of a job to what is committed for the next one: the steps that waited for that job go first."""
+"""Seconds between a job and the commits for the next one, so that waiting steps go first."""
 
 SHARE = 0.1
-"""Of one core's time at most, while an S-worker may take steps."""
+"""Most of one core's time while an S-worker may take steps."""
 
 MOST_OF_CACHE = 8
-"""At most so large a part of the cache is committed ahead of its use."""
+"""At most this part of the cache, as 1 / n, is committed ahead of its use."""
 
 
 class Room:
-    """Has ``threads`` commit the blocks that come next, while nothing else is to be done there.
+    """Lets ``threads`` commit the next blocks while they are idle.
 
-    A block is otherwise committed as it is first written, and for pages that no process had before that may take longer
-    than to read from the disk what belongs there. Blocks are handed out lowest first, so the next ones are known.
+    Otherwise a block is committed when it is first written. For pages new to the system, that may take longer than
+    reading the data from the disk. Blocks are handed out lowest first, so the next ones are known.
     """
 
     def __init__(self, worker: _rworker.RWorker, threads: ThreadPoolExecutor) -> None:
@@ -35,7 +35,7 @@ class Room:
         self._end = 0
 
     def keep(self, num_bytes: int, at_once: bool = False) -> None:
-        """From now on have memory for ``num_bytes`` more than is in use. ``at_once``: no S-worker takes steps yet."""
+        """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: no S-worker takes steps yet."""
         self.stop()
         ahead = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // MOST_OF_CACHE)
         if ahead:
@@ -43,7 +43,7 @@ class Room:
             self._done = self._threads.submit(self._commit, ahead, at_once)
 
     def stop(self) -> None:
-        """Something else is to be done there."""
+        """Stop committing, since other work comes."""
         self._stop.set()
         if self._done:
             self._done.result()
@@ -59,7 +59,7 @@ class Room:
                 rest = (time.perf_counter() - start) * (1 / SHARE - 1)
 
     def _commit_chunk(self, ahead: int) -> bool:
-        """False if nothing is left to commit."""
+        """Commit a chunk; return False if nothing is left to commit."""
         used = self._worker.blocks_touched
         first, end = max(used, self._end), min(used + ahead, self._worker.num_blocks)
         count = min(end - first, max(1, CHUNK_BYTES // self._worker.block_bytes))

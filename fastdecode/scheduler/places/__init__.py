@@ -1,1 +1,1 @@
-"""Records of R-workers and of what they hold: blocks, copies of segments, retained prefixes, speeds, and controls."""
+"""Records of R-workers and their content: blocks, copies of segments, retained prefixes, speeds, and controls."""

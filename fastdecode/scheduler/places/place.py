@@ -1,4 +1,4 @@
-"""A sequence is a list of segments, each with the copies that exist of it."""
+"""Where a sequence's cache is: a list of segments, each with its copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A full block with more than one possible holder: running sequences, and retained prefixes."""
+    """A full block that several holders may share: running sequences and retained prefixes."""
 
     num_sequences: int = 1
     num_prefixes: int = 0
@@ -21,7 +21,7 @@ class Block:
 class Copy:
     """The keys and values of a segment on one R-worker.
 
-    Its first blocks are ``shared`` with the prefix cache or with other sequences, and retained as ``prefix_id``.
+    The first blocks are ``shared`` with the prefix cache or with other sequences, and retained as ``prefix_id``.
     """
 
     worker: int
@@ -29,14 +29,16 @@ class Copy:
     prefix_id: int | None = None
 
     def share(self, num_blocks: int) -> list[Block]:
-        """Return its first ``num_blocks`` full blocks, which others may hold from now on."""
+        """Return the first ``num_blocks`` full blocks, which others may hold from now on."""
         self.shared += [Block() for _ in range(num_blocks - len(self.shared))]
         return self.shared[:num_blocks]
 
 
 class Columns(Protocol):
-    """Columns of a table with a row for each sequence that holds a cache, int64 [num_rows]: the counts of its tail, the
-    R-worker of the tail's first copy, and its last token."""
+    """Columns of a table with a row per sequence that has a cache, int64 [num_rows].
+
+    They are the counts of its tail, the tail's home R-worker, and its last token.
+    """
 
     @property
     def num_cached(self) -> np.ndarray: ...
@@ -55,16 +57,16 @@ class Columns(Protocol):
 
 
 UNNAMED = 0
-"""The cache id of a segment until the store names it."""
+"""The cache id of a segment before the store assigns one."""
 
 
 class Segment:
     """Consecutive tokens of a sequence, which R-workers know as a sequence named ``cache_id``.
 
-    They begin at token ``start``; each of ``copies`` has all of them. The first copy is the segment's home; where there
-    is none, the segment is lost or has no place yet. ``num_tokens`` are cached, in ``num_blocks`` blocks on each
-    R-worker; blocks are held for tokens that come soon as well. The counts of a segment that grows stand in the row of
-    a table to which it is bound: thousands of them advance as arrays.
+    The tokens begin at ``start``; each of ``copies`` holds all of them. The first copy is the home. A segment without
+    copies is lost, or not placed yet. ``num_tokens`` are cached, in ``num_blocks`` blocks on each R-worker, which
+    include blocks for coming tokens. The counts of a growing segment are kept in a row of a table, so that thousands of
+    them advance as arrays.
     """
 
     __slots__ = ("_columns", "_num_blocks", "_num_tokens", "_row", "cache_id", "copies", "start")
@@ -77,7 +79,7 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are cached."""
+        """The number of cached tokens."""
         if self._columns is None:
             return self._num_tokens
         return int(self._columns.num_cached[self._row] - self._columns.bases[self._row])
@@ -90,7 +92,7 @@ class Segment:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held on each R-worker that has a copy."""
+        """The number of blocks on each R-worker with a copy."""
         return self._num_blocks if self._columns is None else int(self._columns.num_blocks[self._row])
 
     @num_blocks.setter
@@ -101,12 +103,12 @@ class Segment:
 
     @property
     def workers(self) -> list[int]:
-        """The R-workers that have a copy, the home first."""
+        """The R-workers with a copy, the home first."""
         return [copy.worker for copy in self.copies]
 
     @property
     def home(self) -> int:
-        """The R-worker of the first copy; -1: there is none."""
+        """The R-worker of the first copy; -1 if there is none."""
         return self.copies[0].worker if self.copies else -1
 
     @property
@@ -115,16 +117,16 @@ class Segment:
         return len(self.copies) > 1
 
     def on(self, worker: int) -> Copy | None:
-        """Return the copy on R-worker ``worker``, if there is one."""
+        """Return the copy on R-worker ``worker``, or None."""
         return next((copy for copy in self.copies if copy.worker == worker), None)
 
     def bind(self, columns: Columns, row: int) -> None:
-        """From here on the counts stand in ``row`` of ``columns``."""
+        """Keep the counts in ``row`` of ``columns`` from now on."""
         num_tokens, num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = columns, row
         self.num_tokens, self.num_blocks = num_tokens, num_blocks
 
     def release(self) -> None:
-        """The segment keeps its counts, and its row is another's from here on."""
+        """Take the counts out of the table, so that another segment can use the row."""
         self._num_tokens, self._num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = None, -1

@@ -1,4 +1,4 @@
-"""How long steps took, sums that forget, and how fast each R-worker attends by both."""
+"""How long steps took, as decaying sums, and each R-worker's speed derived from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import numpy as np
 from fastdecode.core.step import ScheduledStep
 
 MOST_PROMPT_ROWS = 0.05
-"""The most rows of prompts, as a part of the KV tokens attended: more rows of prompts, which R-workers store, would
-count as slowness."""
+"""Highest ratio of prompt rows to attended KV tokens at which a step shows speeds.
+
+R-workers also store prompt rows, which would look like slowness.
+"""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Seconds of one step: the S-worker's own, those it waited for R-workers, and busy ones of each R-worker."""
+    """The seconds of one step: the S-worker's own, its waiting for R-workers, and the busy seconds of each R-worker."""
 
     step: ScheduledStep
     s_seconds: float
@@ -27,7 +29,7 @@ class Observed:
 
     @cached_property
     def shows_speeds(self) -> bool:
-        """True if the R-workers did little else than attend for decodes."""
+        """True if the R-workers did little but attend for decodes."""
         step = self.step
         if step.is_decode:
             return True
@@ -35,22 +37,25 @@ class Observed:
 
     @cached_property
     def decodes(self) -> bool:
-        """True if the step had rows, all of them decodes; a step may only sample first tokens of arrived prompts."""
+        """True if the step had rows and all were decodes.
+
+        A step may also only sample first tokens of arrived prompts.
+        """
         return self.step.is_decode and self.step.num_tokens > 0
 
 
 class Observer(Protocol):
-    """A part of the scheduler that learns from how long steps take."""
+    """A part of the scheduler that learns from the duration of steps."""
 
     def observe(self, observed: Observed) -> None:
-        """One more step has ended."""
+        """Learn from one more step."""
 
 
 class Decayed:
-    """Sums of observed values, float64 [num_sums], or [num_sums, n] of n things that are observed one by one.
+    """Decaying sums of observed values: float64 [num_sums], or [num_sums, n] for n things observed separately.
 
-    ``kept``: the part of a sum that counts after one more observation. About the last 1 / (1 - kept) observations
-    count, and the ratio of two sums is a mean over them.
+    ``kept``: the weight of the past after another observation. About the last 1 / (1 - kept) observations count, and
+    the ratio of two sums is a mean over them.
     """
 
     def __init__(self, kept: float, *shape: int) -> None:
@@ -58,52 +63,51 @@ class Decayed:
         self.sums = np.zeros(shape)
 
     def add(self, *values: Any, where: np.ndarray | None = None) -> None:
-        """Observe a value of each sum; ``where``, bool [n], says which of n things were observed, else all of them."""
+        """Add a value to each sum. ``where``, bool [n]: which of n things were observed; None means all."""
         if where is None:
             self.sums = self.kept * self.sums + values
         else:
             self.sums = np.where(where, self.kept * self.sums + values, self.sums)
 
     def ratio(self, top: int, bottom: int, least: float = 1e-300) -> float:
-        """Return one sum over another, or over ``least`` where that is more."""
+        """Return one sum divided by another, or by ``least`` if that is larger."""
         return float(self.sums[top] / max(self.sums[bottom], least))
 
     def resize(self, num_things: int) -> None:
-        """Make room for ``num_things`` things, of which new ones were not observed yet."""
+        """Resize to ``num_things`` things; new ones have no observations."""
         self.sums = np.pad(self.sums, ((0, 0), (0, num_things - self.sums.shape[1])))
 
     def forget(self, thing: int) -> None:
-        """Count nothing that was observed of ``thing``."""
+        """Drop all observations of ``thing``."""
         self.sums[:, thing] = 0.0
 
 
 KEPT = 0.95
-"""The part of the past that counts after another step: about the last 20 steps do."""
+"""Weight of the past after another step: about the last 20 steps count."""
 
 AT_WORK = 0.25
-"""An R-worker busy for less than this part of the busiest one's time, over less than this part of the most loaded one's
-tokens, tells too little about itself."""
+"""An R-worker with less than this part of the busiest one's time, or of the largest load, shows too little."""
 
 LEAST_SECONDS = 0.05
-"""Busy time, among what counts of the past, that it takes to say anything: shorter calls are fixed costs and chance."""
+"""Least decayed busy time that shows a speed. Shorter times are mostly fixed costs and noise."""
 
 TOLERANCE = 1.2
-"""Speeds whose proportions are as expected within this factor count as expected: placement does not follow chance."""
+"""Speeds count as expected if their ratios are within this factor, so that placement does not follow noise."""
 
 CHANGED = 1.2
-"""An R-worker that is off its usual speed by more than this factor, beside the others, may have changed."""
+"""An R-worker may have changed if its speed relative to the others is off by more than this factor."""
 
 NUM_STEPS = 3
-"""One after the other in which it is, the same way, before what was usual is forgotten."""
+"""Consecutive steps with the same kind of deviation before the old speed is dropped."""
 
 
 class Speeds:
-    """The decayed sum of what each R-worker attended, over the time that it took; a change forgets the sum.
+    """Each R-worker's speed: a decaying sum of attended tokens over its time. A change of speed resets the sum.
 
-    A start cannot show which R-workers will share cores: two on one core, one with twice the other's weight, or a
-    neighbour that comes and goes. Busy seconds hold what the others took.
+    Bandwidth at the start does not show which R-workers will share cores: two on one core, or one with a busy
+    neighbour. Busy seconds do show it.
 
-    ``bandwidths``: what memory gave each at its start, in any unit, float64 [num_workers].
+    ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit, float64 [num_workers].
     """
 
     def __init__(self, bandwidths: Sequence[float]) -> None:
@@ -114,8 +118,11 @@ class Speeds:
 
     @property
     def lasting(self) -> np.ndarray:
-        """For what outlasts many steps: float64 [num_workers], in any one unit; as memory was while all are as expected
-        within ``TOLERANCE``. An R-worker that was never seen at work counts in proportion to its bandwidth."""
+        """Speeds for decisions that last many steps: float64 [num_workers], in any common unit.
+
+        They equal the bandwidths while all are as expected within ``TOLERANCE``. An R-worker never seen at work counts
+        by its bandwidth.
+        """
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
         surprise = tokens[seen] / seconds[seen] / self.bandwidths[seen]
@@ -126,20 +133,22 @@ class Speeds:
 
     @property
     def relative_times(self) -> np.ndarray:
-        """The time that attending takes each beside one of mean speed; float64 [num_workers]."""
+        """Each R-worker's time to attend, relative to one of mean speed; float64 [num_workers]."""
         speeds = self.lasting
         return speeds.sum() / len(speeds) / np.maximum(speeds, 1e-300)
 
     def latest(self, present: Sequence[int]) -> np.ndarray:
-        """For what costs nothing to take back: float64 [num_workers], in any one unit, none of them 0; as ``lasting``
-        while some of the R-workers ``present`` were hardly seen at work."""
+        """Return speeds for decisions that are easy to revert: float64 [num_workers], in any common unit, all above 0.
+
+        They equal ``lasting`` until all R-workers in ``present`` were seen at work.
+        """
         tokens, seconds = self._usual.sums
         if (seconds[list(present)] < LEAST_SECONDS).any():
             return np.maximum(self.lasting, 1e-300)
         return np.maximum(np.where(seconds > 0, tokens / np.maximum(seconds, 1e-300), 0.0), 1e-300)
 
     def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
-        """One decode step: KV tokens attended and busy seconds of each R-worker."""
+        """Learn from one decode step: KV tokens attended and busy seconds of each R-worker."""
         step = np.array([kv_loads, r_seconds], np.float64)
         tokens, seconds = step
         seen = (seconds >= AT_WORK * seconds.max()) | (tokens >= AT_WORK * tokens.max())
@@ -152,7 +161,7 @@ class Speeds:
             self._ways[changed] = 0
 
     def join(self, index: int, bandwidth: float) -> None:
-        """R-worker ``index``, the next one or in the place of one that is gone, was never seen at work."""
+        """Add R-worker ``index``, new or in a vacant place, without observations."""
         if index == len(self.bandwidths):
             self.bandwidths, self._ways = np.append(self.bandwidths, 0.0), np.append(self._ways, 0)
             self._usual.resize(index + 1)
@@ -162,8 +171,10 @@ class Speeds:
         self._new[:, index] = 0.0
 
     def _note_changes(self, step: np.ndarray, seen: np.ndarray) -> None:
-        """Count for how many steps each R-worker has been faster (above 0) or slower (below) than usual, and sum these
-        up. What slows all alike is no change."""
+        """Count the consecutive steps in which each R-worker was faster (above 0) or slower (below 0) than usual.
+
+        The sums of these steps are kept. A slowdown that is common to all is no change.
+        """
         tokens, seconds = self._usual.sums
         compared = seen & (seconds >= LEAST_SECONDS) & (tokens > 0)
         if not compared.any():
@@ -171,7 +182,7 @@ class Speeds:
         speeds, usual = step[0, compared] / step[1, compared], tokens[compared] / seconds[compared]
         ratios = speeds / usual
         ratios /= _median(ratios)
-        if ratios.max() <= CHANGED and ratios.min() >= 1 / CHANGED:  # as usual, or alone: beside itself it is as ever
+        if ratios.max() <= CHANGED and ratios.min() >= 1 / CHANGED:  # as usual, or alone without comparison
             self._new[:], self._ways[:] = 0.0, 0
             return
         way = np.zeros_like(self._ways)
@@ -182,6 +193,6 @@ class Speeds:
 
 
 def _median(values: np.ndarray) -> float:
-    """``np.median`` of a few numbers, float64 [n], in a tenth of its time."""
+    """Return ``np.median`` of a few numbers, float64 [n], in a tenth of its time."""
     ordered, middle = np.sort(values), len(values) // 2
     return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)

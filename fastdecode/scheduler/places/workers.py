@@ -1,4 +1,4 @@
-"""What the scheduler knows of each R-worker: its blocks, what it has yet to be told, and how fast it is."""
+"""The scheduler's state of each R-worker: blocks, pending controls, and speed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fastdecode.scheduler.places.speeds import Observed, Speeds
 Control = tuple[int, int, int, int]
 
 KEPT_GONE = 16
-"""R-workers that are gone and keep their index; one that joins takes the place of the longest gone beyond these."""
+"""Most lost R-workers that keep their index. Beyond these, a newcomer takes the index of the longest lost one."""
 
 
 class RoomError(BackendError):
-    """Blocks were promised that an R-worker does not have: a fault of the scheduler."""
+    """The scheduler promised blocks that an R-worker does not have. This is a bug of the scheduler."""
 
 
 @dataclass(eq=False)
 class Prefix:
     """A retained prefix: a copy that no sequence owns, named ``prefix_id`` on R-worker ``worker``.
 
-    Hash i covers all tokens up to block i's end. Of a sequence with two copies both are retained, under the same
-    ``origin``: they are the same bit for bit. ``own``: blocks that only this prefix has, of a hybrid's state and of the
-    tokens ``rest`` after the last full block; with a state it is of use as a whole alone. ``used_seconds``: when it was
-    used last. ``is_parked``: its R-worker's disk has all of it, too.
+    Hash i covers all tokens up to the end of block i. If a sequence has two copies, both are retained with the same
+    ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix has: those of a hybrid's state,
+    and of the tokens ``rest`` after the last full block. A prefix with a state can only be used as a whole.
+    ``used_seconds``: the time of the last use. ``is_parked``: its R-worker's disk also has all of it.
     """
 
     prefix_id: int
@@ -47,13 +47,13 @@ class Prefix:
 
 @dataclass(eq=False, slots=True)
 class WorkerState:
-    """One R-worker. When it is gone it keeps its index until another takes it.
+    """One R-worker. After its loss it keeps its index until another takes it.
 
-    ``free`` of its ``num_blocks`` KV blocks are counted as the R-worker counts them. Most blocks of a sequence are its
-    own, and only counted; those that other sequences may hold as well are :class:`Block` objects, counted once however
-    many hold them. ``cached`` blocks are held by ``prefixes`` only, which it retains, least recently used first: they
-    can be freed at any time. ``num_sequences`` append there. ``num_segments`` have a copy there, tails included.
-    ``controls``: what it has yet to be told. ``host``: its machine.
+    ``free`` of its ``num_blocks`` KV blocks are counted as the R-worker counts them. Blocks with a single owner are
+    only counted. Blocks that several may hold are :class:`Block` objects, counted once. ``cached`` blocks are held by
+    retained ``prefixes`` only, least recently used first, and can be freed at any time. ``num_sequences``: sequences
+    that append here. ``num_segments``: segments with a copy here, tails included. ``controls``: controls to send.
+    ``host``: its machine.
     """
 
     index: int
@@ -70,28 +70,27 @@ class WorkerState:
 
     @property
     def available(self) -> int:
-        """Blocks that are free or would be, were the prefix cache emptied."""
+        """Blocks that are free, or would be after evicting the whole prefix cache."""
         return self.free + self.cached
 
     @property
     def holds_nothing(self) -> bool:
-        """True if no sequence has anything here."""
+        """True if no sequence has a copy here."""
         return not self.num_segments
 
     def take(self, num_blocks: int) -> None:
-        """A copy of a segment comes, with ``num_blocks`` blocks that are no other's; :class:`RoomError` beyond what is
-        free."""
+        """Reserve ``num_blocks`` unshared blocks for a new copy. Raise :class:`RoomError` if fewer are free."""
         self.grow(num_blocks)
         self.num_segments += 1
 
     def give_back(self, num_blocks: int, shared: Iterable[Block]) -> None:
-        """A copy goes, with ``num_blocks`` blocks of its own and those ``shared``."""
+        """Free the blocks of a dropped copy: ``num_blocks`` of its own, and its ``shared`` ones."""
         self.free += num_blocks
         self.drop(shared)
         self.num_segments -= 1
 
     def grow(self, num_blocks: int) -> None:
-        """Have what is there take ``num_blocks`` more blocks; fewer than none give some back."""
+        """Reserve ``num_blocks`` more blocks for present copies; a negative number frees blocks."""
         if num_blocks > self.free:
             raise RoomError(
                 f"R-worker {self.index} has {self.free} free blocks, and {num_blocks} were promised (a bug)"
@@ -99,36 +98,36 @@ class WorkerState:
         self.free -= num_blocks
 
     def fork(self, cache_id: int, source_id: int, num_tokens: int) -> None:
-        """``cache_id`` begins with the first ``num_tokens`` tokens of ``source_id``."""
+        """Queue a FORK: ``cache_id`` begins with the first ``num_tokens`` tokens of ``source_id``."""
         self._tell(Verb.FORK, cache_id, source_id, num_tokens)
 
     def truncate(self, cache_id: int, num_tokens: int) -> None:
-        """``cache_id`` keeps its first ``num_tokens`` tokens; it is forgotten where these are none."""
+        """Queue a TRUNCATE: ``cache_id`` keeps its first ``num_tokens`` tokens; with 0 it is released."""
         self._tell(Verb.TRUNCATE if num_tokens else Verb.RELEASE, cache_id, 0, num_tokens)
 
     def release(self, cache_id: int) -> None:
-        """``cache_id`` is forgotten."""
+        """Queue a RELEASE of ``cache_id``."""
         self._tell(Verb.RELEASE, cache_id, 0, 0)
 
     def reserve(self, cache_id: int, job_id: int, num_tokens: int) -> None:
-        """Prefill workers are to store ``num_tokens`` tokens of ``cache_id`` under job ``job_id``."""
+        """Queue a RESERVE: prefill workers will store ``num_tokens`` tokens of ``cache_id`` under job ``job_id``."""
         self._tell(Verb.RESERVE, cache_id, job_id, num_tokens)
 
     def commit(self, cache_id: int, job_id: int, num_tokens: int) -> None:
-        """Prefill workers have stored them."""
+        """Queue a COMMIT: prefill workers have stored these tokens."""
         self._tell(Verb.COMMIT, cache_id, job_id, num_tokens)
 
     def _tell(self, verb: Verb, cache_id: int, source_id: int, num_tokens: int) -> None:
         self.controls.append((int(verb), cache_id, source_id, num_tokens))
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """One more sequence holds ``blocks``."""
+        """Count one more sequence as a holder of ``blocks``."""
         for block in blocks:
             self.cached -= block.num_sequences == 0
             block.num_sequences += 1
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """One sequence less holds ``blocks``."""
+        """Count one sequence less as a holder of ``blocks``."""
         for block in blocks:
             block.num_sequences -= 1
             if block.num_sequences == 0:
@@ -136,7 +135,7 @@ class WorkerState:
                 self.free += block.num_prefixes == 0
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """One retained prefix less holds ``blocks``."""
+        """Count one retained prefix less as a holder of ``blocks``."""
         for block in blocks:
             block.num_prefixes -= 1
             if block.num_prefixes == 0 and block.num_sequences == 0:
@@ -145,7 +144,10 @@ class WorkerState:
 
 
 class Workers:
-    """All R-workers by index, the last ``KEPT_GONE`` gone ones included; what is compared over all are arrays."""
+    """All R-workers by index, including the last ``KEPT_GONE`` lost ones.
+
+    Figures that are compared across them are arrays.
+    """
 
     def __init__(
         self,
@@ -154,7 +156,10 @@ class Workers:
         sizes: Sizes,
         hosts: Sequence[str] = (),
     ) -> None:
-        """``bandwidths``: what memory gave each at its start, in any unit. ``hosts``: their machines, where known."""
+        """``bandwidths``: each R-worker's memory bandwidth at its start, in any unit.
+
+        ``hosts``: their machines, if known.
+        """
         self.sizes, self.block_size = sizes, sizes.block_size
         self.speeds = Speeds(bandwidths)
         self._gone: list[int] = []
@@ -163,35 +168,35 @@ class Workers:
             state.host = host
 
     def __len__(self) -> int:
-        """Return R-workers that are or were here, one for each index."""
+        """Return the number of indices, which includes lost R-workers."""
         return len(self._states)
 
     def __getitem__(self, index: int) -> WorkerState:
-        """Return the one of them."""
+        """Return the R-worker with this index."""
         return self._states[index]
 
     def __iter__(self) -> Iterator[WorkerState]:
-        """Yield all of them, in order."""
+        """Yield all R-workers in order."""
         return iter(self._states)
 
     @property
     def present(self) -> list[int]:
-        """The R-workers that are not gone."""
+        """The R-workers that are not lost."""
         return [worker.index for worker in self._states if not worker.is_gone]
 
     @property
     def vacant(self) -> list[int]:
-        """The places that R-workers which join are to take, before new ones at the end."""
+        """The indices that newcomers take before new ones are added at the end."""
         return self._gone[: max(0, len(self._gone) - KEPT_GONE)]
 
     @property
     def draining(self) -> list[int]:
-        """The R-workers that give up what they hold and then go."""
+        """The R-workers that are draining."""
         return [worker.index for worker in self._states if worker.is_draining]
 
     @property
     def accepting(self) -> list[int]:
-        """The R-workers that take sequences."""
+        """The R-workers that accept sequences."""
         return [worker.index for worker in self._states if not worker.is_gone and not worker.is_draining]
 
     @property
@@ -201,42 +206,42 @@ class Workers:
 
     @property
     def available(self) -> np.ndarray:
-        """Blocks of each that are free or would be, were the prefix cache emptied: int64 [num_workers]."""
+        """Blocks of each that are free, or would be after evicting the prefix cache: int64 [num_workers]."""
         return np.array([worker.free + worker.cached for worker in self._states])
 
     @property
     def num_sequences(self) -> np.ndarray:
-        """Sequences that append on each: int64 [num_workers]."""
+        """Sequences that append on each R-worker: int64 [num_workers]."""
         return np.array([worker.num_sequences for worker in self._states])
 
     @property
     def has_controls(self) -> bool:
-        """True while some R-worker has yet to be told something."""
+        """True while controls wait to be sent."""
         return any(worker.controls for worker in self._states)
 
     def take_controls(self) -> tuple[tuple[Control, ...], ...]:
-        """Return what the R-workers have to be told, once."""
+        """Return the controls to send, and clear them."""
         controls = tuple(tuple(worker.controls) for worker in self._states)
         for worker in self._states:
             worker.controls.clear()
         return controls
 
     def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
-        """The R-workers heard none of ``controls``: they go before any that came since."""
+        """Queue ``controls`` again, before newer ones, since no R-worker received them."""
         for worker, verbs in zip(self._states, controls, strict=True):
             worker.controls[:0] = verbs
 
     def observe(self, observed: Observed) -> None:
-        """A step shows how fast they are, where prompts had little part in it."""
+        """Learn the speeds from a step, if prompts had little part in it."""
         if observed.shows_speeds:
             self.speeds.observe(observed.step.kv_loads, observed.r_seconds)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return blocks that a sequence of so many tokens takes."""
+        """Return how many blocks ``num_tokens`` tokens take."""
         return self.sizes.blocks_for(num_tokens)
 
     def join(self, index: int, num_blocks: int, bandwidth: float, host: str = "") -> float:
-        """Return one more, with all its blocks free; returns how fast it is beside all others together.
+        """Add an R-worker with all blocks free; return its speed relative to all others together.
 
         ``index`` is vacant, or the next one.
         """
@@ -249,11 +254,11 @@ class Workers:
         return float(speeds[index] / speeds[others].sum())
 
     def drain(self, index: int) -> None:
-        """R-worker ``index`` takes no more sequences; no effect on one that is gone."""
+        """Stop R-worker ``index`` from accepting sequences; no effect on a lost one."""
         self._states[index].is_draining = not self._states[index].is_gone
 
     def lose(self, index: int) -> None:
-        """R-worker ``index`` is gone with all it held."""
+        """Mark R-worker ``index`` as lost, with all it held."""
         if not self._states[index].is_gone:
             self._gone.append(index)
         self._states[index] = WorkerState(index, 0, 0, is_gone=True)

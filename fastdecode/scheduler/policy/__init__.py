@@ -1,1 +1,1 @@
-"""Policies read the store and decide operations, which the store carries out; they write nothing to it themselves."""
+"""Policies read the store and decide operations, which the store carries out. They never write to it."""

@@ -1,4 +1,7 @@
-"""Which sequence starts next, and where: seats, blocks, KV load, and the token budget, to which prompts are cut."""
+"""Admission: which sequence starts next and where, within seats, blocks, KV load and token budget.
+
+Prompts are cut to the budget.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,11 @@ from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 
 WouldBegin = Callable[[int, int], int | bool]
-"""Whether this step would compute some of so many prompt tokens after a cached prefix of so many, or prefill workers
-would."""
+"""Whether this step would compute some of so many prompt tokens after so many cached ones, or prefill workers would."""
 
 
 class _Start(NamedTuple):
-    """How a sequence starts: the load that it brings, its segments, and the prefix that it begins from."""
+    """How a sequence starts: the load it adds, its segments, and the prefix that it begins from."""
 
     newcomer: Newcomer
     segments: list[Segment]
@@ -39,9 +41,9 @@ class _Start(NamedTuple):
 
 
 class Admission:
-    """Lets the head of the queue start where every budget allows it; no sequence overtakes the head.
+    """Starts the head of the queue if every budget allows it. No sequence overtakes the head.
 
-    ``num_starts``: sequences that began for the first time in this step.
+    ``num_starts``: sequences that started for the first time in this step.
     """
 
     def __init__(self, schedule: Schedule, limits: Limits, store: Store, queue: WaitingQueue) -> None:
@@ -61,7 +63,7 @@ class Admission:
         self._is_open = True
 
     def begin_step(self) -> None:
-        """The running sequences of this step are known."""
+        """Reset for a new step, once its running sequences are known."""
         self.future.begin_step()
         self.num_starts = 0
         self._is_open = not self._schedule.waves or not len(self._residents)
@@ -72,7 +74,7 @@ class Admission:
         self._begin_load_control()
 
     def start_next(self, would_begin: WouldBegin) -> Decision[TokenSequence | None]:
-        """Start the head of the queue and return it; None when it has to wait."""
+        """Start the head of the queue and return it; None if it has to wait."""
         if self._queue.head_follows:
             yield SetFollowersAside()
         sequence = self._queue.head
@@ -100,7 +102,7 @@ class Admission:
     def _whole(
         self, sequence: TokenSequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
     ) -> _Start | None:
-        """Return how ``sequence``, that is ``alone``, starts in one segment."""
+        """Return how ``sequence`` starts in one segment; None if it cannot. ``alone`` is its load."""
         costs = self.homes.costs(sequence, alone, hits)
         for index in self.homes.best_first(sequence, alone, hits, costs):
             for hit in self._store.prefixes.ways(hits.get(index)):
@@ -111,8 +113,10 @@ class Admission:
     def _on(
         self, index: int, hit: Hit | None, sequence: TokenSequence, costs: np.ndarray, would_begin: WouldBegin
     ) -> _Start | None:
-        """Return how ``sequence``, of one segment, starts on R-worker ``index`` from ``hit``; None where budgets forbid
-        it."""
+        """Return how ``sequence`` starts in one segment on R-worker ``index`` from ``hit``.
+
+        Return None if budgets forbid it.
+        """
         if not self.room.to_begin(sequence, index, hit):
             return None
         if (second := self.second_places.beside(sequence, index, hit, costs)) is None:
@@ -124,7 +128,7 @@ class Admission:
         return _Start(there, [Segment(UNNAMED, 0, self.needs.at_start(sequence), [index])], hit)
 
     def _in_segments(self, sequence: TokenSequence, hits: dict[int, Hit], would_begin: WouldBegin) -> _Start | None:
-        """Return how ``sequence`` starts in several segments, after the longest prefix, or else after none."""
+        """Return how ``sequence`` starts in several segments, from the longest cached prefix or from none."""
         longest = max(hits.values(), key=lambda hit: hit.num_blocks, default=None)
         for hit in dict.fromkeys((longest, None)):
             if found := self.segments.to_begin(sequence, hit, would_begin):
@@ -132,7 +136,7 @@ class Admission:
         return None
 
     def _note(self, start: _Start) -> None:
-        """Count what has just started, for what may start beside it."""
+        """Count what has just started against the budgets."""
         newcomer = start.newcomer
         for worker in (*(worker for each in start.segments for worker in each.workers), *newcomer.holders):
             self.homes.available[worker] = self._store.workers[worker].available
@@ -140,7 +144,7 @@ class Admission:
         self.load_control.started(newcomer)
 
     def _begin_load_control(self) -> None:
-        """Have starts spread, or not, by what waits now."""
+        """Let load control decide whether starts are spread, given the waiting requests."""
         seats = max(1, self._limits.max_num_seqs - len(self._residents))
         head = next(iter(self._queue), None)
         knows_lengths = head is not None and (not head.may_stop or self.future.output_lengths.is_known)
@@ -158,11 +162,11 @@ class Admission:
 
 
 MOST_SCORED_ROWS = 256
-"""Rows of a step whose logits are wanted besides those that sample: each takes memory for the whole vocabulary."""
+"""Most rows per step with logits beyond the sampling ones. Each takes memory for the whole vocabulary."""
 
 
 class ChunkCutter:
-    """Cuts prompts to what a step of ``budget`` rows has left for them, and of MOST_SCORED_ROWS."""
+    """Cuts prompts to the rows that a step of ``budget`` rows has left, and to MOST_SCORED_ROWS."""
 
     def __init__(self, store: Store, prefill: Prefill, budget: int) -> None:
         self.chunks: list[Chunk] = []
@@ -178,7 +182,7 @@ class ChunkCutter:
         return max(0, min(num_left, self._budget))
 
     def cut(self, sequence: TokenSequence) -> None:
-        """Put the next tokens of ``sequence``'s prompt into the step, as many as go."""
+        """Put as many of the next prompt tokens of ``sequence`` into the step as fit."""
         count = self.rows_for(sequence.num_prefill - sequence.num_cached)
         if sequence.scored:
             count = min(count, self._scored_left)

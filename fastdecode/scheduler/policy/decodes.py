@@ -1,4 +1,4 @@
-"""Which sequences decode in a step, with the blocks they need, and who attends where two R-workers hold one."""
+"""Which sequences decode in a step and with which blocks, and which R-worker attends if two hold a copy."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Decodes:
-    """All sequences decode in every step, but where a strict load limit would be exceeded or blocks run out."""
+    """All sequences decode in every step, unless a strict load limit would be exceeded or blocks run out."""
 
     def __init__(self, store: Store, admission: Admission, limits: Limits, copies: SecondCopies | None) -> None:
-        """With two copies of each sequence, who attends is chosen in each step."""
+        """``copies``: second copies; with them, the attending R-worker is chosen anew in each step."""
         self._store, self._table, self._workers = store, store.table, store.workers
         self._admission, self._load_limit = admission, admission.load_limit
         self._attendance = Attendance(store) if limits.placing.twice else None
         self._copies = copies
 
     def choose(self) -> Decision[np.ndarray]:
-        """Return the rows of the table that decode in this step, int64 [n]; they get the blocks that they need."""
+        """Return the table rows that decode in this step, int64 [n], and reserve the blocks that they need."""
         table = self._table
         while True:
             yield Refresh()
@@ -50,7 +50,7 @@ class Decodes:
             yield from self._make_way(short[0])
 
     def _extend(self, rows: np.ndarray) -> Decision[None]:
-        """Give the first of these rows of the table, whose tails are whole, a new tail, or have a victim make room."""
+        """Give the first of these rows a new tail, since its tail is full; or preempt a victim to make room."""
         sequence = self._table.sequence(int(rows[0]))
         worker, has_room = self._admission.segments.next_tail(sequence)
         if has_room:
@@ -61,13 +61,15 @@ class Decodes:
             yield Preempt(sequence)
 
     def _make_way(self, worker: int) -> Decision[None]:
-        """Return free blocks of R-worker ``worker``: copies that are not needed go first, then a sequence."""
+        """Free blocks on R-worker ``worker``: unneeded copies go first, then a sequence is preempted."""
         if self._copies is None or not (yield from self._copies.give_up(worker)):
             yield Preempt(self._victim(worker))
 
     def _victim(self, worker: int) -> TokenSequence:
-        """Return the youngest on ``worker``, but none that has got no token since it was preempted, and not the
-        oldest."""
+        """Return the youngest sequence on ``worker``.
+
+        It is never the oldest of all, nor one that got no token since its preemption.
+        """
         here = self._store.residents.on(worker)
         for sequence in reversed(here[1:]):
             stuck = sequence.was_preempted and len(sequence.output_token_ids) == sequence.outputs_at_start
@@ -76,7 +78,10 @@ class Decodes:
         return here[-1]
 
     def _within_load_limit(self) -> np.ndarray:
-        """Return all rows, except the youngest where expected lengths were exceeded and a strict limit would be."""
+        """Return all rows, without the youngest if a strict limit would be exceeded.
+
+        That happens when outputs are longer than expected.
+        """
         table, limits = self._table, self._load_limit.strict
         rows = table.rows
         if limits is None:
@@ -92,21 +97,23 @@ class Decodes:
 
 
 EVEN = 1.002
-"""The busiest R-worker's time over the mean, from which on nothing is swapped."""
+"""Ratio of the busiest R-worker's time to the mean, below which nothing is swapped."""
 
 MOST_SWAPS = 64
-"""In one step; what is uneven beyond them is evened in the next."""
+"""Most swaps in one step; the next step continues."""
 
 
 class Attendance:
-    """Evens the load of R-workers again in each step, without a move."""
+    """Balances the load of R-workers in each step without moving data: either holder of a copy may attend."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._table, self._workers = store, store.table, store.workers
 
     def choose(self) -> Attend | None:
-        """Return on which of its holders each tail and closed segment of what decodes attends, so that all R-workers
-        take as long; None where nothing has two."""
+        """Return which holder attends each tail and closed segment of the decoding sequences.
+
+        The choice balances the time of all R-workers. Return None if nothing has two copies.
+        """
         table = self._table
         rows, closed = table.rows[table.second_workers[table.rows] >= 0], self._closed()
         if not len(rows) and not closed:
@@ -127,17 +134,17 @@ class Attendance:
         return Attend(rows, choice.on_second[: len(rows)], swapped)
 
     def _closed(self) -> list[tuple[TokenSequence, Segment]]:
-        """Closed segments with two copies of sequences that decode."""
+        """Return the closed segments with two copies that belong to decoding sequences."""
         decoding = self._store.residents.decoding
         several = [each for each in self._table.several() if each.sequence_id in decoding]
         return [(each, segment) for each in several for segment in each.closed if segment.twice]
 
 
 class _Choice:
-    """Chooses the R-worker that attends each of n things, tails or closed segments, which two R-workers hold.
+    """Chooses which of two R-workers attends each of n tails or closed segments.
 
-    ``homes`` and ``others``, int64 [n], hold them; ``tokens``, float64 [n], are what each attends; ``on_second``, bool
-    [n], says which of the two attends.
+    ``homes`` and ``others``, int64 [n], are the two holders. ``tokens``, float64 [n], is the load of each.
+    ``on_second``, bool [n], is the choice.
     """
 
     def __init__(self, homes: np.ndarray, others: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
@@ -146,8 +153,10 @@ class _Choice:
         self.on_second = on_second
 
     def even_out(self, seconds: np.ndarray, speeds: np.ndarray, mean: float) -> None:
-        """Change ``on_second`` until no R-worker of ``seconds``, float64 [num_workers], takes much above ``mean``, or
-        nothing that is tried helps the busiest one. ``seconds`` follow; ``speeds``: tokens a second."""
+        """Change ``on_second`` until no R-worker takes much longer than ``mean``, or no change helps the busiest.
+
+        ``seconds``, float64 [num_workers], is updated; ``speeds``: tokens per second.
+        """
         for _ in range(MOST_SWAPS + len(self._tokens) // 8):
             busiest = int(np.argmax(seconds))
             if seconds[busiest] <= EVEN * mean:
@@ -170,10 +179,10 @@ class _Choice:
         return self._holders[np.arange(len(self.on_second)), 1 - self.on_second.astype(np.int64)]
 
     def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
-        """Return the change that leaves the least to the busiest of the R-workers it touches; None if nothing helps.
+        """Return the change with the lowest maximum over the R-workers it touches; None if no change helps.
 
-        One thing of the busiest R-worker goes to its other holder, alone or with one from there that goes on to its own
-        other holder.
+        One item of the busiest R-worker goes to its other holder. A second item may go on from there to its own other
+        holder.
         """
         attending, others, tokens = self._attending, self._others, self._tokens
         mine = np.flatnonzero(attending == busiest)

@@ -1,4 +1,4 @@
-"""What a step with so many rows takes: as steps that were seen say, or as a given ``StepTime`` does."""
+"""The time of a step as a function of its rows: fitted to observed steps, or given by a ``StepTime``."""
 
 from __future__ import annotations
 
@@ -9,51 +9,53 @@ import numpy as np
 from fastdecode.core.protocols import StepTime
 
 LEVEL_RATE = 1 / 16
-"""Weight of the last step in what a step takes now: noise falls to a fifth, and drift is followed in seconds."""
+"""Weight of the last step in the current level. Noise falls to a fifth, and drift is followed within seconds."""
 
 MOST_JUMP = 0.5
-"""The most of a step's time above what was expected: more is a pause of the machine, and counts as this."""
+"""Most of a step's time above the expected one, as a part of it. More is a pause of the machine, and counts as this."""
 
 SLOPE_MEMORY = 2.0
-"""Squared relative changes of the rows that a slope rests on: two doublings, or 32 trials of a quarter. Steps with the
-same rows say nothing of it, and so it is not forgotten while rows stay the same."""
+"""Squared relative changes of the row count that a slope rests on: two doublings, or 32 trials of a quarter.
+
+Steps without a change in rows add nothing, so they do not decay it either.
+"""
 
 LEAST_CHANGE = 0.05
-"""Of the rows: what a smaller one does is lost in noise."""
+"""Least relative change of the rows; the effect of a smaller one is lost in noise."""
 
 SLOPE_PRIOR_WEIGHT = 0.05
-"""Of the slope taken beforehand, in the same unit: less than one trial of a quarter."""
+"""Weight of the prior slope, in the same unit: less than one trial of a quarter."""
 
 LEAST_NOISE = 1e-4
 """Variance of a step's time over its square: 1 %."""
 
 WIDTH_RATE = LEVEL_RATE / 16
-"""Per step, at which a wide range of rows that was seen is forgotten."""
+"""Rate per step at which the range of observed row counts decays."""
 
 MOST_POINTS = 33
-"""Numbers of rows at which a given ``StepTime`` is asked, most of them low; straight lines between them."""
+"""Row counts at which a given ``StepTime`` is evaluated, most of them low; it is linear in between."""
 
 SAME_LOAD = 0.02
-"""A change of the KV load that is not worth asking it again."""
+"""Relative change of the KV load that is too small for another evaluation."""
 
 
 class RowCost:
-    """The time that a step of so many rows takes, in any unit: level + slope · (x - rows).
+    """The time of a step with x rows, in any unit: level + slope · (x - rows).
 
-    Level and rows are means of the last steps. The slope is fitted to the changes from step to step, and lies between
-    0, the same for any number of rows, and level / rows, in proportion to them. Beyond the most rows that were seen
-    lately it counts as ``beyond`` of that proportion at least.
+    ``level`` and ``rows`` are means of the last steps. The slope is fitted to changes from step to step. It lies
+    between 0 (constant time) and level / rows (proportional time). Beyond the most rows seen lately, it is at least
+    ``beyond`` of the proportional slope.
     """
 
     def __init__(self, prior: float, beyond: float) -> None:
-        """``prior``: the slope until rows were seen to change, as a part of level / rows."""
+        """``prior``: the slope before the rows change, as a part of level / rows."""
         self.rows = self.level = 0.0
         self._prior, self._beyond = prior, beyond
         self._products = self._squares = self._noise = self._widest = 0.0
         self._count = 0
 
     def slope(self, optimism: float = 0.0) -> float:
-        """Per row, less ``optimism`` standard errors."""
+        """Return the slope per row, less ``optimism`` standard errors."""
         if not self.rows:
             return 0.0
         unit, proportional = self.rows * self.rows, self.level / self.rows
@@ -63,7 +65,7 @@ class RowCost:
         return min(max(0.0, fitted - optimism * error * proportional), proportional)
 
     def observe(self, rows: float, value: float) -> None:
-        """A step of ``rows`` rows took ``value``."""
+        """Learn that a step of ``rows`` rows took ``value``."""
         self._count += 1
         rate = max(LEVEL_RATE, 1 / self._count)
         if self.level > 0:
@@ -73,7 +75,7 @@ class RowCost:
         self._widest = max(rows, self._widest - WIDTH_RATE * (self._widest - self.rows))
 
     def at(self, rows: np.ndarray, optimism: float = 0.0) -> np.ndarray:
-        """Return the expected value of each of ``rows``, float64 [n]."""
+        """Return the expected time of each of ``rows``, float64 [n]."""
         slope = self.slope(optimism)
         if not self._widest:
             return np.zeros(len(rows))
@@ -84,7 +86,7 @@ class RowCost:
         return widest + slope * np.minimum(further, 0.0) + beyond * np.maximum(further, 0.0)
 
     def _fit(self, rows: float, value: float, rate: float) -> float:
-        """Returns ``value``, less what of it is a pause."""
+        """Fit the slope, and return ``value`` without the part that is a pause."""
         expected, change = self.level + self.slope() * (rows - self.rows), rows - self.rows
         relative = change / self.rows
         highest = (1.0 + MOST_JUMP) * max(expected, self.level * rows / self.rows)
@@ -94,14 +96,14 @@ class RowCost:
         kept *= SLOPE_MEMORY / (SLOPE_MEMORY + relative**2)
         if abs(relative) < LEAST_CHANGE:
             return value
-        most = change * self.level / self.rows  # what rows can explain; the rest is drift
+        most = change * self.level / self.rows  # rows can explain this much; the rest is drift
         self._products = kept * self._products + change * min(max(value - self.level, min(0.0, most)), max(0.0, most))
         self._squares = kept * self._squares + change * change
         return value
 
 
 class GivenTimes:
-    """A ``StepTime`` asked at a few numbers of rows, with straight lines between them, and again once those change."""
+    """A ``StepTime`` evaluated at a few row counts, linear in between; evaluated again when they change."""
 
     def __init__(self, step_time: StepTime) -> None:
         self._step_time = step_time
@@ -109,7 +111,10 @@ class GivenTimes:
         self._rows = self._times = np.zeros(0)
 
     def at(self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Seconds of steps with ``more`` rows than ``num_tokens``; all R-workers count as loaded as the busiest."""
+        """Return the seconds of steps with ``more`` rows than ``num_tokens``.
+
+        All R-workers count as loaded as the busiest.
+        """
         kv_tokens = int(kv_loads.max() * len(kv_loads)) if len(kv_loads) else 0
         tokens, most, loads = self._key
         if (tokens, most) != (num_tokens, most_more) or abs(kv_tokens - loads) > SAME_LOAD * loads:

@@ -1,4 +1,4 @@
-"""How many draft tokens each sequence verifies: as many as raise the tokens that are expected per second."""
+"""How many draft tokens each sequence verifies: as many as raise the expected tokens per second."""
 
 from __future__ import annotations
 
@@ -11,71 +11,79 @@ from fastdecode.core.protocols import StepTime
 from fastdecode.scheduler.policy.draft_costs import LEVEL_RATE, GivenTimes, RowCost
 
 FIRST_STEPS = 4
-"""Decode steps that are seen before anything is drafted: the first are slower, and say little."""
+"""Decode steps before the first drafts; the first steps are slow and tell little."""
 
 S_SLOPE = 1.0
-"""Until rows were seen to change: S time in proportion to rows, the most it can be."""
+"""S slope before rows change: S time proportional to rows, the worst case."""
 
 R_SLOPE = 0.25
-"""Until then, of rows over one read of a cache: 0.04 (MHA, bfloat16), 0.4 (groups of 4), 0.8 (of 8) were measured."""
+"""R slope before rows change, as a part of one read of the cache.
+
+Measured: 0.04 (MHA, bfloat16), 0.4 (groups of 4), 0.8 (groups of 8).
+"""
 
 PRIOR = 0.5
-"""Acceptance before any draft was tested: n-grams of code reach 0.6 to 0.8, of prose 0.3."""
+"""Acceptance before any draft was tested. N-grams of code reach 0.6 to 0.8, those of prose 0.3."""
 
 PRIOR_WEIGHT = 2.0
-"""Tests of its own after which a sequence counts as much as all others together: one verification."""
+"""Tests after which a sequence's own rate weighs as much as that of all sequences: one verification."""
 
 POOL_WEIGHT = 4.0
-"""Tests of all sequences after which they count as much as ``PRIOR``."""
+"""Tests after which the rate of all sequences weighs as much as ``PRIOR``."""
 
 LEAST_GAIN = 0.02
-"""Below it no drafts: the forecast is no better, and drafts cost the host a little."""
+"""Least gain for drafts. The forecast is no more precise, and drafts cost a little host time."""
 
 TRIAL_COST = 0.005
-"""The part of all time that trials take: they come as often as they are cheap."""
+"""Part of all time for trials, which are as frequent as they are cheap."""
 
 LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
-"""From one trial to the next: text that begins to repeat is to be noticed soon, and where no drafts would pay, a change
-of the machine at last."""
+"""Bounds of the steps between trials.
+
+The lower one notices repetitive text soon; the upper one notices a change of the machine at last.
+"""
 
 TRIAL_ROWS = 0.25
-"""More rows, at most, in a trial where the S-worker is the bottleneck; elsewhere as many again as there are."""
+"""Most additional rows in a trial, as a part of the rows, if the S-worker is the bottleneck.
+
+Otherwise they may double.
+"""
 
 FREE_ROWS = 4
-"""More rows that a trial may always have: a step of a few rows takes as long as one of 16."""
+"""Additional rows that any trial may have, since a step of a few rows takes as long as one of 16."""
 
 OPTIMISM = 2.0
-"""Standard errors by which slopes count as smaller in a trial, which is to find out."""
+"""Standard errors by which a trial lowers the slopes, so that it explores."""
 
 LEAST_CHANCE = 1e-3
-"""Of a draft token: with less it is not considered."""
+"""Least chance of acceptance for a draft token to be considered."""
 
 NOTHING = np.zeros(1, np.int64)
 
 NUM_POINTS = 64
-"""Numbers of draft tokens that are compared, before those around the best are."""
+"""Counts of draft tokens that are compared first, before those around the best."""
 
 SCALE = 65534
-"""Chances are ordered as 16-bit numbers: thousands of them in a fifth of the time."""
+"""Chances are sorted as 16-bit numbers, five times as fast."""
 
 LEAST_SECONDS = 1e-9
-"""Of a step."""
+"""Least seconds of a step."""
 
 
 class BalancedDrafts:
-    """Takes draft tokens in the order of their chances while the tokens that are expected per second rise.
+    """Adds draft tokens in order of their chances, as long as the expected tokens per second rise.
 
-    A step of n sequences gives n tokens, and draft j of a sequence with acceptance a another a^j. It takes
-    S + R - overlap · min(S, R) and a constant: S and R, of the slowest R-worker, by rows (:class:`RowCost`), R by KV
-    tokens too. So R-bound steps have drafts until S has become as long. S-bound ones have none, since their time
-    rises with rows as fast as tokens do, or faster; unless rows turn out to be free on the S side as well.
+    A step of n sequences yields n tokens, and draft j of a sequence with acceptance a yields another a^j. The step
+    takes S + R - overlap · min(S, R) plus a constant. S and R, of the slowest R-worker, depend on rows
+    (:class:`RowCost`), and R on KV tokens too. So R-bound steps get drafts until S is as long. S-bound steps get none,
+    since their time rises at least as fast as their tokens, unless rows turn out to be free on the S side.
 
-    Now and then comes a trial, in which slopes count as smaller than fitted, and sequences whose drafts were rejected
-    get one more.
+    Now and then a trial assumes smaller slopes than fitted, and gives one more draft to sequences whose drafts were
+    rejected.
     """
 
     def __init__(self, most_drafts: int, num_mini_batches: int, step_time: StepTime | None = None) -> None:
-        """``most_drafts`` of a sequence; ``step_time``: as calibrated; None: fitted to the steps that are observed."""
+        """``most_drafts``: per sequence. ``step_time``: the calibrated times; None fits them to observed steps."""
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
@@ -88,13 +96,15 @@ class BalancedDrafts:
         self._wanted, self._filled = 0, 1.0
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Return the acceptance of each sequence, from its own drafts and, as long as those are few, from all
-        sequences'."""
+        """Return the acceptance of each sequence from its own drafts, and from all sequences' while those are few."""
         self._pooled = (float(kept.sum()) + POOL_WEIGHT * PRIOR) / (float(tried.sum()) + POOL_WEIGHT)
         return (kept + PRIOR_WEIGHT * self._pooled) / (tried + PRIOR_WEIGHT)
 
     def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """int64 [n], from 0 to ``most``; see :class:`fastdecode.core.protocols.DraftPolicy`."""
+        """Return the draft counts, int64 [n], from 0 to ``most``.
+
+        See :class:`fastdecode.core.protocols.DraftPolicy`.
+        """
         self._wanted = 0
         if not len(acceptance) or (self._given is None and self._num_steps < FIRST_STEPS):
             return np.zeros(len(acceptance), np.int64)
@@ -115,7 +125,7 @@ class BalancedDrafts:
         wait_seconds: float,
         r_seconds: Sequence[float],
     ) -> None:
-        """A decode step of ``num_tokens`` rows of ``num_sequences`` took so long; see ``DraftPolicy``."""
+        """Learn the time of a decode step with ``num_tokens`` rows of ``num_sequences``; see ``DraftPolicy``."""
         self._num_steps += 1
         if self._wanted:
             share = min(1.0, (num_tokens - num_sequences) / self._wanted)
@@ -130,13 +140,12 @@ class BalancedDrafts:
         self._exposed += rate * (max(0.0, wait_seconds - busiest) - self._exposed)
 
     def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
-        """``num_passes`` draft tokens of each of ``num_sequences`` took so long; see ``DraftPolicy``."""
+        """Learn the time of drafting ``num_passes`` tokens for each of ``num_sequences``; see ``DraftPolicy``."""
         if num_sequences and num_passes:
             self._drafting.observe(num_sequences, seconds / num_passes)
 
     def _trial(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Choose as if nothing were known of sequences with low acceptance, and slopes were small; sets the next
-        trial."""
+        """Choose with unknown acceptance for low ones and with small slopes; schedule the next trial."""
         low = acceptance < PRIOR
         hopeful, few = np.where(low, PRIOR, acceptance), np.where(low, np.minimum(most, 1), most)
         usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
@@ -160,14 +169,14 @@ class BalancedDrafts:
         optimism: float = 0.0,
         budget: int | None = None,
     ) -> np.ndarray:
-        """Choose, of draft tokens in falling order of their chances, as many as give the most tokens per second."""
+        """Choose as many draft tokens, best chances first, as give the most tokens per second."""
         num_sequences, width = len(acceptance), self._most_drafts
         chances = np.empty((num_sequences, width))
         chances[:] = np.minimum(acceptance, 1.0)[:, None]
         np.multiply.accumulate(chances, axis=1, out=chances)
         chances *= np.arange(width) < most[:, None]
         flat = chances.ravel()
-        order = np.argsort(((1.0 - flat) * SCALE).astype(np.uint16), kind="stable")  # a radix sort
+        order = np.argsort(((1.0 - flat) * SCALE).astype(np.uint16), kind="stable")  # numpy sorts these by radix
         total = int(np.count_nonzero(flat > LEAST_CHANCE))
         order = order[: total if budget is None else min(total, budget)]
         total = len(order)
@@ -187,7 +196,7 @@ class BalancedDrafts:
     def _seconds(
         self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray, optimism: float = 0.0
     ) -> np.ndarray:
-        """Return the time of a step with ``more`` rows than ``num_tokens``, float64 [...], none above ``most_more``."""
+        """Return the seconds of a step with ``more`` rows than ``num_tokens``: float64 [...]."""
         if self._given:
             return self._given.at(num_tokens, more, most_more, kv_loads)
         s_part = self._s_part.at(num_tokens + more, optimism)
@@ -196,7 +205,10 @@ class BalancedDrafts:
 
 
 def _best_count(rates: Callable[[np.ndarray], np.ndarray], total: int) -> int:
-    """The number from 0 to ``total`` with the highest of ``rates``, which rise and then fall; 0 for too little gain."""
+    """Return the count from 0 to ``total`` with the highest of ``rates``, which rise and then fall.
+
+    Return 0 if the gain is too small.
+    """
     step = 1 + total // NUM_POINTS
     counts = np.append(np.arange(0, total, step), total)
     found = rates(counts)

@@ -1,4 +1,4 @@
-"""What is expected of the sequences that run and wait: how long they go on, and the KV load that this brings."""
+"""The expected future of running and waiting sequences: how long they run, and the KV load they cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdecode.scheduler.waiting import WaitingQueue
 
 
 class Future:
-    """The forecast of a step, made when it is first asked for, with all that starts in the step."""
+    """The forecast of a step. It is made on first use, and includes all that starts in the step."""
 
     def __init__(self, limits: Limits, store: Store, queue: WaitingQueue) -> None:
         self.output_lengths = OutputLengths()
@@ -27,15 +27,15 @@ class Future:
         self._forecast: LoadForecast | None = None
 
     def begin_step(self) -> None:
-        """The running sequences of this step are known: what was derived from them is derived again."""
+        """Drop what was derived for the last step, once the running sequences are known."""
         self._forecast = None
 
     def learn_lengths(self) -> None:
-        """Learn from those that run now how long outputs are at least."""
+        """Learn least output lengths from the running sequences."""
         self.output_lengths.running(self._table.num_outputs(self._table.rows))
 
     def forecast(self) -> LoadForecast:
-        """Return the load of the coming steps, made once a step, with all that started since."""
+        """Return the load of the coming steps. It is made once per step, and includes later starts."""
         if self._forecast is None:
             table, rows = self._table, self._table.rows
             left = self.steps_left(rows)
@@ -54,35 +54,37 @@ class Future:
         return self._forecast
 
     def forecast_anew(self) -> LoadForecast:
-        """Return the load of the coming steps as it is now, between two steps, by the refreshed rows of the table."""
+        """Return the load of the coming steps between two steps, from the refreshed rows of the table."""
         self._forecast = None
         return self.forecast()
 
     def steps_left(self, rows: np.ndarray) -> np.ndarray:
-        """Return the steps that each of these rows of the table is expected to decode yet: int64 [n]."""
+        """Return how many more steps each of these table rows is expected to decode: int64 [n]."""
         num_outputs = self._table.num_outputs(rows)
         return self.output_lengths.expected(num_outputs, self._table.max_tokens[rows]) - num_outputs
 
     def going_on(self, sequence: TokenSequence) -> Newcomer:
-        """Return ``sequence`` as a newcomer for the steps that it has to go, from now on."""
-        outputs = len(sequence.output_token_ids)  # of one that lost segments fewer are cached
+        """Return ``sequence`` as a newcomer for its remaining steps."""
+        outputs = len(sequence.output_token_ids)  # fewer tokens are cached if segments were lost
         expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
         return Newcomer(0, sequence.num_tokens - 1, 0, expected - outputs)
 
     def newcomer(self, sequence: TokenSequence, worker: int = 0, taken_over: int = -1) -> Newcomer:
-        """Return ``sequence`` as it would start on ``worker``, after a cached prefix of ``taken_over`` tokens; -1:
-        without."""
+        """Return ``sequence`` as it would start on ``worker``.
+
+        ``taken_over``: tokens of its cached prefix; -1 for none.
+        """
         attends = taken_over >= 0 or sequence.num_prefill > self._residents.scratch_free
         return self._newcomer(sequence, worker, attends, max(taken_over, 0))
 
     def in_segments(self, newcomer: Newcomer, segments: list[Segment]) -> Newcomer:
-        """Return ``newcomer`` with all its ``segments``; those that are lost have no load."""
+        """Return ``newcomer`` with all its ``segments``; lost ones add no load."""
         *others, last = segments
         reads = tuple((each.home, self._table.segment_tokens) for each in others if each.home >= 0)
         return replace(newcomer, worker=last.home, base=last.start, reads=reads)
 
     def outlook(self, load_limit: int) -> Outlook:
-        """Return the rest of the run, as far as those that wait by now go. ``load_limit``: KV tokens of a step."""
+        """Return the rest of the run as far as the waiting requests go. ``load_limit``: KV tokens per step."""
         weight = 1
         while len(self._queue) > weight * SAMPLE:
             weight *= 2
@@ -102,14 +104,17 @@ class Future:
         )
 
     def _drawn_steps(self, sequences: Iterable[TokenSequence]) -> np.ndarray:
-        """Decode steps that these, none of which decodes yet, may take; int64 [n]."""
+        """Return decode steps that these sequences may take; int64 [n]. None of them decodes yet."""
         listed = list(sequences)
         outputs = np.array([len(each.output_token_ids) for each in listed], np.int64)
         most = np.array([each.max_tokens for each in listed], np.int64)
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
     def _closed(self, steps_left: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return R-workers and decode steps of all closed segments of the sequences that decode, if there are any."""
+        """Return the R-workers and decode steps of all closed segments of decoding sequences.
+
+        Return None if there are none.
+        """
         reads = self._table.reads(self._table.rows)
         return (reads["worker"], steps_left[reads["chunk"]]) if len(reads) else None
 

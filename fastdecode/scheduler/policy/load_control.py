@@ -1,4 +1,4 @@
-"""When the next sequence may start, so that the KV tokens attended per step stay even and within their limit."""
+"""When the next sequence may start, so that the attended KV tokens per step stay even and within their limit."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.output_lengths import Outlook
 
 SLACK = 1.04
-"""A user's limit over the schedule's peak: with less, chance keeps newcomers back, and they come as a wave later."""
+"""Ratio of a user's limit to the schedule's peak.
+
+With less, chance would delay newcomers, and they would start as a wave later.
+"""
 
 KEPT_PART = 1 / 16
-"""The part of a sequence's life whose earnings are kept while newcomers wait for room: more would start as a wave."""
+"""Part of a sequence's life whose earnings are kept while newcomers wait for room. More would start as a wave."""
 
 TOLERANCE = 0.015
-"""Spreading the starts may take this part longer and still counts as worth it: its steps are even."""
+"""Spreading starts counts as worthwhile even if the run takes this part longer, since its steps are even."""
 
 KEPT_PER_NEWCOMER = 0.999
-"""The part of earlier newcomers that counts after another one: about the last 1,000 do."""
+"""Weight of earlier newcomers after another one: about the last 1,000 count."""
 
 FILLING = 1 / 8
-"""Part of all seats that are free where prompts have all of the token budget."""
+"""Part of free seats at which prompts get all of the token budget."""
 
 
 class LoadControl:
     """FastDecode's load control (paper, section 4.2), for unequal lengths, prompts and arrivals.
 
-    A newcomer starts where the forecast, with it, stays within the limit of its R-worker in every coming step. That
-    alone would start one big wave: so starts are spread as well. Each costs its KV area, and every step earns the mean
-    load, since in a steady state the area started per step is the mean load. Earnings are spent in micro-batches:
-    every F steps as many sequences as F steps earn, which for equal lengths S and B in flight are the paper's
-    M = B·F/S. Unless F is given it is short, so that prompts do not come in bursts; but where an R-worker holds few
-    sequences it is what it takes to earn one for each of them, so that all have the same mix of ages at every moment
-    (else the one whose oldest is about to end would always be far above the mean). What cannot be spent, because a
-    sequence waits for room, is kept.
+    A newcomer starts if the forecast with it stays within its R-worker's limit in every coming step. That alone would
+    start one big wave, so starts are spread as well. Each start costs its KV area, and every step earns the mean load:
+    in a steady state, the area started per step equals the mean load. Earnings are spent in micro-batches. Every F
+    steps, as many sequences start as F steps earn. For equal lengths S and B in flight, this is the paper's M = B·F/S.
+    By default F is short, so that prompts do not come in bursts. But if an R-worker holds few sequences, F is long
+    enough to earn one for each R-worker. Then all have the same mix of ages; otherwise the one whose oldest sequence is
+    about to end would always be far above the mean. Earnings that cannot be spent while a sequence waits for room are
+    kept.
 
-    Where starts are not spread, the S-worker's load is kept even: with all seats taken a step has at most the rows of a
-    mean one, which are a token for each seat and what newcomers' prompts bring for each token, or as many more as
-    R-workers above their limits hide. Free seats add what the token budget leaves, little where few are free: they are
-    to be filled soon, and a long prompt must not wait. A strict limit needs prompts to end when the forecast says, so
-    then prompts take all that the token budget leaves; and so they do where starts are spread, as micro-batches.
+    If starts are not spread, the S-worker's load is kept even. With all seats taken, a step has at most the rows of a
+    mean one: a token for each seat, and the prompt rows that newcomers bring per token. R-workers above their limits
+    hide additional rows. Free seats add what the token budget leaves, but little if few are free: they should be filled
+    soon, and a long prompt must not wait. If a limit is strict, or starts are spread as micro-batches, prompts take all
+    that the token budget leaves, since they must end when the forecast says.
 
-    A strict :class:`LoadLimit` has to be kept. Another is met by the mean load: the schedule's own ripple, F/S, comes
-    on top. Such a limit costs nothing to exceed but even steps; starts are spread only while that pays, and what fits
-    the free seats starts at once whatever the load.
+    A strict :class:`LoadLimit` has to be kept. Any other limit is met by the mean load, with the schedule's own ripple,
+    F/S, on top. Exceeding it costs nothing but even steps. So starts are spread only while that pays, and what fits the
+    free seats starts at once.
     """
 
     def __init__(self, limit: LoadLimit, interval_steps: int | None = None) -> None:
-        """``interval_steps``: F, where it is given."""
+        """``interval_steps``: F, if given."""
         self._limit = limit
         self._interval_steps = interval_steps
         self._is_paced = False
@@ -59,7 +62,7 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        self._per_newcomer = Decayed(KEPT_PER_NEWCOMER, 2)  # rows of prompts, decode steps
+        self._per_newcomer = Decayed(KEPT_PER_NEWCOMER, 2)  # rows of prompts, and decode steps
 
     def begin_step(
         self,
@@ -70,10 +73,10 @@ class LoadControl:
         forecast: Callable[[], LoadForecast],
         outlook: Callable[[], Outlook] | None,
     ) -> None:
-        """Decide whether starts are spread, and earn a step's mean load; a micro-batch's where nothing runs.
+        """Decide whether starts are spread, and earn a step's mean load, or that of a micro-batch if nothing runs.
 
-        ``head`` is the first that waits, ``waiting`` gives those that the free seats could take now, in order, workers
-        unknown; ``fits_seats``: they are all. ``outlook`` is the rest of the run, if asked for; None while
+        ``head``: the first waiting sequence. ``waiting``: returns those that the free seats could take now, in order,
+        without R-workers. ``fits_seats``: these are all that wait. ``outlook``: returns the rest of the run; None while
         output lengths are unknown.
         """
         if self._limit.tokens is None or head is None:
@@ -88,11 +91,11 @@ class LoadControl:
             self._earn(head, is_idle or begins)
 
     def affords(self, newcomer: Newcomer) -> bool:
-        """Return whether enough was earned for ``newcomer`` to start in this step, on any R-worker."""
+        """Return whether the earnings allow ``newcomer`` to start in this step, on any R-worker."""
         return not self._is_paced or self._granted >= newcomer.kv_area
 
     def started(self, newcomer: Newcomer) -> None:
-        """``newcomer`` starts in this step."""
+        """Count that ``newcomer`` starts in this step."""
         if self._is_paced:
             self._granted -= newcomer.kv_area
         decode_steps = (1 + newcomer.num_siblings) * newcomer.decode_steps
@@ -100,13 +103,15 @@ class LoadControl:
 
     @property
     def bounds_rows(self) -> bool:
-        """True if ``most_rows`` may be less than the token budget."""
+        """True if ``most_rows`` may return less than the token budget."""
         limit, knows_newcomers = self._limit, bool(self._per_newcomer.sums[1])
         return not limit.is_strict and not self._is_paced and limit.tokens is not None and knows_newcomers
 
     def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
-        """Return the most rows of a step that attends ``kv_loads``, float64 [num_workers], prompts' included;
-        ``free_seats``: the part of all seats that no sequence decodes in."""
+        """Return the most rows of a step that attends ``kv_loads``, float64 [num_workers], prompts included.
+
+        ``free_seats``: the part of all seats without a decoding sequence.
+        """
         if not self.bounds_rows:
             return token_budget
         present = self._limit.shares > 0
@@ -122,7 +127,10 @@ class LoadControl:
         forecast: Callable[[], LoadForecast],
         outlook: Callable[[], Outlook] | None,
     ) -> bool:
-        """Return a user's limit has to be kept; else staggering must pay, from the first step of a queue or clearly."""
+        """Return whether starts should be spread.
+
+        A user's limit must be kept. Otherwise spreading must pay, either from the first step of a queue or clearly.
+        """
         if self._limit.is_strict:
             return self._exceeds(waiting(), forecast())
         if outlook is None or fits_seats or not self._looks_again(head) or not self._exceeds(waiting(), forecast()):
@@ -131,16 +139,19 @@ class LoadControl:
         return ahead.spread <= (1 + TOLERANCE if self._looked == 1 else 1 - TOLERANCE) * ahead.together
 
     def _goes_on(self, ahead: Outlook) -> bool:
-        """Return whether starts stay spread: to end that has to win a part of all that was spread so far as well."""
+        """Return whether starts stay spread. Stopping must win back a part of what was spread so far."""
         return ahead.spread - ahead.together <= 2 * TOLERANCE * (self._steps_paced + ahead.together)
 
     def _looks_again(self, head: Newcomer) -> bool:
-        """True in the first step of a queue, and then 16 times in a sequence's life: looking ahead takes time."""
+        """Return True in the first step of a queue, and then 16 times in a sequence's life.
+
+        Looking ahead in every step would take too long.
+        """
         self._looked += 1
         return self._looked % max(1, head.decode_steps // 16) == 1 or head.decode_steps < 32
 
     def _earn(self, head: Newcomer, at_once: bool) -> None:
-        """Earn a step's mean load, and say whether a micro-batch starts."""
+        """Earn a step's mean load, and decide whether a micro-batch starts."""
         area, interval = head.kv_area, self._interval(head)
         middle = head.num_prefill + (head.decode_steps + 1) / 2
         ripple = (middle + (interval - 1) / 2) / middle
@@ -165,7 +176,7 @@ class LoadControl:
         return max(1.0, least, num_workers * steps if uneven > bursts else steps)
 
     def _exceeds(self, waiting: list[Newcomer], forecast: LoadForecast) -> bool:
-        """Return whether all of ``waiting``, started now, would ever exceed the limit."""
+        """Return whether the load would ever exceed the limit if all of ``waiting`` started now."""
         cached = np.array([newcomer.num_prefill for newcomer in waiting])
         steps = np.array([newcomer.decode_steps for newcomer in waiting])
         members = np.array([1 + newcomer.num_siblings for newcomer in waiting])

@@ -1,5 +1,7 @@
-"""The load that is coming: KV tokens that each R-worker will attend, exact where output lengths are known; and what a
-placement costs by it."""
+"""The coming load:
+
+KV tokens that each R-worker will attend, and the cost of a placement. It is exact if output lengths are known.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,17 @@ import numpy as np
 from fastdecode.core.placing import UNLIMITED
 
 SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
-"""Steps of the horizon, evenly spread, at which R-workers are compared: fewer where there are more R-workers than
-these cells have room for."""
+"""Sampled steps of the horizon at which R-workers are compared. Many R-workers get fewer, so that the cells suffice."""
 
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A sequence that is not decoding yet: ``num_prefill`` tokens, ``num_left`` of them to compute.
+    """A sequence before its first decode: ``num_prefill`` tokens, ``num_left`` of them still to compute.
 
-    ``decode_steps`` steps follow, of it and of ``num_siblings`` forked from it. ``attends``: its prompt's chunks
-    attend on the R-worker. ``expected_area``: KV tokens that each of them attends over its life, where lengths are
-    only expected; None: Σ (p + k) over its decode steps k. ``base`` of its tokens are in closed ranges: ``reads`` has
-    the R-worker and tokens of each. ``copy``: the R-worker with its second copy, which is expected to attend half of
-    its decode steps; -1: none.
+    ``decode_steps`` steps follow, for it and for ``num_siblings`` forked from it. ``attends``: its prompt chunks attend
+    on the R-worker. ``expected_area``: KV tokens that each attends over its life, if lengths are only expected; None
+    means Σ (p + k) over its decode steps k. ``base``: tokens in closed ranges; ``reads`` has the R-worker and tokens of
+    each. ``copy``: the R-worker of its second copy, which is expected to attend half of its decode steps; -1 for none.
     """
 
     worker: int
@@ -52,39 +52,46 @@ class Newcomer:
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """``known``: load of each R-worker, float64 [num_workers, steps]; beyond it there is none. ``ramp``: what a new
-    sequence attends, float64 [at least as many steps]."""
+    """A newcomer's steps on each R-worker.
+
+    ``known``: the load there, float64 [num_workers, steps], 0 beyond. ``ramp``: what the newcomer attends, float64 [at
+    least as many steps].
+    """
 
     known: np.ndarray
     ramp: np.ndarray
 
     @property
     def means(self) -> np.ndarray:
-        """Mean load of each R-worker over the new sequence's steps, each weighted by what it attends then, with half
-        of that; float64 [num_workers]."""
+        """Mean load of each R-worker over the newcomer's steps, float64 [num_workers].
+
+        Each step is weighted by what the newcomer attends in it, and half of that is added.
+        """
         num_known = self.known.shape[1]
         return (self.known @ self.ramp[:num_known] + (self.ramp @ self.ramp) / 2) / self.ramp.sum()
 
     @property
     def peaks(self) -> np.ndarray:
-        """The most that each would attend, the new sequence included; float64 [num_workers]."""
+        """The most that each R-worker would attend with the newcomer; float64 [num_workers]."""
         num_known = self.known.shape[1]
         peaks = (self.known + self.ramp[:num_known]).max(axis=1, initial=0.0)
         return np.maximum(peaks, self.ramp[num_known:].max(initial=0.0))
 
     @property
     def most(self) -> float:
-        """At least as much as any of ``peaks``."""
+        """An upper bound of ``peaks``."""
         return float(self.known.max(initial=0.0) + self.ramp[-1])
 
 
 class LoadForecast:
-    """Step 0 is the one being planned. A sequence with c cached tokens attends c + 1 + t of them in step t.
+    """The load of the coming steps; step 0 is being planned.
 
-    ``loads``: float64 [num_workers, horizon]. ``room``: rows of each step that prompts may take, float64 [horizon]:
-    the token budget less the decodes. Prompts take it in the order in which they are added, as the scheduler's
-    chunks do. A tail that reaches the end of its range grows no more; it is not known where its sequence grows then, so
-    all R-workers take a part of that. Of a sequence with two copies each holder counts half.
+    A sequence with c cached tokens attends c + 1 + t in step t.
+
+    ``loads``: float64 [num_workers, horizon]. ``room``: rows that prompts may take in each step, float64 [horizon],
+    which is the token budget less the decodes. Prompts take it in the order in which they are added, as the scheduler's
+    chunks do. A tail that reaches the end of its range stops growing. Where its sequence grows then is unknown, so all
+    R-workers take a part of that. If a sequence has two copies, each holder counts half.
     """
 
     def __init__(
@@ -98,10 +105,10 @@ class LoadForecast:
         closed: tuple[np.ndarray, np.ndarray] | None = None,
         seconds: np.ndarray | None = None,
     ) -> None:
-        """``workers``, ``cached`` and ``decode_steps``, int64 [n], are of the sequences that decode, or their tails.
+        """``workers``, ``cached`` and ``decode_steps``, int64 [n], describe the decoding sequences or their tails.
 
-        ``closed``: of their closed ranges, of ``segment_tokens`` each, R-workers and decode steps, int64 [num_closed].
-        ``seconds``: R-workers of their second copies, int64 [n], -1 if there is none; None: nowhere is one.
+        ``closed``: R-workers and decode steps of their closed ranges, int64 [num_closed], of ``segment_tokens`` each.
+        ``seconds``: R-workers of their second copies, int64 [n], -1 for none; None if no sequence has one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
         cells = (num_workers, horizon)
@@ -117,7 +124,7 @@ class LoadForecast:
             cached_ending = cached_ending + segment_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
                 cells
             )
-        # In step t attend those with more than t steps to go: sums over later ends.
+        # Step t has those with more than t steps left: sums over later ends.
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
@@ -133,7 +140,7 @@ class LoadForecast:
 
     @property
     def horizon(self) -> int:
-        """Steps looked ahead; no sequence known of runs longer."""
+        """Steps of the forecast; no known sequence runs longer."""
         return self.loads.shape[1]
 
     def first_decode(self, newcomer: Newcomer) -> int:
@@ -147,15 +154,15 @@ class LoadForecast:
         return int(np.searchsorted(free, newcomer.num_left)) + 1
 
     def peak_with(self, newcomer: Newcomer, worker: int) -> float:
-        """The most that ``worker``, a holder of the newcomer, attends in any step in which the new sequence runs."""
+        """Return the most that ``worker``, one of the newcomer's holders, attends in any of its steps."""
         return float(self._peaks_with(newcomer, self.loads[worker]))
 
     def peaks_with(self, newcomer: Newcomer) -> np.ndarray:
-        """Return the same for every R-worker, were the newcomer there: float64 [num_workers]."""
+        """Return the same for every R-worker as the newcomer's home: float64 [num_workers]."""
         return self._peaks_with(newcomer, self.loads)
 
     def _peaks_with(self, newcomer: Newcomer, loads: np.ndarray) -> np.ndarray:
-        """Over the last axis of ``loads``."""
+        """Return the peaks over the last axis of ``loads``."""
         start = self.first_decode(newcomer)
         ramp = self._ramp(newcomer)
         known = loads[..., start : start + newcomer.decode_steps]
@@ -168,7 +175,10 @@ class LoadForecast:
         return peaks
 
     def met_by(self, newcomer: Newcomer) -> Meeting:
-        """Return what the new sequence would meet on each R-worker, in sampled steps that stand for all of its own."""
+        """Return the load that the newcomer would meet on each R-worker.
+
+        Sampled steps represent all of its own.
+        """
         start = self.first_decode(newcomer)
         first, last = -(-start // self._stride), -(-(start + newcomer.decode_steps) // self._stride)
         steps = np.arange(first, max(last, first + 1)) * self._stride - start
@@ -176,7 +186,7 @@ class LoadForecast:
         return Meeting(self._sampled[:, first:last], ramp)
 
     def add(self, newcomer: Newcomer) -> None:
-        """From here on ``newcomer`` is counted."""
+        """Count ``newcomer`` from now on."""
         start = self.first_decode(newcomer)
         end = start + newcomer.decode_steps
         self._look_ahead(max(end, start))
@@ -203,13 +213,13 @@ class LoadForecast:
         return np.minimum(one, self._segment_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
 
     def mean_loads(self, newcomer: Newcomer) -> np.ndarray:
-        """Of each R-worker in the steps in which ``newcomer`` decodes: float64 [num_workers]."""
+        """Return each R-worker's mean load over the steps in which ``newcomer`` decodes: float64 [num_workers]."""
         start = self.first_decode(newcomer)
         steps = max(1, newcomer.decode_steps)
         return self.loads[:, start : start + steps].sum(axis=1) / steps
 
     def peaks(self, newcomer: Newcomer) -> np.ndarray:
-        """Of each R-worker until ``newcomer`` ends: float64 [num_workers]."""
+        """Return each R-worker's peak load until ``newcomer`` ends: float64 [num_workers]."""
         end = self.first_decode(newcomer) + newcomer.decode_steps
         return self.loads[:, :end].max(axis=1, initial=0.0)
 
@@ -221,7 +231,7 @@ class LoadForecast:
 
     def _look_ahead(self, horizon: int) -> None:
         if horizon > self.horizon:
-            more = horizon - self.horizon + SAMPLES  # more than asked for: others will ask for more
+            more = horizon - self.horizon + SAMPLES  # make more than asked for, since the next calls will ask for more
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])
@@ -235,18 +245,19 @@ def placement_costs(
     hit_tokens: Mapping[int, int],
     row_kv_tokens: float,
 ) -> np.ndarray:
-    """Return what ``newcomer`` costs on each R-worker, as KV tokens that one of mean speed would attend more in each
-    step.
+    """Return the cost of ``newcomer`` on each R-worker:
 
-    The load that is coming counts, not the one that is here: what a placement does to an R-worker shows a whole output
-    later. So an R-worker costs the time of those steps in which the newcomer will be there, each weighted by what the
-    newcomer attends in it: placed where that is least, newcomers keep the sum of squares of all R-workers' times, and
-    with it the busiest one's time, as low as one choice can.
+    KV tokens that one of mean speed would attend more in each step.
+
+    The coming load counts, not the present one, since a placement changes an R-worker's load over a whole output. An
+    R-worker costs the time of the steps in which the newcomer will be there, each weighted by what the newcomer attends
+    in it. Placing each newcomer at the least cost keeps the sum of squares of all R-workers' times as low as one choice
+    can, and with it the busiest one's time.
 
     ``speeds``: float64 [num_workers], in any unit. ``capacities``: int64 [num_workers], tokens that their blocks hold;
-    what the forecast lacks of them would be preempted and computed again. ``hit_tokens``: of its prompt, by R-worker,
-    what need not be computed there. Computing a row takes the S-worker as long as attending ``row_kv_tokens`` takes an
-    R-worker of mean speed; both are spread over the newcomer's steps. Returns float64 [num_workers].
+    tokens beyond them would be preempted and recomputed. ``hit_tokens``: prompt tokens cached on each R-worker.
+    Computing a row takes the S-worker as long as attending ``row_kv_tokens`` takes an R-worker of mean speed; both are
+    spread over the newcomer's steps. Returns float64 [num_workers].
     """
     relative = speeds / max(float(speeds.mean()), 1e-300)
     meeting = forecast.met_by(newcomer)
@@ -262,7 +273,7 @@ def placement_costs(
 def beyond_segments(
     workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, segment_tokens: int, shape: tuple[int, int]
 ) -> np.ndarray:
-    """Tokens that tails will have beyond their ends, which other R-workers will have: float64 [num_workers, horizon].
+    """Return the tokens of tails beyond their ends, which other R-workers will hold: float64 [num_workers, horizon].
 
     ``workers``, ``cached`` (tokens of the tail) and ``decode_steps``: int64 [n].
     """

@@ -1,4 +1,4 @@
-"""The KV tokens that R-workers may attend in a step: as the user limits them, or where R time equals S time."""
+"""The limit of KV tokens attended per step: the user's, or the load at which R time equals S time."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 logger = logging.getLogger(__name__)
 
 NUM_STEPS = 20
-"""Decode steps that are measured."""
+"""Decode steps of a measurement."""
 
 ROUNDING = 1 + 1e-12
-"""Shares add up to all of it by this: else a sequence that just fits would not."""
+"""Tolerance for the sum of shares; without it a sequence that just fits would be refused."""
 
 
 class LoadLimit:
-    """KV tokens per step over all R-workers, shared among these in proportion to their speeds.
+    """KV tokens per step over all R-workers, divided in proportion to their speeds.
 
-    ``is_strict``: the user's limit, never exceeded. Else it is where R time equals S time, which the mean load is to
-    meet, found by measuring where nothing else says it; it holds the longest sequence there may be. A schedule that
-    does not stabilize the load keeps no limit; what is known of it says all the same what the S-worker's rows weigh.
+    ``is_strict``: the limit is the user's and never exceeded. Otherwise the mean load meets the point where R time
+    equals S time; it is measured if unknown, and always holds the longest possible sequence. A schedule without load
+    control keeps no limit, but the measurement still tells what the S-worker's rows cost.
 
-    ``known``: the limit, None while unknown. ``shares``: each R-worker's part of it, float64 [num_workers], 0 for those
-    that are gone.
+    ``known``: the limit; None while unknown. ``shares``: each R-worker's part, float64 [num_workers], 0 for lost ones.
     """
 
     def __init__(
         self, given: int | None, workers: Workers, is_kept: bool = True, balanced_kv_tokens: int | None = None
     ) -> None:
-        """``given``: the user's limit. ``balanced_kv_tokens``: see :meth:`balance_at`, where it is known beforehand."""
+        """``given``: the user's limit. ``balanced_kv_tokens``: see :meth:`balance_at`, if known beforehand."""
         self.known = given
         self.shares = workers.speeds.bandwidths / workers.speeds.bandwidths.sum()
         self._is_given, self._is_kept = given is not None, is_kept
@@ -47,32 +46,37 @@ class LoadLimit:
 
     @property
     def tokens(self) -> int | None:
-        """KV tokens per step over all R-workers; None if nothing limits them, or nothing yet."""
+        """KV tokens per step over all R-workers; None if there is no limit, or none yet."""
         return self.known if self._is_kept else None
 
     @property
     def is_strict(self) -> bool:
-        """True if the user gave the limit that is kept."""
+        """True if the user gave the limit, and it is kept."""
         return self._is_given and self._is_kept
 
     @property
     def of_workers(self) -> np.ndarray:
-        """The part of each R-worker, float64 [num_workers]; infinite while the limit is unknown."""
+        """Each R-worker's part of the limit, float64 [num_workers]; infinite while unknown."""
         return self.shares * (np.inf if self.known is None else self.known * ROUNDING)
 
     @property
     def strict(self) -> np.ndarray | None:
-        """The part of each R-worker, float64 [num_workers]; None if the limit may be exceeded."""
+        """Each R-worker's part, float64 [num_workers]; None if the limit may be exceeded."""
         return self.of_workers if self.is_strict else None
 
     @property
     def ceilings(self) -> np.ndarray:
-        """KV tokens that each R-worker may ever attend in a step, float64 [num_workers]; infinite without a strict
-        limit."""
+        """Most KV tokens that each R-worker may attend in any step, float64 [num_workers].
+
+        They are infinite without a strict limit.
+        """
         return self.of_workers if self.is_strict else np.full(len(self.shares), np.inf)
 
     def check(self, longest: int) -> None:
-        """RequestError when a sequence of ``longest`` cached tokens can never run; a limit that is not strict grows."""
+        """Raise RequestError if a sequence of ``longest`` cached tokens can never run.
+
+        A limit that is not strict grows instead.
+        """
         if self.is_strict and longest > self.of_workers.max():
             needed = int(np.ceil(longest / self.shares.max()))
             raise RequestError(
@@ -85,8 +89,10 @@ class LoadLimit:
             self._hold_longest()
 
     def holds(self, longest: int, worker: int | slice = slice(None)) -> np.ndarray | bool:
-        """Whether a sequence that may reach ``longest`` cached tokens can be on ``worker`` at all; of several R-workers
-        an array, bool [num_workers]."""
+        """Return whether ``worker`` may ever hold a sequence of ``longest`` cached tokens.
+
+        For several R-workers this is an array, bool [num_workers].
+        """
         return not self.is_strict or longest <= self.of_workers[worker]
 
     def fits(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> bool:
@@ -97,20 +103,20 @@ class LoadLimit:
         return all(forecast().peak_with(newcomer, each) <= limits[each] for each in holders)
 
     def fits_where(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> np.ndarray:
-        """Return the same for every R-worker, were ``newcomer`` there: bool [num_workers]."""
+        """Return the same for every R-worker as the home of ``newcomer``: bool [num_workers]."""
         if not self.is_strict:
             return np.ones(len(self.shares), bool)
         return forecast().peaks_with(newcomer) <= self.of_workers
 
     def balance_at(self, kv_tokens: int) -> None:
-        """R time equals S time when an R-worker of mean speed attends ``kv_tokens``: that limits the load from now."""
+        """Set the limit: R time equals S time when an R-worker of mean speed attends ``kv_tokens``."""
         self.known = kv_tokens * int(np.count_nonzero(self.shares))
         self._hold_longest()
 
     def observe(self, observed: Observed) -> None:
-        """Share the limit in proportion to speeds, and find it where it is not known.
+        """Divide the limit in proportion to speeds, and measure it if it is unknown.
 
-        A strict limit keeps its shares: what was let in because it fits one of them must fit in the end.
+        A strict limit keeps its shares, since what was admitted to fit a share must still fit later.
         """
         if observed.shows_speeds and not self._is_given:
             shares = np.where(self.shares > 0, self._speeds.lasting, 0.0)
@@ -124,7 +130,7 @@ class LoadLimit:
                 logger.info("KV load limit: %d tokens per step, where R time equals S time", self.known)
 
     def join(self, worker: int, share: float) -> None:
-        """``worker`` has joined, ``share`` times as fast as all others together: they keep their limits."""
+        """Add ``worker``, which is ``share`` times as fast as all others together. The others keep their limits."""
         if worker == len(self.shares):
             self.shares = np.append(self.shares, 0.0)
         self.shares[worker] = share
@@ -133,7 +139,7 @@ class LoadLimit:
             self.known = int(self.known * (1 + share))
 
     def lose(self, worker: int) -> None:
-        """``worker`` is gone: the others keep their limits, and the total falls by its share."""
+        """Remove ``worker``. The others keep their limits, and the total falls by its share."""
         kept = 1 - self.shares[worker]
         self.shares[worker] = 0
         self.shares[:] /= kept
@@ -142,13 +148,13 @@ class LoadLimit:
             self._hold_longest()
 
     def _hold_longest(self) -> None:
-        """A limit that is not strict holds whatever may come, on the fastest R-worker."""
+        """Raise a limit that is not strict until the fastest R-worker can hold the longest sequence."""
         if self.known is not None and not self._is_given:
             self.known = max(self.known, int(np.ceil(self._longest / self.shares.max())))
 
 
 class BalanceFinder:
-    """Measures the first decode steps, and again whenever the batch has doubled since: S time depends on it."""
+    """Measures the first decode steps, and again whenever the batch has doubled, since S time depends on it."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -156,16 +162,17 @@ class BalanceFinder:
     def observe(
         self, num_rows: int, kv_loads: Sequence[int], s_seconds: float, r_seconds: Sequence[float]
     ) -> int | None:
-        """Return one decode step of ``num_rows``:
+        """Learn from one decode step of ``num_rows`` rows; return a result after the last step of a measurement.
 
-        KV tokens attended and busy seconds of each R-worker, S-worker's seconds.
+        ``kv_loads``, ``r_seconds``: attended KV tokens and busy seconds of each R-worker. ``s_seconds``: the
+        S-worker's.
 
-        Returns, after the last step of a measurement, the KV tokens per step that one R-worker attends in S time.
+        The result is the KV tokens per step that one R-worker attends in S time.
         """
         if num_rows >= 2 * self._num_rows:
             self._begin(num_rows)
         busiest = int(np.argmax(r_seconds))
-        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # none was seen at work
+        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # no R-worker was seen at work
             return None
         self._s_seconds.append(s_seconds)
         self._kv_loads.append(kv_loads[busiest])
@@ -179,8 +186,11 @@ class BalanceFinder:
         self._r_seconds: list[float] = []
 
     def _balanced_kv_tokens(self) -> int:
-        """R time is a fixed part and one per token. A line through the steps separates them where loads differ; it may
-        call at most half of the R time fixed, since over nearly equal loads its slope is noise."""
+        """Return the KV tokens of one R-worker at which R time equals S time.
+
+        R time has a fixed part and one per token. A line through the steps separates them if loads differ. It may call
+        at most half of the R time fixed, since over nearly equal loads its slope is noise.
+        """
         loads, seconds = np.array(self._kv_loads), np.array(self._r_seconds)
         mean_load, mean_seconds = loads.mean(), float(np.median(seconds))
         ratio = mean_seconds / mean_load

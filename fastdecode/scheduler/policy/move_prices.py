@@ -1,4 +1,4 @@
-"""What copying cached tokens takes, and what a move of a sequence wins in the coming steps."""
+"""The price of copying cached tokens, and the gain of moving a sequence in the coming steps."""
 
 from __future__ import annotations
 
@@ -10,64 +10,63 @@ from fastdecode.scheduler.places.speeds import KEPT, LEAST_SECONDS, Decayed, Obs
 
 
 class TransferPrice:
-    """Seconds per token, as all transfers so far took: moves that must be, corrections, and second copies alike."""
+    """Seconds per token of all transfers so far: necessary moves, corrections, and second copies."""
 
     def __init__(self, per_token: float) -> None:
-        """``per_token``: seconds, before any token was copied; it may be infinite."""
+        """``per_token``: seconds per token before any transfer; it may be infinite."""
         self.per_token = per_token
-        self._seen = Decayed(KEPT, 2)  # seconds, tokens
+        self._seen = Decayed(KEPT, 2)  # seconds, and tokens
 
     def paid(self, num_tokens: int, seconds: float) -> None:
-        """A transfer of ``num_tokens`` cached tokens took ``seconds``."""
+        """Record that a transfer of ``num_tokens`` cached tokens took ``seconds``."""
         self._seen.add(seconds, num_tokens)
         self.per_token = self._seen.ratio(0, 1, 1.0)
 
 
 KEPT_OF_RARE = 0.995
-"""The part of the past that counts of starts after another step; they are rare."""
+"""Weight of the past after another step in counts of starts, which are rare."""
 
 NEVER = 1 << 30
-"""The steps until newcomers come, where nothing starts."""
+"""Steps until newcomers come, if none start."""
 
 UNEVEN = 0.02
-"""Part of a step that the busiest R-worker must cost above the mean one: less is not worth a look."""
+"""Part of a step by which the busiest R-worker must exceed the mean before moves are considered."""
 
 SHARE = 0.05
-"""The part of the steps' time that corrections may take."""
+"""Part of the steps' time that corrections may take."""
 
 MOST_STEPS = 8.0
-"""Steps in whose time one correction must be done: decodes wait for it, each as much longer for its next token."""
+"""Most steps of time for one correction. Decodes wait for it, so that each is late by so much."""
 
 PAUSE_STEPS = 16
-"""After a look that found nothing worth its price."""
+"""Steps without another look after one that found nothing worth its price."""
 
 SAMPLES = 16
-"""Steps, evenly spread over those looked at, in which R-workers are compared."""
+"""Evenly spread coming steps in which R-workers are compared."""
 
 HIGHEST = 1e6
-"""Seconds above the busiest R-worker that no move comes to."""
+"""Seconds above the busiest R-worker that no move reaches."""
 
 
 class MovePrices:
-    """A correction pays if it wins twice the time that it takes, which every sequence waits for.
+    """A correction is worthwhile if it wins twice its own time, during which every sequence waits.
 
-    What transfers took so far says what the next one takes. All corrections
-    together take at most ``SHARE`` of the steps' time, the last one on credit: after it the next waits for it to be
-    earned. So wrong forecasts cost no more than that.
+    The price per token is taken from past transfers. All corrections together take at most ``SHARE`` of the steps'
+    time. The last one is on credit: the next waits until it is earned. So wrong forecasts cost no more than that.
     """
 
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
-        """``corrects``: whether anything may be corrected."""
+        """``corrects``: whether corrections are allowed at all."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
-        self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, their seconds
-        self._begun = Decayed(KEPT_OF_RARE, 3)  # starts, rows of prompts, steps
+        self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, and their seconds
+        self._begun = Decayed(KEPT_OF_RARE, 3)  # starts, rows of prompts, and steps
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
 
     def observe(self, observed: Observed) -> None:
-        """One step has ended."""
-        work = np.array(observed.step.kv_loads) * self._speeds.relative_times  # KV tokens, as if at mean speed
+        """Learn from one more step."""
+        work = np.array(observed.step.kv_loads) * self._speeds.relative_times  # KV tokens as if at mean speed
         r_seconds, wait_seconds = np.array(observed.r_seconds), observed.wait_seconds
         busiest, step_seconds = float(r_seconds.max(initial=0.0)), observed.s_seconds + wait_seconds
         hidden = max(0.0, busiest - wait_seconds)
@@ -80,10 +79,10 @@ class MovePrices:
         self._begun.add(observed.step.num_starts, observed.step.num_prompt_rows, 1.0)
 
     def steps_to_bring(self, kv_tokens: float) -> int:
-        """Until newcomers attend ``kv_tokens`` in a step, if they come as they do; at least one.
+        """Return the steps until newcomers attend ``kv_tokens`` per step at the present rate of arrival; at least 1.
 
-        They are placed where least is, so whatever is uneven is even again once they attend what the others lack: a
-        move wins time until then. With s starts and p rows of prompts a step they attend p·t + s·t²/2 after t.
+        Newcomers are placed where the load is least. So an imbalance is gone once they attend what the others lack, and
+        a move wins time until then. With s starts and p prompt rows per step, they attend p·t + s·t²/2 after t steps.
         """
         starts, rows = (self._begun.ratio(each, 2, 1.0) for each in (0, 1))
         if not rows:
@@ -93,60 +92,60 @@ class MovePrices:
 
     @property
     def may_pay(self) -> bool:
-        """True if to look for a correction now."""
+        """True if it is time to look for a correction."""
         is_known = self._seen.sums[0] >= LEAST_SECONDS
         return self._corrects and is_known and self._is_uneven and self._credit >= 0 and not self._pause
 
     @property
     def hidden(self) -> float:
-        """Seconds that R-workers are busy in a step without making it longer."""
+        """Seconds per step that R-workers are busy without making the step longer."""
         return self._seen.ratio(2, 3)
 
     @property
     def seconds_per_token(self) -> float:
-        """The seconds that a step takes an R-worker of mean speed per KV token that it attends; 1 before enough was
-        seen."""
+        """Seconds of a step per KV token on an R-worker of mean speed; 1 before enough steps were observed."""
         known = self._seen.sums[0] >= LEAST_SECONDS and self._seen.sums[1] > 0
         return self._seen.ratio(0, 1) if known else 1.0
 
     @property
     def most_tokens(self) -> float:
-        """The most tokens that a correction may move."""
+        """Most tokens that a correction may move."""
         return MOST_STEPS * self._seen.ratio(4, 3) / max(self._price.per_token, 1e-300)
 
     def looked(self, found: bool) -> None:
-        """A look for a correction found one, or none."""
+        """Record whether a look for a correction found one."""
         self._pause = 0 if found else PAUSE_STEPS
 
     def worth(self, gains: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Return seconds that moves win above their price, float64 [n, num_targets].
+        """Return the seconds that moves win beyond their price, float64 [n, num_targets].
 
-        ``gains``: seconds, of the same shape; ``num_tokens``: cached tokens of each, float64 [n].
+        ``gains``: seconds, of the same shape. ``num_tokens``: cached tokens of each move, float64 [n].
         """
         return gains - 2 * self._price.per_token * num_tokens[:, None]
 
     def corrected(self, seconds: float) -> None:
-        """A correction took ``seconds``."""
+        """Record that a correction took ``seconds``."""
         self._credit -= seconds
 
 
 def attended_in(steps: np.ndarray, attended: np.ndarray, steps_left: np.ndarray) -> np.ndarray:
-    """Return KV tokens that sequences attend in each of ``steps``, int64 [num_steps]: float64 [n, num_steps].
+    """Return the KV tokens that sequences attend in each of ``steps``, int64 [num_steps]: float64 [n, num_steps].
 
-    ``attended``: of each in the first step, float64 [n], growing by one a step; ``steps_left``: int64 [n].
+    ``attended``: tokens of each sequence in the first step, float64 [n], growing by one per step. ``steps_left``: int64
+    [n].
     """
     return (attended[:, None] + steps) * (steps < steps_left[:, None])
 
 
 class SharedPeak:
-    """The time by which R-workers hold up the coming steps, shared among them.
+    """The time by which R-workers lengthen the coming steps, divided among them.
 
-    A step waits for the busiest R-worker, but where several are as busy, a move from one of them wins nothing by
-    itself, though a move from each of them does. So time above ``hidden``, what a step takes anyway, is shared
-    slice by slice: of a slice dy at height y each of the N(y) R-workers that are at least so busy has dy / N(y), its
-    Shapley value where the busiest pays (Littlechild and Owen, "A simple expression for the Shapley value in a special
-    case", 1973). The sum of all parts is the busiest one's time above ``hidden``. A move is worth what the source
-    pays less and the target pays more.
+    A step waits for the busiest R-worker. If several are as busy, one move wins nothing alone, though moves from each
+    of them do. So time above ``hidden``, which a step takes anyway, is divided slice by slice. Each of the N(y)
+    R-workers busy for at least y is charged dy / N(y) of a slice dy at height y. This is the Shapley value if the
+    busiest pays (Littlechild and Owen, "A simple expression for the Shapley value in a special case", 1973). The
+    charges add up to the busiest one's time above ``hidden``. A move gains the reduction of the source's charge less
+    the increase of the target's.
 
     ``loads``: KV tokens of each R-worker in each coming step, float64 [num_workers, horizon]; ``seconds_per_token``:
     float64 [num_workers]; ``hidden``: seconds.
@@ -165,8 +164,7 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """Return what each R-worker pays above the mean one, seconds over all steps looked at: float64
-        [num_workers]."""
+        """Return each R-worker's charge above the mean in seconds over all sampled steps: float64 [num_workers]."""
         means = self.times.mean(axis=0)
         own = [
             np.interp(times, heights, paid) - np.interp(mean, heights, paid)
@@ -175,10 +173,10 @@ class SharedPeak:
         return self.stride * np.maximum(own, 0.0).sum(axis=0)
 
     def gains(self, source: int, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Seconds won over all steps looked at by a move from ``source`` to each of ``targets``: float64 [n, targets].
+        """Return the seconds won by a move from ``source`` to each of ``targets``: float64 [n, targets].
 
-        ``tokens``: what each sequence attends in each of ``steps``, float64 [n, num_steps].
-        Below the source's new time, and above its old one, the target is one more; in between it takes its place.
+        ``tokens``: what each sequence attends in each of ``steps``, float64 [n, num_steps]. Below the source's new
+        time, and above its old one, the target is one more; in between it takes its place.
         """
         gains = np.zeros((len(tokens), len(targets)))
         for step in range(len(self.steps)):

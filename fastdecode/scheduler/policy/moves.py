@@ -1,4 +1,4 @@
-"""Which caches move from one R-worker to another: from those that drain, to newcomers, and for evenness."""
+"""Which caches move between R-workers: away from draining ones, to newcomers, and to balance the load."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from fastdecode.scheduler.store.operations import Decision, Move, Refresh
 from fastdecode.scheduler.store.store import Store
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64
-"""R-workers with most to lose, R-workers with least to do, and sequences of a source that are compared: larger pools
-have more of each than it pays to look at."""
+"""Most R-workers with excess load, R-workers with little load, and sequences of a source that are compared.
+
+In larger pools, comparing more does not pay.
+"""
 
 COOL_DOWN = 64
-"""Tokens that a sequence gets before it moves again."""
+"""Tokens that a sequence generates between two moves."""
 
 
 class Moves:
-    """Between steps: what is on an R-worker that drains leaves it, a newcomer gets its part of the load, and where the
-    load turned out uneven sequences move if that wins more time than it takes.
+    """Between steps, moves sequences off draining R-workers, to newcomers, and between unevenly loaded R-workers.
 
-    All three look at the load that is coming. Draining must be; a newcomer is given whatever evens the load; a
-    correction has its price (:class:`MovePrices`). Prompts stay where they are until they are computed.
+    All three look at the coming load. Draining is mandatory, a newcomer gets whatever balances the load, and a
+    correction must be worth its price (:class:`MovePrices`). Prompts stay where they are until they are computed.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice, corrects: bool) -> None:
-        """``corrects``: whether sequences may move for evenness alone."""
+        """``corrects``: whether sequences may move for balance alone."""
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission, self._room, self._future = admission, admission.room, admission.future
         self._workers = store.workers
@@ -42,11 +43,11 @@ class Moves:
         self._correction: Transfer | None = None
 
     def even_out(self, worker: int) -> None:
-        """From here on, until the loads are even, sequences move to ``worker``, which joined."""
+        """Move sequences to the newcomer ``worker`` from now on, until the loads are even."""
         self._joined.append(worker)
 
     def next(self) -> Decision[Transfer | None]:
-        """Return what to move next; the blocks for it are free, once the target has heard its controls."""
+        """Return what to move next. Its blocks are free once the target has received its controls."""
         for sequence, held in self._leaving():
             if able := self._able(sequence, held):
                 yield Refresh()
@@ -67,13 +68,16 @@ class Moves:
         return self._correction
 
     def moved(self, transfer: Transfer, seconds: float) -> None:
-        """It took ``seconds``."""
+        """Record that ``transfer`` took ``seconds``."""
         self._moved_at[transfer.sequence.sequence_id] = len(transfer.sequence.output_token_ids)
         if transfer is self._correction:
             self.prices.corrected(seconds)
 
     def homeless(self) -> list[TokenSequence]:
-        """Return those on R-workers that drain that could run elsewhere, except which no R-worker has room now."""
+        """Return sequences that must leave draining R-workers, but for which no other R-worker has room now.
+
+        A sequence that could run nowhere else is not included.
+        """
         found = {
             sequence.sequence_id: sequence
             for sequence, held in self._leaving()
@@ -82,7 +86,7 @@ class Moves:
         return list(found.values())
 
     def _leaving(self) -> Iterator[tuple[TokenSequence, Segment]]:
-        """Yield what is to leave the R-workers that drain, and whose it is."""
+        """Yield the segments that must leave draining R-workers, with their sequences."""
         for worker in self._workers.draining:
             decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
             yield from (
@@ -96,8 +100,10 @@ class Moves:
         return [each for each in self._workers.accepting if self._room.to_move(sequence, held, each)]
 
     def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Move | None:
-        """Return what wins most above its price, if anything does; over all that is known to come where it has no
-        price."""
+        """Return the move that wins most beyond its price; None if there is none.
+
+        Without ``prices``, gains count over the whole forecast.
+        """
         forecast = self._future.forecast_anew()
         per_token = self.prices.seconds_per_token * self._workers.speeds.relative_times
         peak = SharedPeak(forecast.loads, per_token, 0.0)
@@ -125,8 +131,7 @@ class Moves:
     def _options(
         self, source: int, targets: np.ndarray, forecast: LoadForecast, peak: SharedPeak, prices: MovePrices | None
     ) -> Iterator[tuple[float, int, int]]:
-        """Yield of each move from ``source`` that is worth it: seconds above its price, place in ``table.rows``,
-        target."""
+        """Yield each worthwhile move from ``source``: seconds beyond its price, place in ``table.rows``, target."""
         table = self._table
         places = self._movable(source, prices.most_tokens if prices else np.inf)
         rows = table.rows[places]
@@ -140,8 +145,7 @@ class Moves:
             yield float(net[each, target]), int(places[each]), int(targets[target])
 
     def _movable(self, source: int, most_tokens: float) -> np.ndarray:
-        """Return the places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest
-        first."""
+        """Return places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest first."""
         table = self._table
         self._moved_at = {each: at for each, at in self._moved_at.items() if each in self._residents.decoding}
         on_source, num_tokens = table.homes[table.rows] == source, table.tail_lens(table.rows)

@@ -1,4 +1,4 @@
-"""How many blocks and tokens a sequence takes, in how many segments, and where these fit."""
+"""How many blocks and tokens a sequence needs, in how many segments, and which R-workers fit them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def place_segments(
     load_room: np.ndarray,
     speeds: np.ndarray,
 ) -> list[int] | None:
-    """Return R-workers for ranges of ``sizes``, in order: blocks now, size in the end, KV tokens; None if one has none.
+    """Return R-workers for ranges of ``sizes``, in order; None if one does not fit.
 
-    Each goes where the coming load, with it, takes least time, among equals where most blocks are left; one that takes
-    more blocks than the others, which are alike, goes first, where it leaves room for them. All arrays but ``speeds``
-    count what was placed: ``room``, int64 [num_workers], blocks that are left now, ``capacities``, int64 [num_workers,
-    2], what is left for this sequence in the end; ``loads`` and ``load_room``, float64 [num_workers], KV tokens that
-    will be attended, and that may be. ``speeds``, float64 [num_workers], are 0 if nothing may go.
+    A size is blocks now, final size, KV tokens.
+
+    Each range goes where the coming load with it takes the least time; among equals, where most blocks are left. A
+    range that takes more blocks than the others goes first, to a place that leaves room for them. All arrays but
+    ``speeds`` are updated. ``room``, int64 [num_workers]: free blocks. ``capacities``, int64 [num_workers, 2]: what
+    this sequence may finally take. ``loads``, ``load_room``, float64 [num_workers]: KV tokens that will be attended,
+    and that may be. ``speeds``, float64 [num_workers]: 0 for R-workers to avoid.
     """
     listed = list(sizes)
     places = [-1] * len(listed)
@@ -52,7 +54,7 @@ def place_segments(
 
 
 class Needs:
-    """Counts with the R-workers' own arithmetic. ``segment_tokens``: longer sequences have several segments."""
+    """Counts blocks with the R-workers' own arithmetic. ``segment_tokens``: longer sequences have several segments."""
 
     def __init__(self, schedule: Schedule, limits: Limits) -> None:
         self.segment_tokens = limits.placing.segment_tokens
@@ -61,12 +63,14 @@ class Needs:
 
     @property
     def holds_all_from_start(self) -> bool:
-        """True if a sequence never grows, since it begins with all blocks of the longest one."""
+        """True if sequences never grow, since each begins with the blocks of the longest one."""
         return self._reserved > 0
 
     def at_start(self, sequence: TokenSequence) -> int:
-        """Blocks that ``sequence`` holds from its start, its siblings' copies of a partial block and of a
-        state included."""
+        """Return the blocks that ``sequence`` takes at its start.
+
+        They include its siblings' copies of a partial block and of a state.
+        """
         siblings = len(sequence.siblings)
         if self._reserved:
             return self._blocks_for(self._reserved) * (1 + siblings)
@@ -74,26 +78,30 @@ class Needs:
         return self._blocks_for(num_tokens) + siblings * self._sizes.blocks_of_copy(num_tokens)
 
     def at_most(self, sequence: TokenSequence) -> int:
-        """Blocks that it takes at its start, with its siblings, or by itself at its end, whichever are more; of one
-        that may have several segments only those of the first."""
+        """Return the most blocks that ``sequence`` ever takes: at its start with siblings, or alone at its end.
+
+        If it may have several segments, only the first counts.
+        """
         if sequence.num_tokens > self.segment_tokens:
             return 0
         most = min(sequence.max_cached, self.segment_tokens)
         return max(self.at_start(sequence), self._blocks_for(most))
 
     def attended(self, sequence: TokenSequence) -> int:
-        """The most tokens that ``sequence`` and its siblings can attend in one step on one R-worker that they need."""
+        """Return the most tokens that ``sequence`` and its siblings attend in one step on one R-worker."""
         return min(sequence.max_cached, self.segment_tokens) * (1 + len(sequence.siblings))
 
     def elsewhere(self, sequence: TokenSequence, moved: Segment) -> int:
-        """Return blocks that ``moved``, of ``sequence``, takes elsewhere, the one for the next token included."""
+        """Return the blocks that ``moved`` takes elsewhere, including one for the next token."""
         if sequence.num_tokens <= self.segment_tokens:
             return self.at_start(sequence)
         return self._blocks_for(min(moved.num_tokens + 1, self.segment_tokens))
 
     def sizes_at_start(self, sequence: TokenSequence) -> list[Size]:
-        """Blocks and tokens of each segment that ``sequence`` begins with, its siblings' copies of a partial block
-        included."""
+        """Return blocks and tokens of each segment that ``sequence`` starts with.
+
+        They include its siblings' copies of a partial block.
+        """
         *others, (blocks, tokens) = sizes_of(sequence.num_tokens, self.segment_tokens, self._block_size)
         return [*others, (blocks + len(sequence.siblings) * (tokens % self._block_size > 0), tokens)]
 

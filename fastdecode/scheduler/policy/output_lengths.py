@@ -1,4 +1,4 @@
-"""How long outputs will be, and by that the rest of a run with and without spread starts."""
+"""How long outputs will be, and from that the rest of a run with and without spread starts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_ENDED = 16
-"""Outputs that must have stopped by themselves before they say anything about the others."""
+"""Outputs that must have stopped by themselves before the estimate is used."""
 
 GOLDEN = 0.6180339887498949
-"""Multiples of it spread evenly between whole numbers, however many there are."""
+"""The golden ratio: its multiples modulo 1 are evenly spread, however many there are."""
 
 SAMPLE = 512
-"""Waiting requests that are looked at; of longer queues every n-th stands for n, a power of two."""
+"""Waiting requests that are examined. In longer queues every n-th stands for n, a power of two."""
 
 
 class OutputLengths:
     """Kaplan–Meier estimate of the output length (Kaplan and Meier, 1958).
 
-    An output cut at max_tokens says only that it would have been at least so long, and so does one that still runs:
-    without these, the first to end would make all others look as short. With nothing but such outputs the expectation
-    stays max_tokens, so fixed lengths are known exactly.
+    An output cut at max_tokens, or still running, only tells a least length. Without these, the first outputs to end
+    would make all others look as short. With only such outputs the expectation is max_tokens, so fixed lengths are
+    exact.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,16 @@ class OutputLengths:
 
     @property
     def is_known(self) -> bool:
-        """True if enough outputs have stopped by themselves to say something about the others."""
+        """True if enough outputs have stopped by themselves to estimate the others."""
         return self._num_ended >= MIN_ENDED
 
     def running(self, num_outputs: np.ndarray) -> None:
-        """These still run, with ``num_outputs`` tokens so far, int64 [n]."""
+        """Count sequences that still run, with ``num_outputs`` tokens so far, int64 [n]."""
         if self.is_known:
             self._running, self._survival_sums = np.bincount(num_outputs), None
 
     def finished(self, num_outputs: int, was_cut: bool) -> None:
-        """An output ended after ``num_outputs`` tokens; ``was_cut`` by max_tokens."""
+        """Count an output that ended after ``num_outputs`` tokens; ``was_cut``: by max_tokens."""
         if num_outputs >= len(self._ended):
             room = num_outputs + 1 - len(self._ended)
             self._ended, self._cut = np.pad(self._ended, (0, room)), np.pad(self._cut, (0, room))
@@ -70,8 +70,10 @@ class OutputLengths:
         )
 
     def drawn(self, num_outputs: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-        """Lengths as different as outputs are, one for each of ``num_outputs`` and ``max_tokens``; int64, the same at
-        every call: what a crowd of them does, their expectations would not show."""
+        """Return varied lengths for ``num_outputs`` and ``max_tokens``, int64; the same at every call.
+
+        They vary as outputs do, which shows the behaviour of many requests better than their mean.
+        """
         if not self.is_known:
             return np.asarray(max_tokens, np.int64)
         survival, _ = self._curves()
@@ -82,8 +84,10 @@ class OutputLengths:
         return np.clip(lengths, np.minimum(num_outputs + 1, max_tokens), max_tokens).astype(np.int64)
 
     def expected_area(self, num_prefill: int, num_outputs: int, max_tokens: int) -> float | None:
-        """KV tokens that a sequence attends from its prompt's end on, by the survival curve; None while that says
-        nothing. ``num_outputs``: tokens of its output that are part of the prompt."""
+        """Return the KV tokens that a sequence attends after its prompt; None while lengths are unknown.
+
+        The survival curve gives them. ``num_outputs``: tokens of its output that are part of the prompt.
+        """
         if not self.is_known:
             return None
         survival, _ = self._curves()
@@ -95,7 +99,7 @@ class OutputLengths:
         return float(alive @ (num_prefill + steps)) / now
 
     def _curves(self) -> tuple[np.ndarray, np.ndarray]:
-        """survival[t]: probability of more than t tokens; sums[t]: its sum over 0…t-1."""
+        """Return survival[t], the probability of more than t tokens, and sums[t], its sum over 0…t-1."""
         if self._survival_sums is None:
             leaving = np.zeros(max(len(self._ended), len(self._running)))
             leaving[: len(self._ended)] = self._ended + self._cut
@@ -111,11 +115,10 @@ class OutputLengths:
 class Outlook:
     """All that is known of the rest of a run, in steps and KV tokens.
 
-    ``loads``: of those that run, float64 [steps]. ``ends``: in how many steps each of them ends, int64 [n].
-    ``num_prefill`` and ``decode_steps``: of waiting requests in their order, int64 [m], each standing for ``weight``;
-    where lengths are unknown, as different as they are.
-    ``seats``: sequences that run at most. ``limit``: the load at which R time equals S time. ``idle_share``: S time of
-    a step with hardly any row over that of one with all seats taken; in between it is a straight line.
+    ``loads``: of running sequences, float64 [steps]. ``ends``: the steps until each of them ends, int64 [n].
+    ``num_prefill``, ``decode_steps``: of waiting requests in order, int64 [m], each standing for ``weight`` requests;
+    unknown lengths are drawn. ``seats``: most running sequences. ``limit``: the load at which R time equals S time.
+    ``idle_share``: S time of an almost empty step over that of a full one, linear in between.
     """
 
     loads: np.ndarray
@@ -129,17 +132,17 @@ class Outlook:
 
     @property
     def together(self) -> float:
-        """From now until all have ended, in full S-parts, if each request starts as soon as it has a seat."""
+        """Time until all have ended if each request starts as soon as it has a seat, in units of full S-parts."""
         return self._seconds(np.zeros(len(self.decode_steps)))
 
     @property
     def spread(self) -> float:
-        """Return the same if starts are paid for by the limit, step by step."""
+        """The same time if the limit pays for starts step by step."""
         areas = self.weight * (self.num_prefill * self.decode_steps + self.decode_steps * (self.decode_steps + 1) // 2)
         return self._seconds((np.cumsum(areas) - areas) / self.limit)
 
     def _seconds(self, earliest: np.ndarray) -> float:
-        """Request i starts when it has a seat, not before ``earliest[i]``, and not before those in front of it."""
+        """Return the total time if requests start in order with a seat, request i not before ``earliest[i]``."""
         starts = self._starts(earliest)
         ends = starts + self.decode_steps
         horizon = int(max(ends.max(initial=0), len(self.loads), self.ends.max(initial=0))) + 1
@@ -156,9 +159,9 @@ class Outlook:
         return float(np.maximum(s_part, load / self.limit)[busy].sum())
 
     def _starts(self, earliest: np.ndarray) -> np.ndarray:
-        """int64 [m]."""
+        """Return the step in which each request starts, int64 [m]."""
         free = np.zeros(max(0, self.seats - len(self.ends)), np.int64)
-        seats = np.sort(np.append(free, self.ends))[:: self.weight].tolist()  # sorted lists are heaps
+        seats = np.sort(np.append(free, self.ends))[:: self.weight].tolist()  # a sorted list is a heap
         starts, before = [], 0
         for paid_at, steps in zip(np.ceil(earliest).astype(int).tolist(), self.decode_steps.tolist(), strict=True):
             before = max(before, paid_at, seats[0])

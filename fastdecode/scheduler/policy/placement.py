@@ -1,4 +1,4 @@
-"""Where caches go: the home of a newcomer, its second copy, and the segments of a long one."""
+"""Placement: the home of a newcomer, its second copy, and the segments of a long sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIKE = 0.05
 
 
 class HomePlacement:
-    """A sequence of one segment goes where the load that is coming costs it least."""
+    """Places a sequence of one segment where the coming load makes it cheapest."""
 
     def __init__(self, limits: Limits, store: Store, room: Room, future: Future, load_limit: LoadLimit) -> None:
         self.available = self.capacities = np.zeros(0, np.int64)
@@ -32,15 +32,17 @@ class HomePlacement:
         self._speeds, self._num_present = np.zeros(0), 1
 
     def begin_step(self) -> None:
-        """Make once a step what is compared over all R-workers."""
+        """Compute the figures that are compared over all R-workers, once per step."""
         self.available = self._workers.available
         self.capacities = self._room.capacities()
         self._speeds, self._num_present = self._workers.speeds.lasting, max(1, len(self._workers.present))
 
     def costs(self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
-        """Return what ``sequence``, that is ``newcomer``, costs on each R-worker: float64 [num_workers]; infinite on
-        those that drain if it could run elsewhere, and, where it goes on after another engine's end, on those that have
-        nothing of it. One that woke its prefix for it costs least: what that took is spent."""
+        """Return the cost of ``sequence`` on each R-worker: float64 [num_workers]. ``newcomer`` is its load.
+
+        Draining R-workers cost infinity if it could run elsewhere. After another engine's end, so do R-workers that
+        hold nothing of it. The R-worker that loaded its prefix from disk costs least, since that work is done.
+        """
         hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
         row_kv_tokens = self._row_kv_tokens(forecast)
@@ -56,12 +58,13 @@ class HomePlacement:
     def best_first(
         self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
     ) -> Iterator[int]:
-        """Yield where ``sequence`` may start, best first: by ``costs``, and only where these are finite.
+        """Yield R-workers where ``sequence`` may start, cheapest first, without those of infinite cost.
 
-        Among equals the one with most blocks available comes first. After the best only those that have room.
+        Among equals, the one with most available blocks comes first. After the cheapest, only R-workers with room
+        follow.
         """
         best = np.flatnonzero(costs == costs.min())
-        yield int(best[np.argmax(self.available[best])])  # nearly always it is that one
+        yield int(best[np.argmax(self.available[best])])  # it is nearly always that one
         able = self._room.to_begin_where(sequence, self.available)
         able &= self._load_limit.fits_where(newcomer, self._future.forecast)
         able[list(hits)] = True
@@ -69,15 +72,15 @@ class HomePlacement:
         yield from order[(able & np.isfinite(costs))[order]].tolist()
 
     def cheapest(self, workers: list[int], sequence: TokenSequence) -> int:
-        """Return that one of ``workers`` where ``sequence``, which runs, will meet least, as if it started there."""
+        """Return the one of ``workers`` where the running ``sequence`` would be cheapest, as if it started there."""
         forecast, newcomer = self._future.forecast_anew(), self._future.going_on(sequence)
         costs = placement_costs(forecast, newcomer, self._workers.speeds.lasting, self._room.capacities(), {}, 1.0)
         return min(workers, key=lambda worker: costs[worker])
 
     def _row_kv_tokens(self, forecast: LoadForecast) -> float:
-        """Return KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
+        """Return the KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
 
-        Where neither was measured yet, as if both sides were as busy now, which is what R-workers are bought for.
+        Before a measurement, both sides count as equally busy, as a well-sized pool is.
         """
         limit = self._load_limit.known
         if limit is not None:
@@ -86,9 +89,10 @@ class HomePlacement:
 
 
 class SecondPlacement:
-    """A second copy goes on another R-worker than its home, of another host where there is one; among those that cost
-    least on the one that shares fewest sequences with the home: so what one R-worker has too much of can go on to any
-    other.
+    """Places a second copy on another R-worker than the home, on another host if there is one.
+
+    Among the cheapest it takes the one that shares fewest sequences with the home. So excess load of one R-worker can
+    go to any other.
     """
 
     def __init__(self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future) -> None:
@@ -97,11 +101,10 @@ class SecondPlacement:
         self._needs, self._room, self._future = needs, room, future
 
     def beside(self, sequence: TokenSequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
-        """Return where the second copy of ``sequence`` begins with it; -1: it gets none now, None: it has to wait for
-        room.
+        """Return where the second copy of ``sequence`` starts; -1: it gets none now; None: it has to wait for room.
 
-        What goes on from a cached prefix begins with two copies where the prefix has two; else it gets its second one
-        once it decodes.
+        A sequence that continues from a cached prefix starts with two copies if the prefix has two. Otherwise it gets
+        its second copy once it decodes.
         """
         if not self.is_wanted:
             return -1
@@ -113,7 +116,7 @@ class SecondPlacement:
         return self._choose(home, self._room.could_hold(sequence), self._needs.at_start(sequence), costs)
 
     def later(self, sequence: TokenSequence, segment: Segment) -> int:
-        """Return where the second copy of ``segment``, of ``sequence``, which decodes, can go now; -1: nowhere."""
+        """Return where the second copy of ``segment`` can go now; -1 for nowhere. ``sequence`` decodes."""
         met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
         costs = met.means / np.maximum(self._workers.speeds.lasting, 1e-300)
         num_blocks = segment.num_blocks + (segment is sequence.tail)
@@ -121,10 +124,10 @@ class SecondPlacement:
         return -1 if found is None else found
 
     def _choose(self, home: int, could_hold: np.ndarray | bool, num_blocks: int, costs: np.ndarray) -> int | None:
-        """-1 if no other R-worker could ever hold it; None if none of those that could has room now.
+        """Return the cheapest R-worker for a second copy; -1 if none could ever hold it, None if none has room now.
 
-        ``could_hold``: bool [num_workers]; ``num_blocks``: what it takes now; ``costs``: float64 [num_workers], as of
-        ``placement_costs``.
+        ``could_hold``: bool [num_workers]. ``num_blocks``: blocks that it takes now. ``costs``: float64 [num_workers],
+        from ``placement_costs``.
         """
         allowed = np.zeros(len(self._workers), bool)
         allowed[self._workers.accepting] = True
@@ -142,7 +145,7 @@ class SecondPlacement:
         return int(best[np.argmin(self._shared_with(home)[best])])
 
     def _shared_with(self, home: int) -> np.ndarray:
-        """Return sequences that each R-worker holds together with ``home``: int64 [num_workers]."""
+        """Return how many sequences each R-worker holds together with ``home``: int64 [num_workers]."""
         rows = self._table.rows
         homes, others = self._table.homes[rows], self._table.second_workers[rows]
         partners = np.concatenate([others[(homes == home) & (others >= 0)], homes[others == home]])
@@ -150,7 +153,7 @@ class SecondPlacement:
 
 
 class SegmentPlacement:
-    """A segment of a long sequence goes where the coming load takes least time."""
+    """Places a segment of a long sequence where the coming load takes the least time."""
 
     def __init__(
         self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit
@@ -162,8 +165,10 @@ class SegmentPlacement:
     def to_begin(
         self, sequence: TokenSequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
     ) -> tuple[Newcomer, list[Segment]] | None:
-        """All segments that ``sequence`` begins with, ``hit``'s where they are; None where there is no room, or where
-        nothing of it would be computed."""
+        """Return the segments that ``sequence`` starts with, those of ``hit`` in their place, and its load.
+
+        Return None if there is no room, or if this step would compute nothing of it.
+        """
         alone = self._future.newcomer(sequence, 0, hit.num_tokens if hit else -1)
         if not would_begin(alone.num_left, alone.num_prefill - alone.num_left):
             return None
@@ -202,10 +207,10 @@ class SegmentPlacement:
         return segments
 
     def _copy_too(self, segment: Segment, room: np.ndarray) -> None:
-        """``segment`` begins with a second copy, if another R-worker has ``room`` for it, int64 [num_workers], which
-        then counts it: one of another host where there is one, and of these the one with most blocks left.
+        """Give ``segment`` a second copy if another R-worker has room for it.
 
-        Such a copy is given up where blocks run out (``SecondCopies.give_up_spare``).
+        ``room``, int64 [num_workers], is updated. R-workers of other hosts come first, and among these the one with
+        most blocks left. The copy is given up when blocks run out (``SecondCopies.give_up_spare``).
         """
         able = [each for each in self._workers.accepting if each != segment.home and room[each] > segment.num_blocks]
         host = self._workers[segment.home].host
@@ -216,8 +221,7 @@ class SegmentPlacement:
             segment.copies.append(Copy(worker))
 
     def next_tail(self, sequence: TokenSequence) -> tuple[int, bool]:
-        """Return where ``sequence``, which decodes and whose tail is whole, goes on, and whether there is a block for
-        it."""
+        """Return where the decoding ``sequence``, whose tail is full, continues, and whether a block is free there."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         most = self._needs.sizes_at_end(sequence)[sequence.num_closed + 1]
         capacities = self._room.left_for(sequence)
@@ -230,7 +234,7 @@ class SegmentPlacement:
         return (found or [-1])[0], False
 
     def again(self, sequence: TokenSequence) -> list[tuple[Segment, int]] | None:
-        """Return places for the segments of ``sequence`` that were lost; None if there is no room."""
+        """Return places for the lost segments of ``sequence``; None if there is no room."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         lost = [each for each in sequence.segments if each.home < 0]
         most, length = self._needs.sizes_at_end(sequence), self._needs.segment_tokens
@@ -240,7 +244,7 @@ class SegmentPlacement:
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
-        """0 for R-workers that are not to take segments: those that drain, unless no others could."""
+        """Return speeds, with 0 for R-workers that must not take segments: draining ones, unless no others could."""
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
         if capacities is None:
@@ -252,6 +256,6 @@ class SegmentPlacement:
         return speeds
 
     def _tokens(self, sequence: TokenSequence) -> list[int]:
-        """Return KV tokens that each segment, with which ``sequence`` begins, and its siblings will have attended."""
+        """Return the KV tokens that each initial segment of ``sequence`` and its siblings will have attended."""
         length, members, num_tokens = self._needs.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
         return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

@@ -1,4 +1,4 @@
-"""Which prefill workers compute a prompt: a chain of some, one alone, or none, and then the S-worker does."""
+"""Who computes a prompt: a chain of prefill workers, a single one, or the S-worker."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from typing import Protocol
 from fastdecode.core.remote_prefill import PrefillPart
 
 GAIN = 0.2
-"""Of each prompt that ended, on the pace of its workers."""
+"""Weight of one finished prompt in the estimate of its workers' speed."""
 
 LARGEST_CORRECTION = 4.0
-"""By one prompt: a stall says little about the next one."""
+"""Most that one prompt corrects a speed, as a factor: a stall says little about the next prompt."""
 
 PACE_STEP = 0.05
-"""Speeds are rounded to it, so that parts do not change with every prompt."""
+"""Speeds are rounded to multiples of this, so that parts do not change with every prompt."""
 
 
 MOST_KNOWN = 4096
-"""Predictions that are kept."""
+"""Most predictions that are cached."""
 
 
 class PrefillForecast(Protocol):
-    """Predicted times. ``speeds``: of each worker of a chain, in order; 1 is as predicted. ``context_len``: tokens of a
-    cached prefix, to which the prompt's own attend."""
+    """Predicted times of a chain.
+
+    ``speeds``: of each worker in order; 1 is as predicted. ``context_len``: tokens of a cached prefix that the prompt
+    attends to.
+    """
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
-        """Return tokens of each worker, none 0."""
+        """Return the number of tokens of each worker, all above 0."""
 
     def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
-        """When each is done, from the prompt's start; the last is the time to its first token."""
+        """Return when each worker is done, counted from the prompt's start. The last is the time to first token."""
 
 
 @dataclass(frozen=True)
 class _PredictedPrompt:
-    """A prompt under way: ``seconds`` until each part is done, as predicted at ``paces``."""
+    """A prompt in work. ``seconds``: until each part is done, as predicted at ``paces``."""
 
     parts: tuple[PrefillPart, ...]
     seconds: tuple[float, ...]
@@ -44,31 +47,31 @@ class _PredictedPrompt:
     handed_out_seconds: float
 
     def start(self, free: dict[int, float]) -> float:
-        """Once all its workers are free, in the order of the jobs handed out."""
+        """Return when the prompt can start: once all its workers are free, in the order of the jobs."""
         return max(self.handed_out_seconds, *(free.get(part.worker, 0.0) for part in self.parts))
 
 
 @dataclass(frozen=True)
 class _Option:
-    """A way to compute a prompt, and what all wait for it together."""
+    """A way to compute a prompt, and the total waiting time that it causes."""
 
     parts: tuple[PrefillPart, ...]
     waited_seconds: float
 
 
 class LeastWaiting:
-    """One rule: a prompt goes where all wait least for it, in seconds, added up.
+    """Sends a prompt where the total waiting time that it causes, in seconds, is least.
 
-    Those who wait are the prompt itself, until its first token; the prompts behind it, which get their workers later by
-    the worker time that it takes, over the number of workers; and, where the S-worker computes it, every sequence that
-    decodes meanwhile. So a lone long prompt takes a chain of all workers, since nothing else waits for them. While many
-    wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt that the S-worker
-    has computed before a worker could answer stays there. As many prompts are taken to come behind one as wait for
-    workers now: in the long run a queue leaves as it is found.
+    Three kinds wait. The prompt itself waits until its first token. The prompts behind it wait for their workers: the
+    worker time that it takes, divided by the number of workers. Every decoding sequence waits while the S-worker
+    computes the prompt. So a lone long prompt takes a chain of all workers, since nothing else waits for them. While
+    many wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt that the
+    S-worker could compute before a worker answers stays there. As many prompts are assumed to follow as wait for
+    workers now: in the long run a queue keeps its length.
 
-    Times are predicted (``forecast``) and corrected by what prompts took; a worker's jobs run in the order they are
-    handed out. ``s_seconds``: of a prompt on the S-worker, so many tokens after a cached prefix of so many; infinite
-    where it is never to compute one.
+    Times are predicted (``forecast``) and corrected by what prompts took. A worker runs its jobs in order.
+    ``s_seconds``: seconds of a prompt on the S-worker, by its tokens and the tokens of its cached prefix; infinite if
+    it must not compute any.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class LeastWaiting:
         return min(options, key=lambda option: option.waited_seconds).parts
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        """A prompt went to prefill workers as ``assign`` said."""
+        """Record that a prompt went to prefill workers as ``assign`` decided."""
         paces = tuple(self._pace.get(part.worker, 1.0) for part in parts)
         rows = [part.end - part.start for part in parts]
         seconds = self._forecast.seconds(rows, [_speed(pace) for pace in paces], parts[0].start)
@@ -103,7 +106,7 @@ class LeastWaiting:
         self._num_waiting = max(self._num_waiting - 1, 0)
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
-        """It is computed, was aborted, or failed; unknown ids are ignored."""
+        """Record that a prompt was computed, aborted, or failed; unknown ids are ignored."""
         job = self._jobs.pop(job_id, None)
         if job is None:
             return
@@ -116,20 +119,20 @@ class LeastWaiting:
                 self._correct(part.worker, pace, (now_seconds - start) / job.seconds[-1])
 
     def joined(self, worker: int) -> None:
-        """Prefill worker ``worker`` is there; as fast as predicted until a prompt says otherwise."""
+        """Add prefill worker ``worker``, with the predicted speed until a prompt shows another."""
         self._pace[worker] = 1.0
         self._idle_since[worker] = self._now
 
     def lost(self, worker: int) -> None:
-        """Prefill worker ``worker`` is gone."""
+        """Remove prefill worker ``worker``."""
         self._pace.pop(worker, None)
 
     def backlog_seconds(self) -> dict[int, float]:
-        """Until each worker is free, as predicted."""
+        """Return the predicted seconds until each worker is free."""
         return {worker: max(free - self._now, 0.0) for worker, free in self._free()[0].items()}
 
     def _chains(self, num_tokens: int, context_len: int) -> Iterator[_Option]:
-        """Of every number of workers, those that are free at nearly the same time: neighbours in that order."""
+        """Yield chains of every length, of workers that become free at nearly the same time."""
         free, num_queued = self._free()
         waiting = max(self._num_waiting - 1, num_queued)
         order = sorted(free, key=lambda worker: (free[worker], self._pace[worker], worker))
@@ -146,7 +149,7 @@ class LeastWaiting:
     def _predict(
         self, num_tokens: int, context_len: int, speeds: tuple[float, ...]
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Return the best parts and their seconds. Equal workers have equal answers, so few are ever new."""
+        """Return the best parts and their seconds. Equal workers share a cached answer."""
         asked = num_tokens, context_len, speeds
         if asked not in self._known:
             if len(self._known) >= MOST_KNOWN:
@@ -156,7 +159,7 @@ class LeastWaiting:
         return self._known[asked]
 
     def _free(self) -> tuple[dict[int, float], int]:
-        """When each worker is free, from now on, and how many prompts wait for theirs."""
+        """Return the seconds until each worker is free, and how many prompts wait for a worker."""
         free, num_queued = dict(self._idle_since), 0
         for job in self._jobs.values():
             start = job.start(free)
@@ -164,7 +167,7 @@ class LeastWaiting:
             for part, seconds in zip(job.parts, job.seconds, strict=True):
                 free[part.worker] = start + seconds
             last = job.parts[-1].worker
-            free[last] = max(free[last], self._now)  # late, and so not done
+            free[last] = max(free[last], self._now)  # it is late, but not done
         return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
 
     def _correct(self, worker: int, pace: float, ratio: float) -> None:
@@ -173,7 +176,7 @@ class LeastWaiting:
 
 
 def _speed(pace: float) -> float:
-    """In steps, and never 0."""
+    """Return the speed in discrete steps; never 0."""
     return max(round(1 / pace / PACE_STEP), 1) * PACE_STEP
 
 

@@ -1,4 +1,4 @@
-"""Is there room? Blocks, and the KV load that the user allows, now and to a sequence's end."""
+"""Room for sequences: blocks, and the KV load that the user allows, now and until a sequence ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Room:
-    """Says what R-workers have room for. A sequence has no more segments on one than it could fill there were it alone,
-    so that the oldest can always go on."""
+    """Checks whether R-workers have room.
+
+    A sequence never has more segments on an R-worker than would fit if it were alone there. So the oldest sequence can
+    always continue.
+    """
 
     def __init__(self, needs: Needs, limits: Limits, store: Store, load_limit: LoadLimit) -> None:
         self._needs, self._max_num_seqs = needs, limits.max_num_seqs
@@ -25,7 +28,7 @@ class Room:
         self._load_limit = load_limit
 
     def check(self, sequence: TokenSequence) -> None:
-        """Raise RequestError when ``sequence``, with its siblings, could never run."""
+        """Raise RequestError if ``sequence`` and its siblings could never run."""
         members = 1 + len(sequence.siblings)
         if members > self._max_num_seqs:
             raise RequestError(f"n is {members}, and max_num_seqs is {self._max_num_seqs}")
@@ -41,29 +44,34 @@ class Room:
         self._load_limit.check(self._needs.attended(sequence))
 
     def may_split(self, sequence: TokenSequence) -> bool:
-        """Return whether ``sequence`` may come to lie in several segments."""
+        """Return whether ``sequence`` may need several segments."""
         return sequence.max_cached > self._needs.segment_tokens
 
     def fits_somewhere(self, sequence: TokenSequence) -> bool:
-        """Whether one of the R-workers that are there, or all together, could still run ``sequence`` by itself."""
+        """Return whether one present R-worker, or all together, could run ``sequence`` alone."""
         return self._fits_among(sequence, self._workers.present)
 
     def fits_elsewhere(self, sequence: TokenSequence) -> bool:
-        """Return whether one of the R-workers that do not drain, or all of these, could run ``sequence`` by itself."""
+        """Return whether one R-worker that is not draining, or all of them together, could run ``sequence`` alone."""
         return self._fits_among(sequence, self._workers.accepting)
 
     def could_hold(self, sequence: TokenSequence, worker: int | slice = slice(None)) -> np.ndarray | bool:
-        """Whether ``worker`` could run ``sequence`` to its end, were it alone there; of several R-workers an array,
-        bool [num_workers]."""
+        """Return whether ``worker`` could run ``sequence`` to its end if nothing else ran there.
+
+        For several R-workers this is an array, bool [num_workers].
+        """
         num_blocks = self._workers.num_blocks if isinstance(worker, slice) else self._workers[worker].num_blocks
         could = self._needs.at_most(sequence) <= num_blocks
         return could & self._load_limit.holds(self._needs.attended(sequence), worker)
 
     def to_begin(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> bool:
-        """Whether ``sequence``, of one segment, can begin on ``worker`` now, from ``hit`` if it has one: its blocks are
-        free there, and one more for each sequence that is there already, so that none is preempted at once."""
+        """Return whether ``sequence``, of one segment, can start on ``worker`` now, from ``hit`` if given.
+
+        Its blocks must be free there, plus one for each sequence that is already there, so that none is preempted at
+        once.
+        """
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
-        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # no longer there for the asking
+        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # these can no longer be evicted
         needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
         needed -= len(hit.prefix.own) if hit and hit.is_own else 0
         there = self._workers[worker]
@@ -71,19 +79,23 @@ class Room:
         return bool(enough and self.could_hold(sequence, worker))
 
     def to_begin_where(self, sequence: TokenSequence, available: np.ndarray) -> np.ndarray:
-        """Return the same of every R-worker without a hit, but for the load limit: bool [num_workers]. ``available``:
-        blocks, int64 [num_workers]."""
+        """Return the same for every R-worker, without a hit and without the load limit: bool [num_workers].
+
+        ``available``: blocks, int64 [num_workers].
+        """
         able = self._leaves_a_block(self._needs.at_start(sequence), self._workers.num_sequences, available)
         return able & (self._needs.at_most(sequence) <= self._workers.num_blocks)
 
     def to_go_on(self, sequence: TokenSequence, num_blocks: int, worker: int) -> bool:
-        """Whether ``num_blocks`` blocks of ``sequence``, of one segment, could go on on ``worker`` without a preemption
-        there."""
+        """Return whether ``num_blocks`` blocks of ``sequence`` could continue on ``worker`` without a preemption there.
+
+        The sequence has one segment.
+        """
         there = self._workers[worker]
         return num_blocks + there.num_sequences <= there.available and bool(self.could_hold(sequence, worker))
 
     def to_move(self, sequence: TokenSequence, moved: Segment, worker: int) -> bool:
-        """Return whether ``moved``, of ``sequence``, could go on on ``worker`` without a preemption there."""
+        """Return whether ``moved``, of ``sequence``, could continue on ``worker`` without a preemption there."""
         if moved.on(worker) or any(each.segment is moved and each.target == worker for each in self._transfers):
             return False
         needed, there = self._needs.elsewhere(sequence, moved), self._workers[worker]
@@ -94,15 +106,18 @@ class Room:
         return bool(fits) and needed + there.num_sequences <= there.available
 
     def capacities(self) -> np.ndarray:
-        """Return tokens that the blocks of each R-worker hold: int64 [num_workers]."""
+        """Return how many tokens the blocks of each R-worker hold: int64 [num_workers]."""
         return self._workers.num_blocks * self._workers.block_size
 
     def ceilings(self) -> np.ndarray:
-        """KV tokens that each R-worker may come to attend, by its memory and a strict limit: float64 [num_workers]."""
+        """Return the most KV tokens that each R-worker may attend, by its memory and a strict limit.
+
+        The result is float64 [num_workers].
+        """
         return np.minimum(self.capacities(), self._load_limit.ceilings)
 
     def left_for(self, sequence: TokenSequence) -> np.ndarray:
-        """Return what the segments of ``sequence`` leave to it of :meth:`alone`: int64 [num_workers, 2]."""
+        """Return what is left of :meth:`alone` for ``sequence`` after its segments: int64 [num_workers, 2]."""
         capacities = self.alone(sequence)
         for segment, size in zip(sequence.segments, self._needs.sizes_at_end(sequence), strict=False):
             if segment.home >= 0:
@@ -110,17 +125,16 @@ class Room:
         return capacities
 
     def alone(self, sequence: TokenSequence) -> np.ndarray:
-        """Return blocks and tokens that ``sequence``, alone, could have on each R-worker: int64 [num_workers, 2]."""
+        """Return the blocks and tokens that ``sequence`` could have alone on each R-worker: int64 [num_workers, 2]."""
         tokens = np.minimum(self._load_limit.ceilings, UNLIMITED) // (1 + len(sequence.siblings))
         return np.column_stack([self._workers.num_blocks, tokens.astype(np.int64)])
 
     def _leaves_a_block(self, needed: int, others: int | np.ndarray, available: int | np.ndarray) -> np.ndarray | bool:
-        """Whether ``available`` blocks are enough for ``needed`` and one for each of ``others``, which may grow: of one
-        R-worker or of all."""
+        """Return whether ``available`` blocks suffice for ``needed`` and for one more of each of ``others``."""
         return needed + (0 if self._needs.holds_all_from_start else others) <= available
 
     def _pool_holds(self, sequence: TokenSequence, among: list[int]) -> bool:
-        """Whether the R-workers ``among`` could run ``sequence`` to its end by themselves, and begin its siblings."""
+        """Return whether the R-workers ``among`` could run ``sequence`` alone to its end, and start its siblings."""
         capacities = self.alone(sequence)[among]
         sizes = (self._needs.sizes_at_start(sequence), self._needs.sizes_at_end(sequence))
         return all(pool_holds(each, capacities) for each in sizes)

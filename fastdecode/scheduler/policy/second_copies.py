@@ -1,4 +1,4 @@
-"""Second copies (``kv_replicas``): which one is made next, and for how long."""
+"""Second copies (``kv_replicas``): which one to make next, and for how long."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ from fastdecode.scheduler.store.operations import (
 from fastdecode.scheduler.store.store import Store
 
 SHARE = 0.1
-"""The part of the steps' time that making second copies may take: decodes wait meanwhile."""
+"""Part of the steps' time for making second copies; decodes wait meanwhile."""
 
 LEAST_SECONDS = 0.01
-"""A piece of a copy may take so long though steps are short: each has fixed costs."""
+"""Least seconds for a piece of a copy, even if steps are short, since each piece has fixed costs."""
 
 MOST_BLOCKS = 1 << 20
-"""The most blocks of a piece."""
+"""Most blocks of a piece."""
 
 MOST_TRIED = 4
-"""Sequences that are looked at before the next step; there may be room for none of thousands."""
+"""Most sequences examined before the next step, since there may be room for none of thousands."""
 
 UNEVEN_HOLDERS = 0.9
-"""An R-worker that holds less than this part of the mean, by its speed, is given second copies of others."""
+"""An R-worker that holds less than this part of its share gets second copies from others."""
 
 
 class SecondCopies:
-    """A lost R-worker's sequences go on from their other copies, and each may attend on either.
+    """Keeps a second copy of each sequence.
 
-    A prompt is stored on two R-workers while it is computed, unless it goes on from a prefix that only one has, or has
-    several segments and there is no room. What has a single copy gets its second one between steps, one after another,
-    in pieces that take a small part of a step.
+    After a loss the sequence continues from the other copy, and either may attend.
+
+    A prompt is stored on two R-workers while it is computed. Exceptions: it continues from a prefix with one copy, or
+    it has several segments and there is no room. A missing second copy is made between steps, one after another, in
+    pieces that take a small part of a step.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice) -> None:
@@ -55,11 +57,14 @@ class SecondCopies:
         self._has_lost = False
 
     def lost(self) -> None:
-        """An R-worker is gone: those whose tokens of this step are missing get them first, however long it took."""
+        """Handle the loss of an R-worker.
+
+        Copies for sequences that lost tokens of this step come first, whatever the time.
+        """
         self._has_lost = True
 
     def observe(self, observed: Observed) -> None:
-        """One step has ended: a part of the time that it took may go to copies."""
+        """Learn the duration of a step, a part of which may go to copies."""
         if self._has_lost:
             self._credit, self._has_lost = min(self._credit, 0.0), False
             return
@@ -67,15 +72,18 @@ class SecondCopies:
         self._credit = min(self._credit, 0.0) + SHARE * self._step_seconds
 
     def made(self, seconds: float) -> None:
-        """A piece is there, after ``seconds``."""
+        """Record that a piece was copied in ``seconds``."""
         self._credit -= seconds
 
     def joined(self, worker: int) -> None:
-        """R-worker ``worker`` holds nothing yet."""
+        """Note that R-worker ``worker`` has joined and holds nothing."""
         self._joined.append(worker)
 
     def leave_draining(self) -> Decision[None]:
-        """Have R-workers that drain give up what others hold too, and what is copied to them or from them alone."""
+        """Drop needless copies of draining R-workers.
+
+        These are copies that others hold too, and copies in progress to a draining R-worker or from it alone.
+        """
         for worker in self._workers.draining:
             yield from self._give_up_making(worker)
             for sequence in self._residents.on(worker):
@@ -83,23 +91,27 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # all of it is to move at once
+                yield DropTransfer(transfer)  # all of it moves at once
 
     def give_up(self, worker: int) -> Decision[bool]:
-        """Give up a copy that is being made on ``worker``, whose room is needed, or one of two of a segment of a long
-        sequence; False where there is neither."""
+        """Make room on ``worker``: drop a copy in progress to it, or one of two copies of a long sequence's segment.
+
+        Return False if there is neither.
+        """
         return (yield from self._give_up_making(worker)) or (yield from self._give_up_spare(worker))
 
     def _give_up_making(self, worker: int) -> Decision[bool]:
-        """Give up the copy that is being made on ``worker``; False if none is."""
+        """Drop the copy that is in progress to ``worker``; return False if there is none."""
         made = next((each for each in self._store.transfers if each.target == worker), None)
         if made:
             yield DropTransfer(made)
         return made is not None
 
     def _give_up_spare(self, worker: int) -> Decision[bool]:
-        """Give up one of two copies of a segment of the youngest long sequence that has one on ``worker``; False where
-        none has. Those in one segment keep theirs: any of them can go on with what one R-worker has."""
+        """Drop one of two copies of a segment on ``worker``, of the youngest long sequence with one there.
+
+        Return False if there is none. Sequences of one segment keep both copies, since each copy is enough to continue.
+        """
         for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
             for segment in reversed(sequence.segments):
                 if segment.on(worker) and segment.twice:
@@ -108,7 +120,7 @@ class SecondCopies:
         return False
 
     def next(self) -> Decision[Transfer | None]:
-        """Return the next piece of a second copy, if there is one to make and the time for it."""
+        """Return the next piece of a second copy; None if there is none, or no time for it."""
         if self._credit <= 0:
             return None
         if not len(self._store.transfers):
@@ -125,7 +137,7 @@ class SecondCopies:
         return transfer
 
     def _grow(self, transfer: Transfer) -> Decision[bool]:
-        """Take the blocks that the segment has got since the copy began; False if there is no room for them."""
+        """Reserve the blocks by which the segment grew since the copy began; return False if there is no room."""
         worker, more = self._workers[transfer.target], transfer.segment.num_blocks - transfer.num_blocks
         if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
             return False
@@ -133,14 +145,16 @@ class SecondCopies:
         return True
 
     def _piece_tokens(self) -> int:
-        """Return tokens that are copied in a part of a step's time, in whole blocks."""
+        """Return how many tokens to copy in a part of a step's time, in whole blocks."""
         seconds, block_size = max(SHARE * self._step_seconds, LEAST_SECONDS), self._workers.block_size
         num_blocks = seconds / max(self._price.per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
     def _lacking(self) -> tuple[TokenSequence, Segment, int] | None:
-        """A segment with a single copy of the oldest sequence that decodes, of those for which there is room, and where
-        the second goes."""
+        """Return a segment with one copy, its sequence, and where its second copy goes; None if there is none.
+
+        It belongs to the oldest decoding sequence for which there is room.
+        """
         rows = self._table.rows
         ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
@@ -155,8 +169,10 @@ class SecondCopies:
         return None
 
     def _evening(self) -> tuple[TokenSequence, Segment, int, int] | None:
-        """As :meth:`_lacking`, and who gives its copy up, for an R-worker that joined, until it holds as much as the
-        others."""
+        """Return a copy to make for an R-worker that joined, as :meth:`_lacking`, and who gives its own copy up.
+
+        Return None once the newcomer holds as much as the others.
+        """
         while self._joined:
             if found := self._for_newcomer(self._joined[0]):
                 return found
@@ -164,7 +180,10 @@ class SecondCopies:
         return None
 
     def _for_newcomer(self, target: int) -> tuple[TokenSequence, Segment, int, int] | None:
-        """A sequence with two copies, one of them on the R-worker that holds most: that one ``target`` is to have."""
+        """Return a sequence with two copies for ``target`` to take one over, or None.
+
+        One of its copies is on the R-worker that holds most.
+        """
         table, accepting = self._table, self._workers.accepting
         if target not in accepting:
             return None

@@ -1,1 +1,1 @@
-"""Finds what a sequence can begin from, and keeps what it leaves: the cache, its index, and one module per source."""
+"""Prefix caching: which prefixes a sequence can begin from, and which it leaves. Each source has a module."""

@@ -1,9 +1,8 @@
-"""The source of adopted sequences: what an engine before this one left on R-workers stays until it is asked for.
+"""The source of adopted sequences, which an earlier engine left on R-workers.
 
-Each piece, of one segment of a sequence, is a retained prefix under the name that it has on its R-workers, with the
-tokens after its last full block. A sequence that comes back goes on in place: the blocks are counted as its own, and
-its R-workers need not be told. Until then they may be evicted like other prefixes, and others that begin alike may
-begin from their full blocks.
+Each segment of such a sequence is a retained prefix under its old cache id, with the tokens after its last full block.
+A sequence that returns continues in place: its blocks are counted as its own, and its R-workers need no control. Until
+then the prefixes may be evicted like others, and other sequences may begin from their full blocks.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from fastdecode.scheduler.prefix.source import Hit, Source
 from fastdecode.scheduler.sequence import TokenSequence
 
 Held = Mapping[int, Sequence[HeldSequence]]
-"""What each R-worker holds, by its index."""
+"""The held sequences of each R-worker, by its index."""
 
 
 class Adopted(Source):
-    """Finds prefixes by the sequence, and its first token, that each is of; disabled it adopts nothing."""
+    """Finds prefixes by the sequence that they belong to, and by its first token. Disabled, it adopts nothing."""
 
     is_own = True
 
@@ -35,13 +34,13 @@ class Adopted(Source):
         self._hashes: dict[int, list[bytes]] = {}
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
-        """Keep what R-workers hold of sequences of ``known`` tokens, by name, and have them forget the rest.
+        """Keep the cached tokens of ``known`` sequences on R-workers, by cache id, and release all others.
 
-        What several R-workers hold is cut to what all of them have. New names come below ``lowest_name`` and those
-        held.
+        Copies on several R-workers are cut to the tokens that all of them have. New cache ids are below ``lowest_name``
+        and below all held ones.
 
         Returns:
-            The tokens kept on each R-worker.
+            The number of tokens kept on each R-worker.
         """
         self._ids.begin_below(min((lowest_name, *(each.cache_id for several in held.values() for each in several))))
         known = known if self._enabled else {}
@@ -60,7 +59,10 @@ class Adopted(Source):
         return counts
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return what R-workers have of ``sequence`` itself, each the same; of several segments, who has the last."""
+        """Return the R-workers that hold ``sequence`` itself, all with the same hit.
+
+        With several segments these hold the last one.
+        """
         pieces = self._pieces(sequence.sequence_id)
         if not pieces:
             return {}
@@ -77,11 +79,11 @@ class Adopted(Source):
         return [*own[:-1], own[-1]._replace(prefix=hit.prefix)]
 
     def num_adopted(self, sequence_id: int) -> int:
-        """Return how many tokens of a sequence, from its first one on, R-workers have of an engine before this one."""
+        """Return how many tokens of a sequence, from its first on, were kept from an earlier engine."""
         return sum(each.num_tokens for each in self._pieces(sequence_id))
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the same on another R-worker; ``hit`` itself may have been taken already."""
+        """Return the same prefix on another R-worker, or None. ``hit`` itself may be taken already."""
         others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
         return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
 
@@ -89,18 +91,17 @@ class Adopted(Source):
         self._index.take(segment, copy, hit)
 
     def is_broken(self, sequence: TokenSequence) -> bool:
-        """Return whether R-workers have lost the beginning of ``sequence``, so that it goes on nowhere."""
+        """Return whether the beginning of ``sequence`` was lost, so that it cannot continue in place."""
         return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
 
     def close(self, sequence: TokenSequence) -> None:
-        """Forget what is kept under the name of ``sequence`` and was not taken; the rest is there like other
-        prefixes."""
+        """Stop keeping untaken prefixes for ``sequence`` alone; they stay as ordinary prefixes."""
         if self._names.pop(sequence.sequence_id, None) is not None:
             for prefix in list(self._prefixes([sequence.sequence_id])):
                 self._index.shorten(prefix, 0)
 
     def _pieces(self, sequence_id: int) -> list[Hit]:
-        """Return what there is of each segment of a sequence, up to the first that is not whole."""
+        """Return the kept segments of a sequence, up to the first that is incomplete."""
         by_start = self._names.get(sequence_id, {})
         pieces: list[Hit] = []
         while by_start and all(each.num_tokens == self._segment_tokens for each in pieces[-1:]):

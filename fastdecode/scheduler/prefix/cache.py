@@ -1,4 +1,4 @@
-"""Prefix caching: what a sequence can take over from others, and what it leaves to them."""
+"""Prefix caching: what a sequence can reuse of others, and what it leaves to them."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Leaders:
-    """Sequences that compute prefixes right now, found by block hashes: others wait for them instead of computing these
-    as well."""
+    """Sequences that compute a prefix now, by block hashes. Others with the same prefix wait for them."""
 
     def __init__(self, workers: Workers, index: PrefixIndex, kept: Keeper) -> None:
         self._workers, self._index, self._kept = workers, index, kept
         self._computing: dict[bytes, TokenSequence] = {}
 
     def __len__(self) -> int:
-        """Return how many blocks are being computed that others may wait for."""
+        """Return how many blocks are in computation that others may wait for."""
         return len(self._computing)
 
     def begin(self, sequence: TokenSequence, num_blocks: int) -> None:
-        """``sequence`` computes its prompt after the first ``num_blocks`` blocks, unless others compute it already."""
+        """Announce that ``sequence`` computes its prompt from block ``num_blocks`` on.
+
+        Blocks that others compute already are excepted.
+        """
         for block_hash in sequence.block_hashes[num_blocks:]:
             self._computing.setdefault(block_hash, sequence)
 
     def stop(self, sequence: TokenSequence) -> None:
-        """No sequence need wait for ``sequence`` any more: its prompt is cached, or it left."""
+        """Release those that wait for ``sequence``: its prompt is cached, or it left."""
         for block_hash in sequence.block_hashes:
             if self._computing.get(block_hash) is sequence:
                 del self._computing[block_hash]
 
     def leader_of(self, sequence: TokenSequence) -> TokenSequence | None:
-        """Return a sequence that computes a longer beginning of ``sequence`` than any that is cached."""
+        """Return a sequence that computes a longer beginning of ``sequence`` than any cached one.
+
+        Return None if there is none.
+        """
         usable = usable_hashes(sequence, self._workers.block_size)
         for depth in range(len(usable), 0, -1):
             leader = self._computing.get(usable[depth - 1])
@@ -52,11 +57,11 @@ class Leaders:
 
 
 class PrefixCache:
-    """Asks its sources, in order: the first that has a beginning of a sequence provides it.
+    """Asks its sources in order; the first that has a beginning of a sequence provides it.
 
-    ``kept`` keeps what sequences of this engine compute, ``adopted`` has what an engine before it left on R-workers,
-    and ``parked`` what lies on their disks. ``leaders``: who computes prefixes now. ``ids``: names for what is kept.
-    Disabled, the cache keeps nothing.
+    ``kept``: prefixes of this engine's sequences. ``adopted``: prefixes that an earlier engine left on R-workers.
+    ``parked``: prefixes on R-workers' disks. ``leaders``: sequences that compute prefixes now. ``ids``: cache ids for
+    kept prefixes. Disabled, the cache keeps nothing.
     """
 
     def __init__(self, workers: Workers, limits: Limits, enabled: bool, names: Names) -> None:
@@ -71,7 +76,7 @@ class PrefixCache:
         self.sources: Sequence[Source] = (self.adopted, self.kept, self.parked)
 
     def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
-        """Return who keeps what is computed: blocks alone, or states where the layers have some."""
+        """Return the index and the keeper of computed prefixes: of blocks alone, or of states if layers have them."""
         if limits.sizes.rewinds:
             index = PrefixIndex(self._workers, self._segment_tokens)
             return index, Retained(self._workers, index, self.ids, names, self.enabled)
@@ -80,7 +85,7 @@ class PrefixCache:
         return by_end, States(self._workers, by_end, self.ids, names, most_kept, limits.sizes.worth)
 
     def __len__(self) -> int:
-        """Return how many prefixes are retained."""
+        """Return the number of retained prefixes."""
         return sum(len(worker.prefixes) for worker in self._workers)
 
     @property
@@ -89,14 +94,14 @@ class PrefixCache:
         return len(self.leaders) > 0
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Hash what ``sequence`` is about to compute."""
+        """Hash the blocks that ``sequence`` will compute."""
         if self.enabled:
             tokens = sequence.tokens(0, sequence.num_prefill)
             extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
         self.kept.arrive(sequence)
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return for each R-worker with a beginning worth taking the longest, by its index; none of a scored prompt."""
+        """Return the longest reusable beginning on each R-worker, by its index. A scored prompt has none."""
         if sequence.scored:
             return {}
         for source in self.sources:
@@ -105,18 +110,18 @@ class PrefixCache:
         return {}
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
-        """Keep what R-workers hold of an engine before this one: see :meth:`Adopted.adopt`."""
+        """Keep the cached tokens of an earlier engine: see :meth:`Adopted.adopt`."""
         return self.adopted.adopt(held, known, lowest_name)
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
-        """Return what a sequence may begin from where ``hit`` is the longest, best first.
+        """Return the beginnings that may be used instead of the longest, ``hit``, best first.
 
-        A state is copied: where there is no room for two, all is computed again.
+        Using a state makes a copy of it. Without room for a second one, all is recomputed.
         """
         return (hit, None) if hit and self.kept.copies_all else (hit,)
 
     def begin(self, sequence: TokenSequence, hit: Hit | None) -> None:
-        """Count that ``sequence`` begins, from ``hit`` if it has one, and computes the rest."""
+        """Record that ``sequence`` starts from ``hit``, or from nothing, and computes the rest."""
         if hit is None:
             self.close(sequence)
         if sequence.output_token_ids == []:
@@ -126,7 +131,10 @@ class PrefixCache:
         self.leaders.begin(sequence, hit.num_blocks if hit else 0)
 
     def name(self, sequence: TokenSequence, segments: Sequence[Segment], hit: Hit | None) -> None:
-        """Name ``segments``, with which ``sequence`` begins from ``hit``; those that go on in place keep their name."""
+        """Assign cache ids to ``segments``, with which ``sequence`` starts from ``hit``.
+
+        Segments continued in place keep theirs.
+        """
         ids = [self.kept.name(sequence, hit)] if len(segments) == 1 else []
         if not ids and hit and hit.is_own:
             ids = [each.prefix.prefix_id for each in hit.source.pieces(sequence, hit)]
@@ -136,30 +144,30 @@ class PrefixCache:
             segment.cache_id = cache_id
 
     def close(self, sequence: TokenSequence) -> None:
-        """Give up what is kept for ``sequence`` alone, which has begun."""
+        """Release what is kept for ``sequence`` alone, which has started."""
         for source in self.sources:
             source.close(sequence)
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep what ``sequence``, which gives up its cache, leaves; True if that is its cache as it is."""
+        """Keep the cache that ``sequence`` gives up; return True if it stays as it is."""
         return any(source.leave(sequence) for source in self.sources)
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
-        """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens: it is wrong."""
+        """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens, since it is wrong."""
         prefix = None if copy.prefix_id is None else self._workers[copy.worker].prefixes.get(copy.prefix_id)
         if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
             self._index.shorten(prefix, num_tokens // self._workers.block_size)
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Evict until ``num_blocks`` are free, or nothing is left to evict; True when they are free then."""
+        """Evict until ``num_blocks`` are free or nothing is left to evict; return whether they are free."""
         return self._index.make_room(worker, num_blocks)
 
     def reset(self) -> None:
-        """Forget everything that R-workers have in memory; running sequences go on."""
+        """Forget all prefixes in R-workers' memory; running sequences continue."""
         for index in range(len(self._workers)):
             self._index.clear(index)
 
     def lose(self, worker: int) -> None:
-        """Forget what R-worker ``worker``, which is gone, had."""
+        """Forget all prefixes of the lost R-worker ``worker``."""
         for source in self.sources:
             source.forget(worker)

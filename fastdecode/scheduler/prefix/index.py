@@ -1,4 +1,4 @@
-"""Retained prefixes, by the hashes of their tokens, and how they are found, shortened and evicted."""
+"""Retained prefixes by token hashes: finding, shortening and evicting them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class PrefixIndex:
-    """Finds retained prefixes by the hash of all tokens up to a block's end.
+    """Finds retained prefixes by the hash of all tokens up to the end of a block.
 
-    A prefix holds blocks of one segment, of ``segment_tokens`` tokens at most: what several segments hold is found as a
-    prefix of each. ``now_seconds``: the time at which prefixes are used, by any clock.
+    A prefix holds blocks of one segment, of at most ``segment_tokens`` tokens. A longer text is found as one prefix per
+    segment. ``now_seconds``: the time of use, on any clock.
     """
 
     def __init__(self, workers: Workers, segment_tokens: int = UNLIMITED) -> None:
@@ -25,8 +25,7 @@ class PrefixIndex:
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return for each R-worker the longest beginning of ``sequence`` within blocks of these hashes, as hits of
-        ``source``."""
+        """Return each R-worker's longest beginning of ``sequence`` within these block hashes, as hits of ``source``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             holders = self._by_hash.get(block_hash)
@@ -38,25 +37,25 @@ class PrefixIndex:
         return found
 
     def num_cached(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> int:
-        """Return how many of these blocks of ``sequence`` are cached, on the R-worker that has most of them."""
+        """Return how many of these blocks are cached on the R-worker that has most of them."""
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
     def holder(self, block_hash: bytes) -> Prefix | None:
-        """Return a prefix that has the block, and with it all blocks of its segment before that one."""
+        """Return a prefix that has this block, and so all earlier blocks of its segment; None if there is none."""
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)
 
     def on(self, worker: int, block_hash: bytes) -> Prefix | None:
-        """Return a prefix of ``worker`` that has the block."""
+        """Return a prefix on ``worker`` that has this block; None if there is none."""
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return what ``hit`` has on the other R-worker that retained the same copy, if that still has it."""
+        """Return the hit on the other R-worker that retained the same copy; None if that has it no longer."""
         prefix, holders = hit.prefix, self._by_hash[hit.prefix.block_hashes[hit.num_blocks - 1]].values()
         others = (each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker)
         return next((hit._replace(prefix=each) for each in others), None)
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        """Return what ``hit`` has of each segment of ``sequence``: whole ones, and of the last what it has."""
+        """Return the part of ``hit`` in each segment of ``sequence``: whole segments, and the beginning of the last."""
         whole = self._segment_tokens // self._workers.block_size
         ends = range(whole, hit.num_blocks, whole)
         found = [self.holder(sequence.block_hashes[end - 1]) for end in ends]
@@ -65,8 +64,10 @@ class PrefixIndex:
         return [*closed, hit._replace(num_blocks=last[0], num_tokens=last[1])]
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Have ``copy`` of ``segment`` begin with what ``hit`` has: in place where the prefix has the segment's name,
-        else as a fork."""
+        """Let ``copy`` of ``segment`` begin with ``hit``.
+
+        It continues in place if the prefix has the segment's cache id; otherwise it is a fork.
+        """
         prefix, worker = hit.prefix, self._workers[hit.prefix.worker]
         segment.num_tokens = hit.num_tokens
         copy.shared = prefix.blocks[: hit.num_blocks]
@@ -78,12 +79,12 @@ class PrefixIndex:
         worker.fork(segment.cache_id, prefix.prefix_id, segment.num_tokens)
 
     def is_within_another(self, prefix: Prefix) -> bool:
-        """Return whether a longer prefix of the same R-worker has all blocks of ``prefix``."""
+        """Return whether a longer prefix on the same R-worker has all blocks of ``prefix``."""
         holders = self._by_hash[prefix.block_hashes[-1]].values() if prefix.blocks else ()
         return any(each.worker == prefix.worker and len(each.blocks) > len(prefix.blocks) for each in holders)
 
     def touch(self, prefix: Prefix) -> None:
-        """``prefix`` was used just now."""
+        """Mark ``prefix`` as used now."""
         prefix.used_seconds = self.now_seconds
         self._workers[prefix.worker].prefixes.move_to_end(prefix.prefix_id)
 
@@ -97,7 +98,7 @@ class PrefixIndex:
             self._by_hash.setdefault(block_hash, {})[prefix.worker, prefix.prefix_id] = prefix
 
     def make_room(self, index: int, num_blocks: int) -> bool:
-        """Evict until ``num_blocks`` are free, or nothing is left to evict; True when they are free then."""
+        """Evict until ``num_blocks`` are free or nothing is left to evict; return whether they are free."""
         worker = self._workers[index]
         if num_blocks > worker.free:
             self.evict(index, num_blocks - worker.free)
@@ -118,7 +119,7 @@ class PrefixIndex:
                 return
 
     def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
-        """Return hashes of all its blocks but the first ``keep``, by which it is found."""
+        """Return the hashes by which it is found: those of all its blocks except the first ``keep``."""
         return prefix.block_hashes[keep:]
 
     def clear(self, index: int) -> None:
@@ -136,8 +137,7 @@ class PrefixIndex:
             worker.release(prefix.prefix_id)
 
     def let_go(self, prefix: Prefix, keep: int = 0) -> None:
-        """Count only the first ``keep`` blocks of a prefix as retained; its R-worker is told by another, or has the
-        rest as a running sequence."""
+        """Count only the first ``keep`` blocks of a prefix as retained, without a control to its R-worker."""
         worker = self._workers[prefix.worker]
         worker.forget(reversed(prefix.blocks[keep:]))
         worker.forget(prefix.own)
@@ -153,7 +153,10 @@ class PrefixIndex:
 
 
 def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:
-    """Append the hashes of the full blocks of ``token_ids`` that ``block_hashes`` lacks; each covers all before it."""
+    """Append the hashes of full blocks of ``token_ids`` that ``block_hashes`` lacks.
+
+    Each hash covers all earlier tokens.
+    """
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         before = block_hashes[-1] if block_hashes else b""
         block = array("q", token_ids[start : start + block_size]).tobytes()
@@ -161,5 +164,5 @@ def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: i
 
 
 def usable_hashes(sequence: TokenSequence, block_size: int) -> list[bytes]:
-    """Return the hashes of the blocks that ``sequence`` can begin with: one token at least is always computed."""
+    """Return the hashes of blocks that ``sequence`` can begin with. At least one token is always computed."""
     return sequence.block_hashes[: (sequence.num_prefill - 1) // block_size]

@@ -1,4 +1,4 @@
-"""The source of parked prefixes: chains of blocks on R-workers' disks, and prefixes on their way to and from there."""
+"""The source of parked prefixes: chains of blocks on R-workers' disks, and prefixes in transit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fastdecode.scheduler.prefix.source import Keeper, Source
 from fastdecode.scheduler.sequence import TokenSequence
 
 LEAST_FREE = 10
-"""Prefixes are parked before their time where less than one block in so many is free: they may be evicted soon."""
+"""Prefixes are parked early if fewer than one block in this many is free, since they may be evicted soon."""
 
 
 class Beginning(NamedTuple):
-    """The first ``num_blocks`` blocks of ``chain``, which R-worker ``worker`` has parked."""
+    """The first ``num_blocks`` blocks of ``chain``, parked by R-worker ``worker``."""
 
     worker: int
     num_blocks: int
@@ -28,8 +28,10 @@ class Beginning(NamedTuple):
 
 @dataclass(eq=False)
 class Waking:
-    """A prefix on its way back, to be ``prefix_id`` on its R-worker, which keeps blocks for it; ``num_tokens`` are
-    there."""
+    """A prefix that is being loaded as ``prefix_id`` on its R-worker, which reserves blocks for it.
+
+    ``num_tokens`` are loaded.
+    """
 
     beginning: Beginning
     prefix_id: int
@@ -39,7 +41,7 @@ class Waking:
 
 @dataclass
 class WakeCounts:
-    """Prefixes that came back from disks, their tokens, and how many did not come back though they were listed."""
+    """Counts of prefixes loaded from disks, their tokens, and listed prefixes that failed to load."""
 
     num_woken: int = 0
     num_tokens: int = 0
@@ -47,24 +49,24 @@ class WakeCounts:
 
 
 class ParkedChains:
-    """What R-workers have parked, found by the hash of all tokens up to the end of a piece, or of the chain."""
+    """The chains that R-workers have parked, by the hash of all tokens up to the end of a piece or chain."""
 
     def __init__(self) -> None:
         self._by_name: dict[tuple[int, bytes], Chain] = {}
         self._by_mark: dict[bytes, dict[tuple[int, bytes], Chain]] = {}
 
     def __len__(self) -> int:
-        """Chains."""
+        """Return the number of chains."""
         return len(self._by_name)
 
     def add(self, worker: int, chain: Chain) -> None:
-        """R-worker ``worker`` has ``chain``."""
+        """Add ``chain`` of R-worker ``worker``."""
         self._by_name[worker, chain.name] = chain
         for mark in chain.marks:
             self._by_mark.setdefault(mark, {})[worker, chain.name] = chain
 
     def remove(self, worker: int, name: bytes) -> None:
-        """It has it no more; no effect where it had not."""
+        """Remove a chain of R-worker ``worker``; unknown ones are ignored."""
         chain = self._by_name.pop((worker, name), None)
         for mark in chain.marks if chain else ():
             del self._by_mark[mark][worker, name]
@@ -72,20 +74,20 @@ class ParkedChains:
                 del self._by_mark[mark]
 
     def forget(self, worker: int) -> None:
-        """R-worker ``worker`` is gone."""
+        """Remove all chains of the lost R-worker ``worker``."""
         for name in [name for each, name in self._by_name if each == worker]:
             self.remove(worker, name)
 
     def has(self, worker: int, name: bytes) -> bool:
-        """Whether R-worker ``worker`` has the chain ``name``, or one that goes on from it, as far as marks tell."""
+        """Return whether R-worker ``worker`` has the chain ``name`` or a continuation of it, as far as hashes tell."""
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
 
     def within(self, worker: int, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """Return names of the chains of ``worker`` that end within blocks of these hashes."""
+        """Return names of the chains on ``worker`` that end within these block hashes."""
         return [name for name in block_hashes if (worker, name) in self._by_name]
 
     def longest(self, block_hashes: list[bytes], workers: list[int]) -> Beginning | None:
-        """Return the longest beginning of blocks of these hashes that one of ``workers`` has."""
+        """Return the longest beginning within these block hashes that one of ``workers`` has; None if there is none."""
         for depth in range(len(block_hashes), 0, -1):
             for (worker, _), chain in self._by_mark.get(block_hashes[depth - 1], {}).items():
                 if worker in workers:
@@ -94,9 +96,9 @@ class ParkedChains:
 
 
 class Parked(Source):
-    """Knows what is on disks. Nothing is taken from there at once: a prefix is woken first, and then retained.
+    """Knows the prefixes on disks. A prefix is first loaded ("woken") and then retained; it is never used directly.
 
-    ``chains``: on the disks. ``counts``: of what came back.
+    ``chains``: those on disks. ``counts``: counts of loaded prefixes.
     """
 
     def __init__(self, workers: Workers, index: PrefixIndex, ids: CacheIds, kept: Keeper) -> None:
@@ -107,12 +109,14 @@ class Parked(Source):
         self.chains.forget(worker)
 
     def set_clock(self, now_seconds: float) -> None:
-        """Set the time at which prefixes are used from here on."""
+        """Set the time that counts as the use of prefixes from now on."""
         self._index.now_seconds = now_seconds
 
     def wanted(self, sequence: TokenSequence) -> Beginning | None:
-        """Return what ``sequence``, which waits, would begin from if it was there: longer than what is, and worth
-        it."""
+        """Return the parked beginning that the waiting ``sequence`` should load; None if none is worth it.
+
+        It must be longer than what is cached.
+        """
         if not len(self.chains):
             return None
         usable = usable_hashes(sequence, self._workers.block_size)
@@ -124,7 +128,7 @@ class Parked(Source):
         return found if self._kept.is_worth(sequence, found.num_blocks) else None
 
     def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
-        """Take blocks for ``beginning``, of ``sequence``; None if there are none, or not for the sequence too."""
+        """Reserve blocks to load ``beginning`` for ``sequence``; return None without room for both."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
         if needed > worker.available or not self._index.make_room(beginning.worker, beginning.num_blocks):
             return None
@@ -133,7 +137,7 @@ class Parked(Source):
         return Waking(beginning, self._ids.new(), hashes)
 
     def woken(self, waking: Waking, sequence: TokenSequence) -> None:
-        """Retain ``waking``, which is there now, as used just now; ``sequence``, which waited for it, starts there."""
+        """Retain the loaded ``waking`` as used now; ``sequence``, which waited for it, starts there."""
         worker, count = waking.beginning.worker, waking.beginning.num_blocks
         sequence.woken_on = worker
         self._workers[worker].cached += count
@@ -143,7 +147,7 @@ class Parked(Source):
         self.counts.num_tokens += count * self._workers.block_size
 
     def failed(self, waking: Waking) -> None:
-        """It does not come; what came of it is to be released."""
+        """Release what was loaded of ``waking``, which failed."""
         beginning = waking.beginning
         self.chains.remove(beginning.worker, beginning.chain.name)
         self._workers[beginning.worker].grow(-beginning.num_blocks)
@@ -152,14 +156,16 @@ class Parked(Source):
         self.counts.num_failed += 1
 
     def mark_parked(self, worker: int) -> None:
-        """Mark the prefixes of R-worker ``worker`` that its disk has already."""
+        """Mark the prefixes of R-worker ``worker`` that its disk already has."""
         for prefix in self._workers[worker].prefixes.values():
             if not prefix.is_parked and prefix.blocks and self.chains.has(worker, prefix.block_hashes[-1]):
                 prefix.is_parked = not self._index.is_within_another(prefix)
 
     def next_to_park(self, worker: int, unused_since: float) -> tuple[Prefix, Chain] | None:
-        """Return a prefix of R-worker ``worker`` that was not used since then, or may be evicted soon, and is on no
-        disk."""
+        """Return a prefix of ``worker`` to park: unused since then, or soon evicted, and not on disk.
+
+        Return None if there is none.
+        """
         state = self._workers[worker]
         is_short = state.free * LEAST_FREE < state.num_blocks
         for prefix in state.prefixes.values():
@@ -172,12 +178,12 @@ class Parked(Source):
         return None
 
     def parked(self, prefix: Prefix, chain: Chain | None) -> None:
-        """``chain``, of ``prefix``, is on the disk; None: it could not be, and is not to be tried again."""
+        """Record that ``chain`` of ``prefix`` is on the disk; None: parking failed and is not tried again."""
         prefix.is_parked = True
         if chain:
             self.chains.add(prefix.worker, chain)
 
     def dropped(self, worker: int, names: Iterable[bytes]) -> None:
-        """These chains of R-worker ``worker`` are on its disk no more."""
+        """Record that the disk of R-worker ``worker`` has these chains no longer."""
         for name in names:
             self.chains.remove(worker, name)

@@ -1,4 +1,4 @@
-"""The source of full blocks: what sequences computed is kept until its room is needed."""
+"""The source of full blocks: computed prefixes, retained until their room is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Retained(Keeper):
-    """Retains full blocks of prompts and outputs; disabled it retains nothing."""
+    """Retains full blocks of prompts and outputs. Disabled, it retains nothing."""
 
     copies_all = False
 
@@ -20,7 +20,7 @@ class Retained(Keeper):
         self._workers, self._index, self._ids, self._names = workers, index, ids, names
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return beginnings at least as long as what remains, whose attention then runs on the R-worker.
+        """Return cached beginnings at least as long as the rest, since the rest then attends on the R-worker.
 
         At least one token is always computed, since its logits are sampled.
         """
@@ -59,7 +59,7 @@ class Retained(Keeper):
         return False
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep the prompt of ``sequence`` once all of it is cached."""
+        """Keep the prompt of ``sequence`` once it is fully cached."""
         if not sequence.in_prompt:
             self._retain(sequence)
 

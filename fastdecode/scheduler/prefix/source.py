@@ -1,4 +1,4 @@
-"""The protocol of prefix sources, and what they find."""
+"""The interface of prefix sources, and their hits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Hit(NamedTuple):
-    """A cached beginning: its full blocks, the prefix that has the last of them, its tokens, and who found it."""
+    """A cached beginning of a sequence: its full blocks, the prefix with the last of them, its tokens, its source."""
 
     num_blocks: int
     prefix: Prefix
@@ -19,73 +19,73 @@ class Hit(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """True if the sequence itself left it: the sequence goes on in its blocks, also in those it does not share."""
+        """True if the sequence itself left it. The sequence then continues in these blocks, also in unshared ones."""
         return self.source.is_own
 
 
 class Source(Protocol):
     """Holds prefixes that sequences can begin from.
 
-    The defaults are those of a source that has nothing to take at once, and keeps nothing.
+    The defaults are those of a source that offers nothing and keeps nothing.
     """
 
     is_own: bool = False
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return for each R-worker the longest beginning of ``sequence`` that is worth taking, by its index."""
+        """Return the longest reusable beginning of ``sequence`` on each R-worker, by its index."""
         return {}
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        """Return what ``hit`` has of each segment of ``sequence``, in order."""
+        """Return the part of ``hit`` in each segment of ``sequence``, in order."""
         return [hit]
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the same beginning on another R-worker, bit for bit, if there is one."""
+        """Return the identical beginning on another R-worker; None if there is none."""
         return None
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Have ``copy`` of ``segment`` begin with what ``hit`` has on the same R-worker."""
+        """Let ``copy`` of ``segment`` begin with ``hit`` on the same R-worker."""
         raise ValueError("this source has nothing to take")
 
     def close(self, sequence: TokenSequence) -> None:
-        """Give up what is kept for ``sequence`` alone: it has begun, with that or without."""
+        """Release what is kept for ``sequence`` alone, which has started."""
         return
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep what ``sequence``, which gives up its cache, leaves to others.
+        """Keep what ``sequence`` leaves to others when it gives up its cache.
 
         Returns:
-            True where its cache stays as it is, so that no R-worker releases it.
+            True if its cache stays as it is, so that no R-worker releases it.
         """
         return False
 
     def forget(self, worker: int) -> None:
-        """Forget what R-worker ``worker``, which is gone, had."""
+        """Forget all prefixes of the lost R-worker ``worker``."""
         return
 
 
 class Keeper(Source, Protocol):
-    """The source that keeps what sequences of this engine compute.
+    """The source that keeps what this engine's sequences compute.
 
-    ``copies_all``: a sequence that begins from a hit needs room for a copy of the hit's state.
+    ``copies_all``: starting from a hit needs room for a copy of its state.
     """
 
     copies_all: bool
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Note what ``sequence`` is about to compute."""
+        """Note what ``sequence`` will compute."""
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
-        """Return the cache id of the only segment of ``sequence``, which begins from ``hit``; it may be a new one."""
+        """Return the cache id, old or new, of the only segment of ``sequence``, which starts from ``hit``."""
 
     def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
-        """Return how many rows of its prompt, at most ``most``, ``sequence`` computes before something is kept."""
+        """Return how many prompt rows, at most ``most``, ``sequence`` computes before something is kept."""
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep what others can begin from: more of the prompt of ``sequence`` is cached, or all of it."""
+        """Keep what others can begin from, now that more of the prompt of ``sequence`` is cached."""
 
     def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
         """Return whether others can begin from the first ``num_blocks`` blocks that ``leader`` computes."""
 
     def is_worth(self, sequence: TokenSequence, num_blocks: int) -> bool:
-        """Return whether ``sequence`` is better off with ``num_blocks`` cached blocks than with none."""
+        """Return whether starting from ``num_blocks`` cached blocks is better for ``sequence`` than recomputing."""

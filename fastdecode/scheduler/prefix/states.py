@@ -1,11 +1,11 @@
-"""The source of recurrent states: a state is that of all tokens before it, so others begin only where one was kept.
+"""The source of recurrent states. A state covers all tokens before it, so others can begin only where one was kept.
 
-A prompt stops at some block boundaries, its checkpoints, for a copy of its state: at the last one before its last
-token; where it parts from others, as soon as two have been seen that begin alike; and at every 2^k blocks, so many that
-states take at most a quarter of what the tokens between them do. What a sequence leaves when it ends, or is preempted,
-stays as it is, without a copy: its full blocks, the tokens after them, and the state of all.
+A prompt stops at some block boundaries, its checkpoints, to copy its state. These are: the last boundary before its
+last token, the point where it parts from a similar prompt seen before, and every 2^k blocks. The k is such that states
+take at most a quarter of the memory of the tokens between them. A sequence that ends or is preempted leaves its cache
+as it is, without a copy: full blocks, the tokens after them, and the state of all.
 
-A kept state counts as the blocks it takes, and goes before those of its beginnings.
+A kept state counts as the blocks that it takes, and is evicted before the states of its beginnings.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
 from fastdecode.scheduler.sequence import TokenSequence
 
 STATES_SHARE = 4
-"""Blocks of tokens between two checkpoints for each block of a state."""
+"""Blocks of tokens between checkpoints, per block of a state."""
 
 MOST_SEEN = 1 << 16
-"""Blocks of prompts by which it is seen that others begin alike; those seen last."""
+"""Most remembered blocks of prompts, by which a common beginning is noticed; the latest are kept."""
 
 
 class StateIndex(PrefixIndex):
-    """Prefixes that are found by their end alone."""
+    """Prefixes that are found only by their end."""
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return for each R-worker the longest beginning of ``sequence``, without its last token, that has a state."""
+        """Return the longest beginning of ``sequence`` with a state on each R-worker, without the last token."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             for prefix in self._by_hash.get(block_hash, {}).values():
@@ -41,12 +41,12 @@ class StateIndex(PrefixIndex):
         return found
 
     def ending(self, worker: int, block_hash: bytes, rest: list[int]) -> Prefix | None:
-        """Return a prefix of ``worker`` that ends with that block and ``rest``."""
+        """Return a prefix on ``worker`` that ends with this block and ``rest``; None if there is none."""
         holders = self._by_hash.get(block_hash, {}).values()
         return next((each for each in holders if each.worker == worker and each.rest == rest), None)
 
     def touch(self, prefix: Prefix) -> None:
-        """``prefix`` was used just now, and so were those that it begins with, the shortest last."""
+        """Mark ``prefix`` and its beginnings as used now, the shortest last."""
         super().touch(prefix)
         for block_hash in reversed(prefix.block_hashes):
             for each in self._by_hash.get(block_hash, {}).values():
@@ -54,19 +54,19 @@ class StateIndex(PrefixIndex):
                     super().touch(each)
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Have ``copy`` of ``segment`` begin with all of a prefix; there is room for a copy of its state first."""
+        """Let ``copy`` of ``segment`` begin with all of a prefix; its state is copied first."""
         prefix, blocks = hit.prefix, list(hit.prefix.blocks)
         worker = self._workers[prefix.worker]
         worker.hold(blocks)
         missing = segment.num_blocks - hit.num_blocks - worker.free
-        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0  # in which the segment goes on
+        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0  # the segment continues in this state
         if missing > 0:
             self.evict(prefix.worker, missing, spared=prefix)
         super().take(segment, copy, hit)
         worker.drop(blocks)
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free at least ``count`` more blocks if the cache, except ``spared``, holds so many; the oldest go first."""
+        """Free at least ``count`` more blocks if the cache without ``spared`` holds so many, oldest first."""
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
         for prefix in list(worker.prefixes.values()):
@@ -85,14 +85,14 @@ class StateIndex(PrefixIndex):
 
 
 class States(Keeper):
-    """Keeps states of prompts at checkpoints, and what sequences leave: ``most_kept`` over all R-workers."""
+    """Keeps states of prompts at checkpoints, and what sequences leave. ``most_kept``: states over all R-workers."""
 
     copies_all = True
 
     def __init__(
         self, workers: Workers, index: StateIndex, ids: CacheIds, names: Names, most_kept: int, worth_blocks: int
     ) -> None:
-        """``worth_blocks``: blocks of tokens whose memory a state takes."""
+        """``worth_blocks``: how many blocks of tokens take the memory of one state."""
         self._workers, self._index, self._ids, self._names = workers, index, ids, names
         self._most_kept, self._interval = most_kept, 1
         while self._interval < STATES_SHARE * worth_blocks:
@@ -115,7 +115,7 @@ class States(Keeper):
         self._index.clear(worker)
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Note where ``sequence`` parts from what was seen: a checkpoint."""
+        """Note the point where ``sequence`` parts from earlier prompts, as a checkpoint."""
         usable, before = usable_hashes(sequence, self._workers.block_size), self._seen
         shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
         for depth, block_hash in enumerate(usable, 1):
@@ -124,14 +124,16 @@ class States(Keeper):
             del before[next(iter(before))]
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
-        """Return the name under which it is kept, where it goes on in place, and a new one for what was preempted: what
-        it left may be there under the old one."""
+        """Return the kept cache id if ``sequence`` continues in place, else a new one.
+
+        A preempted sequence gets a new one, since what it left may still have the old one.
+        """
         if hit and hit.is_own:
             return hit.prefix.prefix_id
         return self._ids.new() if sequence.was_preempted else sequence.sequence_id
 
     def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
-        """Return the rows up to the next checkpoint of the prompt of ``sequence``."""
+        """Return the number of rows up to the next checkpoint in the prompt of ``sequence``."""
         cached, size = sequence.num_cached, self._workers.block_size
         for depth in range(cached // size + 1, (cached + most) // size + 1):
             if self._is_checkpoint(sequence, depth):
@@ -157,7 +159,7 @@ class States(Keeper):
                 copy.prefix_id = prefix.prefix_id
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep all that is cached of ``sequence``, which gives it up, under the name it has on its R-workers."""
+        """Keep all that is cached of ``sequence`` under its cache id, since it gives it up."""
         num_blocks = sequence.num_cached // self._workers.block_size
         if not self._most_kept or not num_blocks or sequence.has_several:
             return False
@@ -178,8 +180,10 @@ class States(Keeper):
         return True
 
     def _make_place(self, count: int) -> bool:
-        """Forget what was used longest ago on the R-worker that has most, until ``count`` more states may be kept;
-        False where never so many may be."""
+        """Forget the least recently used states of the R-worker with most, until ``count`` more may be kept.
+
+        Return False if so many may never be kept.
+        """
         workers = list(self._workers)
         while count <= self._most_kept < count + sum(len(worker.prefixes) for worker in workers):
             fullest = max(workers, key=lambda worker: len(worker.prefixes))
@@ -189,7 +193,7 @@ class States(Keeper):
     def _keep(
         self, name: int, segment: Segment, copy: Copy, hashes: list[bytes], origin: int, rest: list[int] | None = None
     ) -> Prefix:
-        """Retain the tokens of ``copy``, of ``segment``, and a state in blocks that its R-worker counts as taken."""
+        """Retain the tokens of ``copy`` of ``segment``, and a state in blocks that its R-worker counts as taken."""
         rest = rest or []
         own = [Block() for _ in range(self._workers.sizes.blocks_of_copy(len(rest)))]
         blocks = list(copy.share(len(hashes)))

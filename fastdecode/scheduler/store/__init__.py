@@ -1,1 +1,1 @@
-"""The store of places, and the only writer of blocks, counters and controls: other rooms call its methods."""
+"""The store of cached tokens: the only writer of blocks, counters and controls. Other packages call its methods."""

@@ -1,4 +1,4 @@
-"""Copies of segments: those that R-workers hold, which come, are forked, are cut and go, and those under way."""
+"""Copies of segments on R-workers, finished or in progress: taking, forking, cutting and dropping them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 
 class Holdings:
-    """Counts the blocks of each copy, and tells its R-worker what becomes of it."""
+    """Counts the blocks of each copy, and queues the R-workers' controls."""
 
     def __init__(self, workers: Workers, prefixes: PrefixCache, table: SequenceTable) -> None:
         self._workers, self._prefixes, self._table = workers, prefixes, table
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Evict prefixes until ``num_blocks`` are free on R-worker ``worker``; False if that is not enough."""
+        """Evict prefixes until ``num_blocks`` are free on R-worker ``worker``; return whether they are."""
         return self._prefixes.make_room(worker, num_blocks)
 
     def take(self, segment: Segment, copy: Copy) -> None:
-        """``copy`` of ``segment`` is on its R-worker now, which counts its blocks."""
+        """Count the blocks of ``copy``, which ``segment`` now has on its R-worker."""
         num_own = segment.num_blocks - len(copy.shared)
         self._prefixes.make_room(copy.worker, num_own)
         self._workers[copy.worker].take(num_own)
 
     def give_up(self, segment: Segment, copy: Copy, is_known: bool, stays: bool = False) -> None:
-        """The blocks of ``copy`` are free again; its R-worker is told where something of it is there, or where the
-        R-worker knows of it (``is_known``), unless it ``stays`` as a prefix."""
+        """Free the blocks of ``copy``, and queue its release.
+
+        The release is queued if the copy has tokens or the R-worker knows it (``is_known``), unless it ``stays`` as a
+        prefix.
+        """
         worker = self._workers[copy.worker]
         worker.give_back(segment.num_blocks - len(copy.shared), copy.shared)
         if (segment.num_tokens > 0 or is_known) and not stays:
             worker.release(segment.cache_id)
 
     def remove(self, sequence: TokenSequence, segment: Segment, worker: int) -> None:
-        """R-worker ``worker`` gives up its copy of ``segment``, of ``sequence``."""
+        """Drop the copy of ``segment`` on R-worker ``worker``."""
         copy = segment.on(worker)
         if copy is None:
             raise KeyError(f"R-worker {worker} has no copy of {segment.cache_id}")
@@ -49,8 +52,10 @@ class Holdings:
         self._table.put(sequence)
 
     def fork(self, source: Segment, cache_id: int) -> Segment:
-        """Return a segment of the same tokens in the same places: full blocks are shared, and for a partial one there
-        is room already, as there is for a state."""
+        """Return a fork of ``source`` with the same tokens on the same R-workers.
+
+        Full blocks are shared. Room for a copy of a partial block and of a state is already reserved.
+        """
         num_full, rest = divmod(source.num_tokens, self._workers.block_size)
         segment = Segment(cache_id, source.start, num_full + self._workers.sizes.blocks_of_copy(rest))
         segment.num_tokens = source.num_tokens
@@ -63,10 +68,10 @@ class Holdings:
         return segment
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """What ``segment`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept.
+        """Drop the tokens of ``segment`` beyond ``num_tokens``, which are wrong, and keep ``num_blocks`` blocks.
 
-        Blocks that were shared have to be replaced by own ones: where these are not to be had only the full blocks of
-        what is right are kept, and False is returned.
+        Shared blocks have to be replaced by own ones. If there is no room for these, only full blocks of right tokens
+        are kept, and the result is False.
         """
         num_full = num_tokens // self._workers.block_size
         has_room = self.make_room_to_cut(segment, num_tokens, num_blocks)
@@ -83,8 +88,10 @@ class Holdings:
         return has_room
 
     def make_room_to_cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """Forget what was kept beyond ``num_tokens`` tokens, and evict for own blocks in place of shared ones; False
-        where :meth:`cut` would not leave these tokens."""
+        """Make room for :meth:`cut`: forget what was kept beyond ``num_tokens`` tokens, and evict for own blocks.
+
+        Return False if :meth:`cut` could not keep these tokens.
+        """
         num_full = num_tokens // self._workers.block_size
         for copy in segment.copies:
             self._prefixes.forget_beyond(copy, num_tokens)
@@ -93,7 +100,10 @@ class Holdings:
         )
 
     def _make_room_to_replace(self, copy: Copy, num_full: int, more: int) -> bool:
-        """Evict until the R-worker of ``copy`` can replace all but ``num_full`` shared blocks, and give ``more``."""
+        """Evict until the R-worker of ``copy`` can replace its shared blocks and take ``more``; return success.
+
+        The first ``num_full`` blocks stay shared.
+        """
         wrong = copy.shared[num_full:]
         freed = sum(block.num_sequences == 1 and block.num_prefixes == 0 for block in wrong)
         return self._prefixes.make_room(copy.worker, len(wrong) - freed + more)
@@ -101,11 +111,11 @@ class Holdings:
 
 @dataclass(eq=False)
 class Transfer:
-    """A copy of ``segment``, of ``sequence``, that is being made on R-worker ``target`` from the one on ``source``.
+    """A copy in progress: ``segment`` of ``sequence``, from R-worker ``source`` to R-worker ``target``.
 
-    The target's ``num_blocks`` blocks are taken since it was chosen. ``num_copied`` tokens are there; the next piece
-    has ``num_tokens``. Once all are, R-worker ``drops`` gives its own copy up: a move, where that is the source; -1:
-    none does.
+    The target's ``num_blocks`` blocks are reserved from the start. ``num_copied`` tokens are there; the next piece has
+    ``num_tokens``. When all are copied, R-worker ``drops`` drops its own copy; -1 for none. If that is the source, this
+    is a move.
     """
 
     sequence: TokenSequence
@@ -119,39 +129,44 @@ class Transfer:
 
     @property
     def cache_id(self) -> int:
-        """The id by which both R-workers know the segment."""
+        """The cache id of the segment on both R-workers."""
         return self.segment.cache_id
 
     @property
     def is_move(self) -> bool:
-        """True if the source's copy goes."""
+        """True if the source's copy is dropped."""
         return self.drops == self.source
 
 
 class TransfersUnderWay:
-    """The part of the store that makes copies: its target has blocks for each from the moment it is chosen."""
+    """The copies in progress. The target's blocks are reserved as soon as it is chosen."""
 
     def __init__(self, workers: Workers, table: SequenceTable, holdings: Holdings) -> None:
         self._workers, self._table, self._holdings = workers, table, holdings
         self._all: list[Transfer] = []
 
     def __len__(self) -> int:
-        """Return how many copies are under way."""
+        """Return the number of copies in progress."""
         return len(self._all)
 
     def __iter__(self) -> Iterator[Transfer]:
-        """Yield all of them, oldest first; some may be dropped meanwhile."""
+        """Yield all transfers, oldest first; some may be dropped meanwhile."""
         return iter(list(self._all))
 
     def begin_move(self, sequence: TokenSequence, segment: Segment, target: int, num_blocks: int) -> Transfer:
-        """The home of ``segment`` is to be R-worker ``target``, with ``num_blocks`` blocks, more than the segment has
-        where it is to grow there; where another R-worker has a copy, all copies keep as many as they have."""
+        """Begin to move the home of ``segment`` to R-worker ``target``, with ``num_blocks`` blocks.
+
+        These may be more than the segment has, so that it can grow there. If another R-worker has a copy, all copies
+        keep their number.
+        """
         num_blocks = num_blocks if len(segment.copies) == 1 else segment.num_blocks
         return self._begin(Transfer(sequence, segment, segment.home, target, num_blocks, segment.home))
 
     def begin_copy(self, sequence: TokenSequence, segment: Segment, target: int, drops: int = -1) -> Transfer:
-        """R-worker ``target`` is to have a copy of ``segment``; in the end R-worker ``drops``, one of two that have it,
-        gives its own up, or none does."""
+        """Begin to copy ``segment`` to R-worker ``target``.
+
+        At the end R-worker ``drops``, one of two holders, drops its copy; -1 for none.
+        """
         if segment.home == drops:
             segment.copies.reverse()
             self._table.on_second[sequence.row] ^= segment is sequence.tail
@@ -165,13 +180,13 @@ class TransfersUnderWay:
         return transfer
 
     def grow(self, transfer: Transfer, num_blocks: int) -> None:
-        """The target takes ``num_blocks`` more, since the segment grew."""
+        """Reserve ``num_blocks`` more on the target, since the segment grew."""
         self._holdings.make_room(transfer.target, num_blocks)
         self._workers[transfer.target].grow(num_blocks)
         transfer.num_blocks += num_blocks
 
     def advance(self, transfer: Transfer) -> bool:
-        """Return the next piece is there; True if all is, so that it is a copy like any other."""
+        """Count the next piece as copied; return True if the copy is complete and now like any other."""
         transfer.num_copied += transfer.num_tokens
         sequence, segment = transfer.sequence, transfer.segment
         if transfer.num_copied < segment.num_tokens:
@@ -190,7 +205,7 @@ class TransfersUnderWay:
         return True
 
     def drop(self, transfer: Transfer) -> None:
-        """Give up what was copied so far."""
+        """Drop what was copied."""
         worker = self._workers[transfer.target]
         worker.give_back(transfer.num_blocks, ())
         if transfer.num_copied:
@@ -198,19 +213,19 @@ class TransfersUnderWay:
         self._all.remove(transfer)
 
     def drop_of(self, sequence: TokenSequence) -> None:
-        """``sequence`` gives up its cache."""
+        """Drop the transfers of ``sequence``, which gives up its cache."""
         for transfer in self:
             if transfer.sequence is sequence:
                 self.drop(transfer)
 
     def cut(self, segment: Segment, num_tokens: int) -> None:
-        """What ``segment`` has beyond ``num_tokens`` tokens is wrong: a copy that has some of it is given up."""
+        """Drop a transfer of ``segment`` that has copied tokens beyond ``num_tokens``, which are wrong."""
         for transfer in self:
             if transfer.segment is segment and transfer.num_copied > num_tokens:
                 self.drop(transfer)
 
     def redirect(self, segment: Segment, worker: int) -> None:
-        """R-worker ``worker`` has no copy of ``segment`` any more: what is copied of it comes from another, if any."""
+        """Continue a transfer of ``segment`` from another copy, if any, since R-worker ``worker`` has none any more."""
         for transfer in [each for each in self._all if each.segment is segment]:
             if not segment.copies:
                 self.drop(transfer)

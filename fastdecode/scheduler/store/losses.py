@@ -1,4 +1,4 @@
-"""What is left of sequences when an R-worker is lost: all, where another holds them; other segments; or nothing."""
+"""What remains of sequences after the loss of an R-worker: all, some segments, or nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Damage(NamedTuple):
-    """What a loss leaves: sequences that hold nothing any more; those of several segments of which some are to be
-    computed again; and those for which an R-worker has no block to go on with what is left."""
+    """The sequences that a loss affects.
+
+    Some hold nothing any more. Some have several segments, of which a few must be recomputed. For the rest, no block is
+    free to continue.
+    """
 
     whole: list[TokenSequence]
     broken: list[TokenSequence]
@@ -19,24 +22,26 @@ class Damage(NamedTuple):
 
 
 class Losses:
-    """Takes what a lost R-worker had out of the store, and the last step's rows that may have attended there."""
+    """Removes a lost R-worker's data from the store, and the last step's rows that may have attended there."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._residents = store.residents
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
-        """The sequences that lost something with R-workers ``workers``: tokens that they alone had, or their last ones,
-        which attended there."""
+        """Return the sequences that lost something with R-workers ``workers``.
+
+        They lost tokens that had no other copy, or their last rows, which attended there.
+        """
         attended = {each for worker in workers for each in self._attended_on(worker)}
         held = {each.sequence_id: each for worker in workers for each in self._residents.on(worker)}
         return [each for each, it in held.items() if each in attended or _loses_some(it, set(workers))]
 
     def lose(self, worker: int) -> Damage:
-        """R-worker ``worker`` is gone.
+        """Remove the lost R-worker ``worker``; return the damage.
 
-        The last rows that attended there are wrong, except those of a sequence that has another copy of all and
-        attended nothing there. A prompt of which others store all goes on with these.
+        The last rows that attended there are wrong. Exception: the sequence has a full copy elsewhere and attended
+        nothing there. A prompt that others store in full continues with their copies.
         """
         attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
@@ -71,7 +76,7 @@ class Losses:
         return Damage(whole, broken, starved)
 
     def _attended_on(self, worker: int) -> dict[int, int]:
-        """Return sequences whose last rows attended on ``worker``, and what they had cached before these."""
+        """Return the sequences whose last rows attended on ``worker``, with their cached tokens before these rows."""
         found: dict[int, int] = {}
         for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
@@ -81,24 +86,28 @@ class Losses:
         return found
 
     def _repeat(self, sequence: TokenSequence, num_sound: int) -> bool:
-        """What is cached of ``sequence``, of one segment, beyond ``num_sound`` tokens is computed again; False where
-        there is no room for that."""
+        """Recompute the cached tokens of ``sequence`` beyond ``num_sound``; return False without room.
+
+        The sequence has one segment.
+        """
         tail, num_blocks = sequence.tail, sequence.tail.num_blocks
         if sequence.sequence_id in self._residents.decoding and num_sound < sequence.num_prefill:
             self._residents.compute_again(sequence)
-        if sequence.sequence_id in self._residents.decoding:  # drafts had blocks of their own
+        if sequence.sequence_id in self._residents.decoding:  # drafts have blocks of their own
             num_blocks = min(num_blocks, self._store.workers.blocks_for(num_sound + 1))
         return self._store.cut(tail, num_sound, num_blocks)
 
     def _break(self, sequence: TokenSequence, worker: int, num_sound: int) -> bool:
-        """``sequence``, of several segments, is a prompt now, whose first tokens to compute are those of the first
-        segment that is not whole; what it has elsewhere stays. False where there is no room for it."""
+        """Turn ``sequence``, of several segments, back into a prompt whose first missing segment is computed next.
+
+        Its other segments stay. Return False if there is no room.
+        """
         has_room = True
         decoded = sequence.sequence_id in self._residents.decoding or sequence.num_prefill < sequence.num_tokens
-        decoded &= len(sequence.output_token_ids) > 0  # else its first was lost with the segment
+        decoded &= len(sequence.output_token_ids) > 0  # otherwise its first token was lost with the segment
         self._residents.compute_again(sequence)
         self._store.prefixes.leaders.stop(sequence)
-        sequence.num_prefill = sequence.num_tokens - decoded  # who decodes has an output token that is not cached
+        sequence.num_prefill = sequence.num_tokens - decoded  # one output token is not cached
         self._store.lose(sequence, worker)
         for segment in sequence.segments:
             most = segment.num_blocks
@@ -114,5 +123,5 @@ class Losses:
 
 
 def _loses_some(sequence: TokenSequence, workers: set[int]) -> bool:
-    """Return whether R-workers ``workers`` alone hold some segment of ``sequence``."""
+    """Return whether only R-workers ``workers`` hold some segment of ``sequence``."""
     return any(segment.home >= 0 and set(segment.workers) <= workers for segment in sequence.segments)

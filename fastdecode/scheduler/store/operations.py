@@ -1,4 +1,4 @@
-"""Operations: policies decide them, one after another, and the store carries each out before the next is decided."""
+"""Operations that policies decide one after another. The store carries out each before the next is decided."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from fastdecode.scheduler.store.holdings import Transfer
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Refresh:
-    """Bring the rows of what decodes up to date, in their order."""
+    """Bring the rows of decoding sequences up to date, in their order."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SetFollowersAside:
-    """Take sequences out of the queue's front that wait for a prefix which another computes."""
+    """Take sequences out of the queue's front that wait for a prefix which another sequence computes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Close:
-    """Give up what is kept for ``sequence`` alone: it goes on nowhere."""
+    """Release what is kept for ``sequence`` alone, since it cannot continue anywhere."""
 
     sequence: TokenSequence
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Begin:
-    """Take the head of the queue out and start it in ``segments``, from ``hit``; a second copy on R-worker ``second``,
-    -1 for none."""
+    """Start the head of the queue in ``segments``, from ``hit``.
+
+    ``second``: the R-worker of a second copy; -1 for none.
+    """
 
     sequence: TokenSequence
     segments: list[Segment]
@@ -44,8 +46,11 @@ class Begin:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Attend:
-    """Choose who attends: the tails of ``rows`` on their second copy where ``on_second``, bool [n], is true, and closed
-    segments ``swapped`` on their other holder, which is their home then."""
+    """Choose the attending holders.
+
+    Tails of ``rows`` attend on their second copy if ``on_second``, bool [n], is true. Closed segments ``swapped``
+    attend on their other holder, which becomes their home.
+    """
 
     rows: np.ndarray
     on_second: np.ndarray
@@ -54,7 +59,7 @@ class Attend:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MakeRoom:
-    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` blocks free. The answer says whether it has."""
+    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks. The answer is whether it has."""
 
     worker: int
     num_blocks: int
@@ -62,7 +67,7 @@ class MakeRoom:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grow:
-    """Give each of these rows of the table ``num_blocks`` more blocks."""
+    """Give each of these table rows ``num_blocks`` more blocks."""
 
     rows: np.ndarray
     num_blocks: int = 1
@@ -70,7 +75,7 @@ class Grow:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Extend:
-    """Give ``sequence``, whose tail is whole, a new tail on R-worker ``worker``."""
+    """Give ``sequence``, whose tail is full, a new tail on R-worker ``worker``."""
 
     sequence: TokenSequence
     worker: int
@@ -85,7 +90,7 @@ class Preempt:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GiveUpCopy:
-    """Have R-worker ``worker`` give up its copy of ``segment``, of ``sequence``."""
+    """Drop the copy of ``segment`` of ``sequence`` on R-worker ``worker``."""
 
     sequence: TokenSequence
     segment: Segment
@@ -94,8 +99,10 @@ class GiveUpCopy:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Move:
-    """Begin to move ``segment`` to R-worker ``target``, all at once, with ``num_blocks`` blocks. The answer is the
-    transfer."""
+    """Begin to move ``segment`` to R-worker ``target`` in one piece, with ``num_blocks`` blocks.
+
+    The answer is the transfer.
+    """
 
     sequence: TokenSequence
     segment: Segment
@@ -105,8 +112,10 @@ class Move:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopySegment:
-    """Begin to copy ``segment`` to R-worker ``target``; in the end R-worker ``drops`` gives its own copy up, or none
-    does. The answer is the transfer."""
+    """Begin to copy ``segment`` to R-worker ``target``.
+
+    At the end R-worker ``drops`` drops its copy; -1 for none. The answer is the transfer.
+    """
 
     sequence: TokenSequence
     segment: Segment
@@ -116,7 +125,7 @@ class CopySegment:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GrowTransfer:
-    """Take ``num_blocks`` more blocks on the target of ``transfer``."""
+    """Reserve ``num_blocks`` more blocks on the target of ``transfer``."""
 
     transfer: Transfer
     num_blocks: int
@@ -124,7 +133,7 @@ class GrowTransfer:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopyNext:
-    """Have the next piece of ``transfer`` be of ``num_tokens`` tokens."""
+    """Set the next piece of ``transfer`` to ``num_tokens`` tokens."""
 
     transfer: Transfer
     num_tokens: int
@@ -132,7 +141,7 @@ class CopyNext:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DropTransfer:
-    """Give up what was copied so far."""
+    """Drop what was copied."""
 
     transfer: Transfer
 
@@ -157,4 +166,4 @@ Operation = (
 
 T = TypeVar("T")
 Decision = Generator[Operation, Any, T]
-"""What a policy decides: it yields operations, is sent the answer of each, and returns what it was asked for."""
+"""A policy's decision: a generator that yields operations, receives each answer, and returns its result."""

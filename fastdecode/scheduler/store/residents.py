@@ -1,4 +1,4 @@
-"""The sequences that hold a cache: who computes a prompt and what comes next of it, who decodes, who has scratch."""
+"""The sequences with a cache: which compute a prompt and its next rows, which decode, and which use scratch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.table import SequenceTable
 
 MOST_PARTIAL_RESULTS = 2048
-"""Rows of a prompt's chunk times the ranges that it attends in. Of every row and head a range answers with float32
-numbers, some 17 kB with 32 heads of 128, and an R-worker takes at most 256 MiB of them for a layer."""
+"""Most rows of a prompt chunk times ranges that it attends in.
+
+A range answers each row and head with float32 numbers, some 17 kB for 32 heads of 128, and an R-worker accepts at most
+256 MiB of them per layer.
+"""
 
 
 class Residents:
-    """``prompts``: those whose prompt is being computed, in the order of their start. ``decoding``: the others;
-    ``table`` has the progress of both. ``scratch_free``: prompt tokens that the S-worker's scratch still takes.
-    ``left_scratch``: those that gave up what they had of it before their prompt was computed."""
+    """``prompts``: sequences whose prompt is in computation, in the order of their start.
+
+    ``decoding``: the others. ``table``: the progress of both. ``scratch_free``: prompt tokens that fit the S-worker's
+    scratch. ``left_scratch``: those that freed their scratch before their prompt was computed.
+    """
 
     def __init__(self, table: SequenceTable, scratch_tokens: int) -> None:
         self.table = table
@@ -27,30 +32,30 @@ class Residents:
         self._unborn = 0
 
     def __len__(self) -> int:
-        """Return sequences that hold a cache, and siblings that will as soon as their prompt is computed."""
+        """Return the number of sequences with a cache, and of siblings that get one after their prompt."""
         return len(self.prompts) + len(self.decoding) + self._unborn
 
     def __contains__(self, sequence: TokenSequence) -> bool:
-        """Return True if ``sequence`` holds a cache."""
+        """Return whether ``sequence`` has a cache."""
         return sequence.sequence_id in self.prompts or sequence.sequence_id in self.decoding
 
     @property
     def all(self) -> list[TokenSequence]:
-        """The sequences that hold a cache."""
+        """The sequences with a cache."""
         return [*self.prompts.values(), *self.decoding.values()]
 
     @property
     def num_twice(self) -> int:
-        """Sequences that hold their cache twice; of several segments those all of which have two copies."""
+        """The number of sequences with two copies of every segment."""
         tails = int(np.count_nonzero(self.table.second_workers >= 0))
         return tails - sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
 
     def on(self, worker: int) -> list[TokenSequence]:
-        """Return the sequences of which R-worker ``worker`` has something, oldest first."""
+        """Return the sequences with a part on R-worker ``worker``, oldest first."""
         return sorted(self.table.on(worker), key=lambda sequence: sequence.sequence_id)
 
     def prompt_loads(self, num_workers: int) -> np.ndarray:
-        """Return KV tokens that each R-worker will attend for the prompts that attend there: int64 [num_workers]."""
+        """Return the KV tokens that each R-worker will attend for prompts that attend there: int64 [num_workers]."""
         loads = np.zeros(num_workers, np.int64)
         for prompt in self.prompts.values():
             for each in prompt.segments if prompt.attends_in_prompt else ():
@@ -58,8 +63,10 @@ class Residents:
         return loads
 
     def next_rows(self, sequence: TokenSequence, most: int) -> Chunk:
-        """The next tokens of ``sequence``'s prompt, at most ``most`` and none beyond its tail, attended by the homes of
-        its segments."""
+        """Return the next chunk of the prompt of ``sequence``: at most ``most`` tokens, and none beyond its tail.
+
+        The homes of its segments attend.
+        """
         tail, start, closed = sequence.tail, sequence.num_cached, []
         count = min(most, self.table.segment_tokens - tail.num_tokens)
         if sequence.num_closed and sequence.attends_in_prompt:
@@ -83,7 +90,7 @@ class Residents:
         )
 
     def enter(self, sequence: TokenSequence, may_use_scratch: bool) -> None:
-        """``sequence`` begins its prompt, over the scratch where it may and that has room."""
+        """Add ``sequence`` as a prompt; it uses the scratch if it may and there is room."""
         self.prompts[sequence.sequence_id] = sequence
         self._unborn += len(sequence.siblings)
         sequence.uses_scratch = may_use_scratch and sequence.num_prefill <= self.scratch_free
@@ -91,31 +98,31 @@ class Residents:
             self.scratch_free -= sequence.num_prefill
 
     def decode(self, sequence: TokenSequence) -> None:
-        """``sequence`` decodes from here on."""
+        """Let ``sequence`` decode from now on."""
         if self.prompts.pop(sequence.sequence_id, None):
             self.leave_scratch(sequence)
         self.decoding[sequence.sequence_id] = sequence
         self.table.decode(sequence)
 
     def fork(self, parent: TokenSequence) -> None:
-        """The siblings of ``parent``, which have rows, decode from here on."""
+        """Let the siblings of ``parent``, which have table rows, decode from now on."""
         self._unborn -= len(parent.siblings)
         for sibling in parent.siblings:
             self.decode(sibling)
 
     def compute_again(self, sequence: TokenSequence) -> None:
-        """``sequence``, whatever it did, is a prompt from here on, and uses no scratch."""
+        """Turn ``sequence`` into a prompt without scratch, whatever it did before."""
         if self.decoding.pop(sequence.sequence_id, None):
             self.table.stop(sequence)
         self._give_up_scratch(sequence)
         self.prompts[sequence.sequence_id] = sequence
 
     def forget_unused(self, sequence: TokenSequence) -> None:
-        """Tokens of ``sequence`` that are cached, but not its own: drafts accepted beyond its end."""
+        """Forget cached tokens that are not part of ``sequence``: drafts accepted beyond its end."""
         self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """``sequence`` runs no more; True if its prompt was being computed."""
+        """Remove ``sequence``; return whether its prompt was in computation."""
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
             self._give_up_scratch(sequence)
@@ -129,7 +136,7 @@ class Residents:
         self.leave_scratch(sequence)
 
     def leave_scratch(self, sequence: TokenSequence) -> None:
-        """Free what ``sequence`` holds of the scratch."""
+        """Free the scratch of ``sequence``."""
         if sequence.uses_scratch:
             sequence.uses_scratch = False
             self.scratch_free += sequence.num_prefill

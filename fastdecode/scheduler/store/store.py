@@ -1,4 +1,4 @@
-"""The store of places: which R-workers hold which tokens of which sequences, and what they have yet to be told."""
+"""The store of cached tokens: which R-workers hold which tokens of which sequences, and their pending controls."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ from fastdecode.scheduler.store.tails import Tails
 
 
 class Store:
-    """Writes blocks, counters and controls, with its parts. It decides nothing: policies read it, and say what to do.
+    """Writes blocks, counters and controls. It decides nothing: policies read it, and return operations.
 
-    ``tails``: what sequences append to. ``transfers``: copies under way, each to an R-worker that has blocks for it.
-    ``adopted`` and ``parked``: sources of the prefix cache with doors of their own.
+    ``tails``: the segments that sequences append to. ``transfers``: copies in progress. ``adopted``, ``parked``:
+    sources of the prefix cache that others also call directly.
 
-    ``last_rows``: those committed last, which say what the loss of an R-worker that attended them spoils;
-    ``num_sound``: tokens that sequences of several segments, and those whose prompts had just arrived, had cached
-    before.
+    ``last_rows``: the rows committed last, which show what the loss of an R-worker spoils. ``num_sound``: earlier
+    cached tokens of sequences with several segments, and of those whose prompts had just arrived.
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
-        """``retains``: what sequences leave is kept for others that begin alike, where ``limits`` say so."""
+        """``retains``: keep what sequences leave for others with the same beginning, if ``limits`` allow it."""
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.sizes, limits.hosts)
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
@@ -65,7 +64,7 @@ class Store:
         self.num_sound: dict[int, int] = {}
 
     def carry_out(self, operation: Operation) -> Any:
-        """Do what a policy decided; the answer is that of the operation."""
+        """Carry out what a policy decided; return the operation's answer."""
         match operation:
             case Refresh():
                 return self.table.refresh()
@@ -86,30 +85,34 @@ class Store:
 
     @property
     def pool(self) -> Pool:
-        """The R-workers that are there, and how the sequences lie on them."""
+        """The present R-workers, and how many copies sequences have."""
         held, twice = len(self.residents.prompts) + len(self.residents.decoding), self.residents.num_twice
         return Pool(len(self.workers.present), held - twice, twice)
 
     def note_rows(self, mini_batches: tuple[MiniBatch, ...], arrived: Iterable[int] = ()) -> None:
-        """The rows of ``mini_batches``, and the prompts ``arrived`` of prefill workers, are about to count as cached;
-        there are none where R-workers heard controls alone. Of a prompt that arrived the last row is computed again
-        where something else is, for the token that follows it."""
+        """Note the rows that will count as cached, and the prompts that ``arrived`` from prefill workers.
+
+        There are no rows if R-workers received only controls. The last row of an arrived prompt is computed again if
+        something else is computed, since the next token is sampled from it.
+        """
         self.last_rows = mini_batches
         self.num_sound = self.table.cached_of_several() if mini_batches else {}
         self.num_sound |= {each: self.residents.prompts[each].num_prefill - 1 for each in arrived}
 
     def take_notes(self) -> Notes:
-        """Return what an engine after this one has to know, and was not taken before."""
+        """Return the new facts that a later engine has to know."""
         self.names.progress(self.residents.prompts.values())
         return self.names.take()
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Have ``num_blocks`` blocks free on R-worker ``worker``; False if not even evicted prefixes leave them."""
+        """Free ``num_blocks`` blocks on R-worker ``worker``; return False if evicting prefixes is not enough."""
         return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
 
     def begin(self, sequence: TokenSequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
-        """``sequence`` begins its prompt in ``segments``, which have copies and blocks, ``hit``'s among them; with a
-        second copy of its only segment on R-worker ``second``, or none."""
+        """Start the prompt of ``sequence`` in ``segments``, which have copies and blocks, those of ``hit`` included.
+
+        ``second``: the R-worker of a second copy of its only segment; -1 for none.
+        """
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefixes.begin(sequence, hit)
         self.prefixes.name(sequence, segments, hit)
@@ -129,27 +132,29 @@ class Store:
         self.residents.enter(sequence, may_use_scratch=hit is None)
 
     def send_away(self, sequence: TokenSequence, job_id: int, places: Iterable[StoredAt]) -> None:
-        """Prefill workers compute the prompt of ``sequence``, just started, as job ``job_id``, and store it at
-        ``places``, or read there what was cached."""
+        """Hand the prompt of ``sequence`` to prefill workers as job ``job_id``.
+
+        They store it at ``places``, or read there what is cached.
+        """
         self.residents.leave_scratch(sequence)
         sequence.job_id = job_id
         for each in places:
             self.workers[each.r_worker].reserve(each.cache_id, each.ticket, each.end - each.start)
 
     def arrive(self, places: Iterable[StoredAt]) -> None:
-        """Prefill workers have stored all keys and values of a prompt at ``places``, which a sequence still holds."""
+        """Count a prompt's keys and values at ``places`` as stored by prefill workers. A sequence still holds them."""
         for each in places:
             self.workers[each.r_worker].commit(each.cache_id, each.ticket, each.end - each.start)
 
     def finish_prompt(self, sequence: TokenSequence) -> None:
-        """All of ``sequence``'s prompt is cached: it decodes from here on."""
+        """Let ``sequence``, whose prompt is fully cached, decode from now on."""
         sequence.job_id = 0
         self.prefixes.leaders.stop(sequence)
         self.prefixes.kept.keep(sequence)
         self.residents.decode(sequence)
 
     def fork_siblings(self, parent: TokenSequence) -> None:
-        """The siblings of ``parent``, whose prompt has just been cached, start from a shared copy and decode."""
+        """Start the siblings of ``parent`` from a shared copy of its prompt; they decode."""
         if not parent.siblings:
             return
         for sibling in parent.siblings:
@@ -167,7 +172,7 @@ class Store:
         parent.siblings = ()
 
     def leave(self, sequence: TokenSequence, keep: bool) -> None:
-        """``sequence`` gives up its cache; its full blocks are retained if ``keep`` and prefix caching say so."""
+        """Take the cache of ``sequence``; its full blocks are retained if ``keep`` and prefix caching say so."""
         if self.residents.leave(sequence):
             self.prefixes.leaders.stop(sequence)
         stays = keep and self.prefixes.leave(sequence)
@@ -181,12 +186,12 @@ class Store:
         sequence.job_id = 0
 
     def give_up(self, sequence: TokenSequence, segment: Segment, worker: int) -> None:
-        """R-worker ``worker`` gives up its copy of ``segment``, of ``sequence``."""
+        """Drop the copy of ``segment`` of ``sequence`` on R-worker ``worker``."""
         self._holdings.remove(sequence, segment, worker)
         self.transfers.redirect(segment, worker)
 
     def _attend(self, chosen: Attend) -> None:
-        """Have tails and closed segments attend where they were ``chosen`` to."""
+        """Apply the ``chosen`` attending holders to tails and closed segments."""
         self.table.on_second[chosen.rows] = chosen.on_second
         for sequence, segment in chosen.swapped:
             segment.copies.reverse()
@@ -194,7 +199,7 @@ class Store:
         self.table.sort()
 
     def place_again(self, sequence: TokenSequence, places: Iterable[tuple[Segment, int]]) -> None:
-        """Segments of ``sequence`` are to be computed again, each on the R-worker beside it."""
+        """Place segments of ``sequence`` again, each on the R-worker beside it, to be recomputed."""
         for segment, worker in places:
             segment.copies = [Copy(worker)]
             self._holdings.take(segment, segment.copies[0])
@@ -203,27 +208,34 @@ class Store:
         self.tails.go_on(sequence)
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """What ``segment`` has beyond ``num_tokens`` tokens is wrong: it is forgotten, and ``num_blocks`` are kept, or
-        fewer where False is returned; see :meth:`Holdings.cut`. Copies under way that have some of it are given up."""
+        """Drop the wrong tokens of ``segment`` beyond ``num_tokens``, and transfers that have copied some of them.
+
+        ``num_blocks`` are kept, or fewer if the result is False; see :meth:`Holdings.cut`.
+        """
         has_room = self._holdings.cut(segment, num_tokens, num_blocks)
         self.transfers.cut(segment, segment.num_tokens)
         return has_room
 
     def make_room_to_rewind(self, segment: Segment, num_tokens: int) -> bool:
-        """Evict what cutting ``segment`` to ``num_tokens`` tokens needs; False where it cannot be cut to them: a state
-        goes back behind the few rows that are kept beside it, and only to the very token."""
+        """Evict what cutting ``segment`` to ``num_tokens`` tokens needs; return False if it cannot be cut there.
+
+        A state can go back only by the few rows kept beside it, and only to one exact token.
+        """
         if self.workers.sizes.rewinds:
             return True
         has_room = self._holdings.make_room_to_cut(segment, num_tokens, segment.num_blocks)
         return has_room and segment.num_tokens - num_tokens <= self._kept_rows
 
     def lose(self, sequence: TokenSequence, worker: int) -> None:
-        """R-worker ``worker`` is lost with its copies of segments of ``sequence``; those without another are empty."""
+        """Remove the copies of ``sequence`` on the lost R-worker ``worker``.
+
+        Segments without another copy stay empty.
+        """
         self.tails.count(sequence, -1)
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            self.transfers.redirect(segment, worker)  # which ends one that has no source, by the name it had
+            self.transfers.redirect(segment, worker)  # this ends a transfer without a source, under the cache id it had
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
                 self.names.segments(sequence, [segment])
@@ -231,7 +243,7 @@ class Store:
         self.tails.count(sequence, 1)
 
     def _begin_second(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> None:
-        """The only segment of ``sequence``, which just begins, is on ``worker`` too, from the twin of ``hit``."""
+        """Give the starting ``sequence``, of one segment, a second copy on ``worker`` from the twin of ``hit``."""
         segment, copy = sequence.tail, Copy(worker)
         if hit:
             twin = hit.source.twin(hit)
@@ -245,7 +257,7 @@ class Store:
 
 
 def _carry_out_on(transfers: TransfersUnderWay, operation: Operation) -> Transfer | None:
-    """Do what a policy decided about copies under way."""
+    """Carry out what a policy decided about copies in progress."""
     match operation:
         case Move(sequence, segment, target, num_blocks):
             transfer = transfers.begin_move(sequence, segment, target, num_blocks)

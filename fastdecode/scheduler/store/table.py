@@ -1,4 +1,4 @@
-"""The sequences that hold a cache as columns: planning thousands of decodes takes a few arrays."""
+"""Sequences with a cache as columns, so that planning thousands of decodes takes a few array operations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fastdecode.core.step import CHUNK, NO_READS, READ, MiniBatch
 from fastdecode.scheduler.sequence import TokenSequence
 
 KEPT = 0.9
-"""The part of earlier counts that counts after another verification: the last ten or so say how likely a sequence's
-drafts are accepted."""
+"""Weight of earlier counts after another verification: about the last ten estimate a sequence's acceptance."""
 
 
 class DraftColumns:
-    """``tokens``: int64 [most_rows, most_drafts], of which the first ``counts`` of each row are proposed for the next
-    step. ``tried`` and ``kept``: float64 [most_rows], how many were tested and accepted, the last ones counting most.
+    """``tokens``: int64 [most_rows, most_drafts]; the first ``counts`` of each row are proposed for the next step.
+
+    ``tried``, ``kept``: float64 [most_rows], decaying counts of tested and accepted drafts.
     """
 
     def __init__(self, most_rows: int, most_drafts: int) -> None:
@@ -25,16 +25,16 @@ class DraftColumns:
         self.tried, self.kept = np.zeros((2, most_rows))
 
     def open(self, row: int) -> None:
-        """Begin ``row`` for another sequence."""
+        """Reset ``row`` for another sequence."""
         self.counts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
 
     def propose(self, row: int, token_ids: Sequence[int]) -> None:
-        """Have the next step verify ``token_ids`` of ``row``."""
+        """Propose ``token_ids`` for the next step of ``row``."""
         self.tokens[row, : len(token_ids)] = token_ids
         self.counts[row] = len(token_ids)
 
     def forget(self, row: int) -> None:
-        """Have the next step verify nothing of ``row``."""
+        """Propose nothing for ``row``."""
         self.counts[row] = 0
 
     def cut(self, rows: np.ndarray, counts: np.ndarray) -> None:
@@ -42,21 +42,21 @@ class DraftColumns:
         self.counts[rows] = counts
 
     def verify(self, row: int, num_tested: int, num_accepted: int) -> None:
-        """Count a verification of ``row``: drafts after the first that was rejected were not tested."""
+        """Count a verification of ``row``. Drafts after the first rejected one were not tested."""
         self.tried[row] = KEPT * self.tried[row] + min(num_accepted + 1, num_tested)
         self.kept[row] = KEPT * self.kept[row] + num_accepted
 
 
 class SequenceTable:
-    """Progress and places of the tails of sequences that hold a cache, a row each.
+    """Progress and place of the tails of sequences with a cache, one row each.
 
-    ``chunks``: CHUNK [most rows], the next decode of each; ``homes``, ``second_workers``, ``num_cached``, ``bases`` and
-    ``cache_ids`` are columns of it: the R-workers of the tail's first and second copy, -1 if there is none.
-    ``on_second``: bool [most rows], whether the second copy's R-worker attends in the next step. Segments end at
-    multiples of ``segment_tokens``. ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most
-    rows]; a sequence writes its last token there itself, since looking it up in thousands of lists takes longer than
-    all the rest. ``sequences``: the sequence of each row. ``rows``: int64 [n], those that decode, as of the last
-    :meth:`refresh` ordered by R-worker and longest context first. ``drafts``: draft tokens of each row.
+    ``chunks``: CHUNK [most rows], the next decode of each. Its columns include ``homes`` and ``second_workers`` (the
+    tail's holders, -1 for none), ``num_cached``, ``bases`` and ``cache_ids``. ``on_second``: bool [most rows], whether
+    the second holder attends in the next step. Segments end at multiples of ``segment_tokens``. ``prompt_lens``,
+    ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]. A sequence writes its last token there
+    itself, since looking it up in thousands of lists would take longer than all the rest. ``sequences``: the sequence
+    of each row. ``rows``: int64 [n], the decoding rows as of the last :meth:`refresh`, by R-worker and longest context
+    first. ``drafts``: draft tokens of each row.
     """
 
     def __init__(self, most_rows: int, most_drafts: int = 0, segment_tokens: int = UNLIMITED) -> None:
@@ -79,7 +79,7 @@ class SequenceTable:
         self._reads: dict[int, np.ndarray] = {}
 
     def open(self, sequence: TokenSequence) -> None:
-        """``sequence``, which has segments, has a row from now on."""
+        """Give ``sequence``, which has segments, a row."""
         row = self._free.pop()
         self.chunks["sequence_id"][row], self.on_second[row] = sequence.sequence_id, False
         self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
@@ -89,7 +89,7 @@ class SequenceTable:
         self.put(sequence)
 
     def put(self, sequence: TokenSequence) -> None:
-        """The tail of ``sequence`` is another one, or segments have other copies, from now on."""
+        """Update the row of ``sequence``, whose tail or copies have changed."""
         row, tail = sequence.row, sequence.tail
         num_cached = tail.start + tail.num_tokens
         for segment in sequence.segments if sequence.has_several else ():
@@ -106,16 +106,16 @@ class SequenceTable:
             self._reads[row] = np.array([(0, each.home, each.cache_id, each.start) for each in closed], READ)
 
     def decode(self, sequence: TokenSequence) -> None:
-        """``sequence`` decodes from the next refresh on."""
+        """Let ``sequence`` decode from the next refresh on."""
         self._added[sequence.row] = None
 
     def stop(self, sequence: TokenSequence) -> None:
-        """``sequence`` decodes no more from the next refresh on."""
+        """Stop ``sequence`` from decoding from the next refresh on."""
         if self._added.pop(sequence.row, self) is self:
             self._stopped[sequence.row] = True
 
     def close(self, sequence: TokenSequence) -> None:
-        """``sequence`` holds nothing any more."""
+        """Free the row of ``sequence``, which has no cache any more."""
         row = sequence.row
         self.stop(sequence)
         self._several.pop(row, None)
@@ -125,7 +125,7 @@ class SequenceTable:
         sequence.segments, sequence.num_closed, sequence.table, sequence.row = [], 0, None, -1
 
     def refresh(self) -> None:
-        """Drop the rows that stopped, append those added, and restore the order."""
+        """Drop the rows that stopped, append new ones, and restore the order."""
         stopped = self._stopped[self.rows]
         if self._added or stopped.any():
             self.rows = np.append(self.rows[~stopped], np.array(list(self._added), np.int64))
@@ -134,34 +134,34 @@ class SequenceTable:
         self.sort()
 
     def sort(self) -> None:
-        """Restore the order: by the R-worker that attends, longest context first."""
+        """Restore the order: by attending R-worker, longest context first."""
         key = (self.attending(self.rows) << 40) - self.num_cached[self.rows]
         if (key[1:] < key[:-1]).any():
-            self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted: linear
+            self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted, so this is linear
 
     def sequence(self, row: int) -> TokenSequence:
-        """Return the sequence of one row in use."""
+        """Return the sequence of a row in use."""
         found = self.sequences[row]
         if found is None:
             raise KeyError(f"row {row} is not in use")
         return found
 
     def several(self) -> list[TokenSequence]:
-        """Return sequences of several segments."""
+        """Return the sequences of several segments."""
         return [self.sequence(row) for row in self._several]
 
     def on(self, worker: int) -> list[TokenSequence]:
-        """Return sequences of which R-worker ``worker`` has something, in no order."""
+        """Return the sequences with a part on R-worker ``worker``, in no order."""
         rows = np.flatnonzero((self.homes == worker) | (self.second_workers == worker)).tolist()
         more = [row for row in self._several if self.sequence(row).is_on(worker)]
         return [self.sequence(row) for row in dict.fromkeys([*rows, *more])]
 
     def attending(self, rows: np.ndarray) -> np.ndarray:
-        """Return the R-workers that attend the tails of ``rows``; int64 [n]."""
+        """Return the attending R-workers of the tails of ``rows``; int64 [n]."""
         return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
-        """Return ``counts`` of each of ``rows`` summed over the R-workers of their tails; int64 [num_workers]."""
+        """Return ``counts`` of ``rows`` summed by the R-workers of their tails; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
         copied = rows[self.second_workers[rows] >= 0]
@@ -170,7 +170,7 @@ class SequenceTable:
         return held.astype(np.int64)
 
     def num_outputs(self, rows: np.ndarray) -> np.ndarray:
-        """Output tokens that decoding sequences have: all but the last are cached; int64 [n]."""
+        """Return the output tokens of decoding sequences, all cached except the last; int64 [n]."""
         return self.num_cached[rows] - self.prompt_lens[rows] + 1
 
     def advance(self, rows: np.ndarray | int, num_tokens: int = 1) -> None:
@@ -182,11 +182,11 @@ class SequenceTable:
         return self.num_cached[rows] - self.bases[rows]
 
     def tail_room(self, rows: np.ndarray) -> np.ndarray:
-        """Return tokens by which the tails of ``rows`` may grow, however many blocks are free; int64 [n]."""
+        """Return how many tokens the tails of ``rows`` may grow, regardless of free blocks; int64 [n]."""
         return self.segment_tokens - self.tail_lens(rows)
 
     def reads(self, rows: np.ndarray) -> np.ndarray:
-        """READ records of ``rows``: their closed segments, with the place of each in ``rows``, in order."""
+        """Return READ records of the closed segments of ``rows``, with their positions in ``rows``, in order."""
         if not self._reads:
             return NO_READS
         found = {}
@@ -197,7 +197,7 @@ class SequenceTable:
         return np.concatenate([found[place] for place in sorted(found)]) if found else NO_READS
 
     def kv_loads(self, num_workers: int) -> np.ndarray:
-        """Return KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
+        """Return the KV tokens that each R-worker attends if all rows decode, float64 [num_workers]."""
         tokens = self.tail_lens(self.rows) + 1
         loads = np.bincount(self.attending(self.rows), tokens, num_workers).astype(np.float64)
         if self._reads:
@@ -209,7 +209,7 @@ class SequenceTable:
         return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._several}
 
     def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
-        """Return KV tokens that each of ``rows`` has R-worker ``worker`` attend; int64 [n]."""
+        """Return the KV tokens that each of ``rows`` attends on R-worker ``worker``; int64 [n]."""
         loads = np.where(self.attending(rows) == worker, self.tail_lens(rows) + 1, 0)
         reads = self.reads(rows)
         return loads + self.segment_tokens * np.bincount(reads["chunk"][reads["worker"] == worker], minlength=len(rows))
@@ -218,7 +218,7 @@ class SequenceTable:
         """Return the next chunks of ``rows``, with their tokens: the last one, and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.drafts.counts[rows]
         reads, swapped = self.reads(rows), self.on_second[rows]
-        if swapped.any():  # in a step `worker` is who attends, `copy` who stores as well
+        if swapped.any():  # within a step, `worker` attends and `copy` also stores
             chunks["worker"][swapped], chunks["copy"][swapped] = (
                 self.second_workers[rows[swapped]],
                 self.homes[rows[swapped]],

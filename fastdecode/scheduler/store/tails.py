@@ -1,4 +1,4 @@
-"""Tails: the segments that sequences append to, which advance, grow, and are followed by others."""
+"""Tails: the segments that sequences append to, and how they advance, grow and are replaced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 
 class Tails:
-    """Counts what sequences append: tokens, blocks, and who appends on each R-worker."""
+    """Counts what sequences append: tokens, blocks, and the sequences that append on each R-worker."""
 
     def __init__(self, workers: Workers, table: SequenceTable, holdings: Holdings, ids: CacheIds, names: Names) -> None:
         self._workers, self._table, self._holdings = workers, table, holdings
         self._ids, self._names = ids, names
 
     def advance(self, rows: np.ndarray) -> None:
-        """Count the next token of each of these rows of the table as cached."""
+        """Count the next token of each of these table rows as cached."""
         self._table.advance(rows)
 
     def advance_prompt(self, sequence: TokenSequence, num_tokens: int) -> None:
@@ -29,19 +29,19 @@ class Tails:
         self.go_on(sequence)
 
     def go_on(self, sequence: TokenSequence) -> None:
-        """Make the segment ahead the tail of ``sequence`` where its tail is whole."""
+        """Make the next segment the tail of ``sequence``, if its tail is full."""
         while sequence.ahead and sequence.tail.num_tokens == self._table.segment_tokens:
             self.set_tail(sequence, sequence.num_closed + 1)
 
     def set_tail(self, sequence: TokenSequence, num_closed: int) -> None:
-        """``sequence`` appends to the segment after its first ``num_closed`` from now on."""
+        """Make the segment after the first ``num_closed`` the tail of ``sequence``."""
         self.count(sequence, -1)
         sequence.num_closed = num_closed
         self._table.put(sequence)
         self.count(sequence, 1)
 
     def extend(self, sequence: TokenSequence, worker: int) -> None:
-        """``sequence``, whose tail is whole, gets a new one on R-worker ``worker``, of no blocks yet."""
+        """Give ``sequence``, whose tail is full, a new tail on R-worker ``worker``, without blocks yet."""
         segment = Segment(self._ids.new(), sequence.num_cached, workers=[worker])
         self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
@@ -49,13 +49,13 @@ class Tails:
         self.go_on(sequence)
 
     def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
-        """Each of these rows of the table takes ``num_blocks`` more; fewer than none give some back."""
+        """Give each of these table rows ``num_blocks`` more blocks; a negative number frees blocks."""
         self._table.num_blocks[rows] += num_blocks
         for worker, count in enumerate(self._table.count_held(rows, num_blocks, len(self._workers)).tolist()):
             self._workers[worker].grow(count)
 
     def truncate(self, sequence: TokenSequence) -> None:
-        """R-workers hold more tokens of ``sequence``, which decodes, than are cached: they are to drop the others."""
+        """Queue a TRUNCATE of a decoding ``sequence``: R-workers hold more of its tokens than count as cached."""
         tail = sequence.tail
         for worker in tail.workers:
             self._workers[worker].truncate(tail.cache_id, tail.num_tokens)
@@ -63,13 +63,13 @@ class Tails:
         self.grow(np.array([sequence.row]), -surplus)
 
     def fill_prompt(self, sequence: TokenSequence) -> None:
-        """All of ``sequence``'s prompt is cached at once, since prefill workers stored it."""
+        """Count all of the prompt of ``sequence`` as cached, since prefill workers stored it."""
         while sequence.in_prompt:
             end = sequence.tail.start + self._table.segment_tokens
             self._table.num_cached[sequence.row] = min(end, sequence.num_prefill)
             self.go_on(sequence)
 
     def count(self, sequence: TokenSequence, count: int) -> None:
-        """Sequences that append on each R-worker: ``count`` more or less."""
+        """Add ``count`` to the number of sequences that append on each R-worker of ``sequence``."""
         for worker in sequence.tail.workers:
             self._workers[worker].num_sequences += count

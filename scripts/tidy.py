@@ -1,0 +1,198 @@
+"""Count words and forms that our English avoids, and hold each count below its ceiling: python scripts/tidy.py
+
+A ceiling only falls: whoever gets below one lowers it here. ``python scripts/tidy.py NAME`` prints a form's places.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/**/*.md", "examples/**/*.md")
+PYTHON = ("fastdecode/**/*.py", "sworker/**/*.py", "cluster/**/*.py", "perfmodel/**/*.py", "scripts/*.py")
+CODE = (*PYTHON, "benchmarks/*.py", "rworker_cpp/**/*.[ch]pp", "sworker/cpp/*.[ch]pp")
+
+WORDS = {
+    "anew": r"\banew\b",
+    "goes on": r"\b(?:goes?|going|went|gone) on (?!a\b|the\b|an\b)",
+    "is to": r"\b(?:is|are|was|were) to (?!the\b|a\b|an\b|be found\b)",
+    "has its due": r"\b(?:has|have|had) (?:its|their) due\b",
+    "so far": r"\bso far\b",
+    "wanted were": r"\bwanted were\b",
+    "gives way": r"\b(?:gives?|gave|giving) way\b",
+    "is let go": r"\b(?:is|are|was|were|be) let go\b",
+    "has come back": r"\b(?:has|have|had) come back\b",
+    "what it held": r"\bwhat (?:it|they) (?:held|hold|holds)\b",
+    "of which": r"\bof which\b",
+    "those that": r"\bthose (?:that|which|of)\b",
+    "what is left of": r"\bwhat (?:is|was) left\b",
+    "that of": r"\bthat of\b",
+    "but for": r"\bbut for\b",
+    "all that": r"\ball that\b",
+}
+"""Words and forms by the names that their ceilings have."""
+
+LISTS = ("models.md", "features.md")
+"""Pages that scripts write as lists of names."""
+
+MOST_WORDS_OF_A_SENTENCE = 25
+MOST_CHARACTERS_OF_A_CELL = 200
+
+CEILINGS = {
+    "pages: anew": 1,
+    "pages: goes on": 2,
+    "pages: is to": 2,
+    "pages: has its due": 0,
+    "pages: so far": 4,
+    "pages: wanted were": 0,
+    "pages: gives way": 0,
+    "pages: is let go": 0,
+    "pages: has come back": 0,
+    "pages: what it held": 0,
+    "pages: of which": 0,
+    "pages: those that": 8,
+    "pages: what is left of": 0,
+    "pages: that of": 1,
+    "pages: but for": 0,
+    "pages: all that": 0,
+    "code: anew": 28,
+    "code: goes on": 33,
+    "code: is to": 56,
+    "code: has its due": 10,
+    "code: so far": 44,
+    "code: wanted were": 10,
+    "code: gives way": 12,
+    "code: is let go": 12,
+    "code: has come back": 10,
+    "code: what it held": 15,
+    "code: of which": 69,
+    "code: those that": 277,
+    "code: what is left of": 24,
+    "code: that of": 67,
+    "code: but for": 24,
+    "code: all that": 44,
+    "pages: sentences of over 25 words": 2,
+    "code: docstrings that are fragments": 182,
+    "docs: table cells of over 200 characters": 0,
+    "docs: words": 25000,
+    "README.md: words": 700,
+    "README.md: lines": 90,
+    "CONTRIBUTING.md: lines": 120,
+    "SECURITY.md: lines": 120,
+    "CHANGELOG.md: lines": 40,
+    "docs/structure.md: lines": 250,
+}
+"""The count that each form may have: in pages, and in code (docstrings, comments, messages)."""
+
+
+def files(patterns: tuple[str, ...]) -> list[Path]:
+    """Return the files of the repository that match one of ``patterns``, links to packages apart."""
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    linked = [ROOT / "fastdecode" / name for name in ("sworker", "cluster", "perfmodel")]
+    linked.append(Path(__file__))  # it names what it looks for
+    return sorted(path for path in found if path not in linked and not any(link in path.parents for link in linked))
+
+
+def texts(patterns: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+    """Yield each file with its text, where line breaks and marks of comments are single spaces."""
+    for path in files(patterns):
+        yield path, re.sub(r"\s*\n\s*(?:#|//|\*)?\s*", " ", path.read_text("utf-8"))
+
+
+def places(name: str) -> list[str]:
+    """Return each place of a form, a line each: its file and the words around it."""
+    where, form = name.split(": ")
+    pattern = re.compile(WORDS[form], re.IGNORECASE)
+    return [
+        f"{path.relative_to(ROOT)}: …{text[max(0, match.start() - 40) : match.end() + 40]}…"
+        for path, text in texts(PAGES if where == "pages" else CODE)
+        for match in pattern.finditer(text)
+    ]
+
+
+def long_sentences() -> list[str]:
+    """Return the sentences of pages that have more than 25 words."""
+    return [
+        f"{path.relative_to(ROOT)}: {sentence}"
+        for path in files(PAGES)
+        if path.name not in LISTS
+        for sentence in sentences(path.read_text("utf-8"))
+        if len(sentence.split()) > MOST_WORDS_OF_A_SENTENCE
+    ]
+
+
+def sentences(page: str) -> list[str]:
+    """Return the sentences of a Markdown page's prose: no code, tables, headings or names of links' targets."""
+    prose = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    prose = re.sub(r"^(?:\||#|!\[|:::|\s*options:).*$", "\n", prose, flags=re.MULTILINE)
+    blocks = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", prose)
+    joined = (" ".join(block.split()) for block in blocks)
+    return [each for block in joined for each in re.split(r"(?<=[.!?:;])\**\s", block) if each]
+
+
+def wide_cells() -> list[str]:
+    """Return the table cells of docs/ that have more than 200 characters."""
+    return [
+        f"{path.relative_to(ROOT)}: {cell.strip()}"
+        for path in files(("docs/**/*.md",))
+        for line in path.read_text("utf-8").splitlines()
+        if line.startswith("|")
+        for cell in re.split(r"(?<!\\)\|", line)
+        if len(cell.strip()) > MOST_CHARACTERS_OF_A_CELL
+    ]
+
+
+def fragments() -> list[str]:
+    """Return the summaries of docstrings that begin with a word which makes a fragment."""
+    begins = re.compile(r'^ *"""((?:What|Of|Whether|Where|Those|That|By|As)\b.*)', re.MULTILINE)
+    found = ((path.relative_to(ROOT), begins.findall(path.read_text("utf-8"))) for path in files(PYTHON))
+    return [f"{path}: {summary}" for path, summaries in found for summary in summaries]
+
+
+def size(pattern: str, count: str) -> int:
+    """Return the words or lines of the pages that match a pattern."""
+    pages = [path.read_text("utf-8") for path in files((pattern,))]
+    return sum(len(page.split()) if count == "words" else page.count("\n") for page in pages)
+
+
+def measured() -> dict[str, int]:
+    """Return today's counts by the names of CEILINGS."""
+    counts = {f"{where}: {form}": 0 for where in ("pages", "code") for form in WORDS}
+    for where, patterns in (("pages", PAGES), ("code", CODE)):
+        for _, text in texts(patterns):
+            for form, pattern in WORDS.items():
+                counts[f"{where}: {form}"] += len(re.findall(pattern, text, re.IGNORECASE))
+    counts["pages: sentences of over 25 words"] = len(long_sentences())
+    counts["code: docstrings that are fragments"] = len(fragments())
+    counts["docs: table cells of over 200 characters"] = len(wide_cells())
+    counts["docs: words"] = size("docs/**/*.md", "words")
+    counts["README.md: words"] = size("README.md", "words")
+    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/structure.md"):
+        counts[f"{page}: lines"] = size(page, "lines")
+    return counts
+
+
+def main(names: list[str]) -> int:
+    """Print what is above its ceiling, or the places of the forms that are named; 1 where something is."""
+    listed = {
+        "pages: sentences of over 25 words": long_sentences,
+        "code: docstrings that are fragments": fragments,
+        "docs: table cells of over 200 characters": wide_cells,
+    }
+    for name in names:
+        print("\n".join(listed[name]() if name in listed else places(name)))
+    if names:
+        return 0
+    counts = measured()
+    above = [name for name, count in counts.items() if count > CEILINGS.get(name, 0)]
+    for name in above:
+        print(f"{name}: {counts[name]}, at most {CEILINGS.get(name, 0)}; python scripts/tidy.py '{name}' lists them")
+    return bool(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
