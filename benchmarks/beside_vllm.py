@@ -15,8 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,40 +50,45 @@ class Shape:
         return f"{self.rows} sequences of {self.prompt}"
 
 
-@contextmanager
-def worker(python: str, side: str, shape: Shape, settings: dict[str, Any]) -> Iterator[Rate]:
-    """Start an engine, and yield what has it decode once all prompts are computed."""
-    own: dict[str, Any] = {} if side == "vllm" else {"kv_cache_memory": shape.kv_bytes}
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": str(math.ceil(shape.kv_bytes / GIB))}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores}
-    sizes = map(str, (shape.rows, shape.prompt, shape.most))
-    words = [python, str(WORKER), side, *sizes, json.dumps(settings | own)]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        )
+class Worker:
+    """An engine in a process of its own. It computes its prompts while others do, and decodes alone."""
 
-        def answer(word: str) -> str:
-            for line in process.stdout or ():
-                if line.startswith(word):
-                    return line
-            errors.seek(0)
-            raise RuntimeError(f"{side} with {settings} ended: " + errors.read()[-1500:])
+    def __init__(self, python: str, side: str, shape: Shape, settings: dict[str, Any]) -> None:
+        own: dict[str, Any] = {} if side == "vllm" else {"kv_cache_memory": shape.kv_bytes}
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": str(math.ceil(shape.kv_bytes / GIB))}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
+        sizes = map(str, (shape.rows, shape.prompt, shape.most))
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the engine)
+        self._steps = shape.steps
+        self._process = subprocess.Popen(
+            [python, str(WORKER), side, *sizes, json.dumps(settings | own)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+        )  # fmt: skip
 
-        def rate() -> float:
-            assert process.stdin
-            process.stdin.write(f"{shape.steps}\n")
-            process.stdin.flush()
-            return float(answer("RATE ").split()[1])
+    def wait(self) -> None:
+        """Return when all prompts are computed; RuntimeError where the engine ended."""
+        self._answer("READY")
 
-        try:
-            answer("READY")
-            yield rate
-        finally:
-            process.kill()
-            process.wait()
+    def rate(self) -> float:
+        """Return tokens per second of one turn."""
+        assert self._process.stdin
+        self._process.stdin.write(f"{self._steps}\n")
+        self._process.stdin.flush()
+        return float(self._answer("RATE ").split()[1])
+
+    def close(self) -> None:
+        """End the engine."""
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _answer(self, word: str) -> str:
+        for line in self._process.stdout or ():
+            if line.startswith(word):
+                return line
+        self._errors.seek(0)
+        raise RuntimeError("an engine ended: " + self._errors.read()[-1500:])
 
 
 def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
@@ -99,33 +105,39 @@ def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
     raise RuntimeError("llama.cpp gave no result: " + (done.stderr + done.stdout)[-1500:])
 
 
-def ways_of(peer: str, plain: str, scratch: Path, shape: Shape, open_worker: Callable[..., Rate]) -> dict[str, Rate]:
+def ways_of(peer: str, plain: str, scratch: Path, shape: Shape, running: ExitStack) -> dict[str, Rate]:
     """Return ours and the peer's ways by name, each ready to decode."""
     python = str(PEERS / peer / "bin" / "python")
-    ours = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
-    found = {"int8": open_worker(sys.executable, "fastdecode", shape, ours | INT8)}
+    ours: dict[str, Any] = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
+    engines = {"int8": (sys.executable, "fastdecode", shape, ours | INT8)}
+    if peer != "llama":
+        theirs = {"dtype": "bfloat16"}
+        w8a8 = write_w8a8(plain, scratch / "w8a8")
+        engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
+        engines[f"{peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
+        for cache in ("auto", "fp8"):
+            settings = theirs | {"model": w8a8, "kv_cache_dtype": cache}
+            engines[f"{peer} W8A8, cache {cache}"] = (python, "vllm", shape, settings)
+    found: dict[str, Rate] = {}
+    workers = {name: Worker(*words) for name, words in engines.items()}
+    for name, worker in workers.items():
+        running.callback(worker.close)
+        try:
+            worker.wait()
+            found[name] = worker.rate
+        except RuntimeError as error:  # not every build has every cache
+            print(f"{name} does not run: {str(error).splitlines()[-1][:200]}", flush=True)
     if peer == "llama":
         gguf = write_gguf(plain, scratch / "model.gguf")
         for cache in ("q8_0", "f16"):
-            found[f"llama Q8_0, cache {cache}"] = lambda cache=cache: llama_rate(gguf, shape, cache)
-        return found
-    found["bfloat16"] = open_worker(sys.executable, "fastdecode", shape, ours)
-    theirs = {"dtype": "bfloat16"}
-    found[f"{peer} bfloat16"] = open_worker(python, "vllm", shape, theirs | {"model": plain})
-    w8a8 = write_w8a8(plain, scratch / "w8a8")
-    for cache in ("auto", "fp8"):
-        settings = theirs | {"model": w8a8, "kv_cache_dtype": cache}
-        try:
-            found[f"{peer} W8A8, cache {cache}"] = open_worker(python, "vllm", shape, settings)
-        except RuntimeError as error:  # not every build has every cache
-            print(f"{peer} W8A8 with cache {cache} does not run: {str(error).splitlines()[-1][:200]}", flush=True)
+            found[f"llama Q8_0, cache {cache}"] = partial(llama_rate, gguf, shape, cache)
     return found
 
 
 def compare(peer: str, plain: str, scratch: Path, shape: Shape, rounds: int) -> None:
     """Print medians, spreads and ratios."""
     with ExitStack() as running:
-        ways = ways_of(peer, plain, scratch, shape, lambda *words: running.enter_context(worker(*words)))
+        ways = ways_of(peer, plain, scratch, shape, running)
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, rate in ways.items():
@@ -135,7 +147,7 @@ def compare(peer: str, plain: str, scratch: Path, shape: Shape, rounds: int) -> 
         print(f"{shape}, {name}: {medians[name]:.0f} tokens/s ({min(each):.0f} to {max(each):.0f})", flush=True)
     quantized = [name for name in ways if name.startswith((f"{peer} W8A8", f"{peer} Q8_0"))]
     pairs = [("int8", max(quantized, key=medians.__getitem__))]
-    if "bfloat16" in ways:
+    if f"{peer} bfloat16" in ways:
         pairs += [("bfloat16", f"{peer} bfloat16"), ("int8", "bfloat16"), ("int8", f"{peer} bfloat16")]
     for ours, other in pairs:
         each = [a / b for a, b in zip(rates[ours], rates[other], strict=True)]
