@@ -5,6 +5,7 @@
 # make test   install, then lint, types, sanitizers and tests, and some of those under qemu as ARM
 # make test-all   the same with all examples of properties, all recorded runs of the scheduler, and thorough tests
 # make test-quick   for work in progress: the tests that are not marked slow, nothing else
+# make test-vllm   vLLM's model code (--model-impl vllm), in an environment that this makes in out/vllm
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ TOOLS := $(VENV)/.tools
 # Bytecode is kept, whatever the environment says: else every process compiles every module and test anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo model models test test-all test-quick pytest lint sanitize sanitize-quick emulated arm arm-quick arm-python portable compilers fuzz \
+.PHONY: demo model models test test-all test-quick test-vllm pytest lint sanitize sanitize-quick emulated arm arm-quick arm-python portable compilers fuzz \
   fuzz-api try-clients chaos kills kills-servers site site-check lint-deployment wheels try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
@@ -64,6 +65,12 @@ models: $(STAMP)
 
 test-quick: $(STAMP)
 	$(BIN)/pytest -q -n $$(nproc) -m "not slow"
+
+# vLLM's model code as the S-part (--model-impl vllm), in an environment of its own: vLLM names the torch it was built with.
+VLLM_VENV ?= out/vllm
+test-vllm:
+	$(PYTHON) scripts/vllm_environment.py $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pytest -q tests/test_vllm_code.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

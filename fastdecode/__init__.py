@@ -10,18 +10,6 @@ __all__ = [
     "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__",
 ]  # fmt: skip
 
-_HOMES = {
-    "LLM": "fastdecode.llm",
-    "CompletionOutput": "fastdecode.api.outputs",
-    "EngineArgs": "fastdecode.api.from_vllm",
-    "PromptType": "fastdecode.api.text",
-    "TextPrompt": "fastdecode.api.text",
-    "TokensPrompt": "fastdecode.api.text",
-    "LLMEngine": "fastdecode.engine.engine",
-    "RequestOutput": "fastdecode.api.outputs",
-    "SamplingParams": "fastdecode.api.sampling_params",
-    "StructuredOutputsParams": "fastdecode.api.structured_outputs",
-}
 
 if TYPE_CHECKING:
     from fastdecode.api.from_vllm import EngineArgs
@@ -35,7 +23,19 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that an R-worker starts without torch."""
-    if name not in _HOMES:
+    homes = {
+        "LLM": "fastdecode.llm",
+        "CompletionOutput": "fastdecode.api.outputs",
+        "EngineArgs": "fastdecode.api.from_vllm",
+        "PromptType": "fastdecode.api.text",
+        "TextPrompt": "fastdecode.api.text",
+        "TokensPrompt": "fastdecode.api.text",
+        "LLMEngine": "fastdecode.engine.engine",
+        "RequestOutput": "fastdecode.api.outputs",
+        "SamplingParams": "fastdecode.api.sampling_params",
+        "StructuredOutputsParams": "fastdecode.api.structured_outputs",
+    }
+    if name not in homes:
         if not name.startswith("_"):
             from fastdecode.api.from_vllm import NAMES
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     try:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(homes[name]), name)
     except ImportError as error:
         if why := not_installed():
             raise ImportError(f"fastdecode.{name}: {why}") from error

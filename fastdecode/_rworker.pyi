@@ -262,6 +262,29 @@ class RWorker:
     def wait(self, mini_batch: int) -> None:
         """Wait, without the GIL, until what was submitted for this mini-batch is done."""
 
+    def weigh(
+        self,
+        *,
+        sequence_id: int,
+        position: int,
+        offset: int,
+        block: int,
+        layers: Sequence[int],
+        queries: Sequence[npt.NDArray[np.float32 | np.uint16]],
+        norms: npt.NDArray[np.float32] | None = None,
+        finds_norms: bool = False,
+    ) -> npt.NDArray[np.float32]:
+        """Share one query's attention among blocks of ``block`` tokens of a sequence of the open step, whose layers are
+        all done: float32 [num_blocks], the mean over heads and then over ``layers``, in a second pass over the keys.
+
+        The query is at ``position``, counted from the sequence's first token, which is token ``offset`` of the whole
+        where the sequence is a range. Blocks begin at multiples of ``block`` of the whole; the first is that of token
+        ``offset``. ``layers`` ascend; an index layer among them tells what those read that it picks. ``queries``: of
+        each [1, num_heads, Dq], as in ``submit``. ``norms``: float32 [1, heads of all layers that attend, 2], max and
+        sum of scores over the whole; by default over the tokens here and sinks. With ``finds_norms`` the answer is
+        these of the tokens here, without sinks. ValueError for anything else, and for layers that are not done.
+        """
+
     def end_step(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int, int]:
         """Commit the lengths: (busy_start, busy_end, bytes_read, blocks_free).
 

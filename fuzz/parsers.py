@@ -9,6 +9,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fastdecode.cluster.links import shared_memory
 from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
-from fastdecode.cluster.wire import frames, handshake, leases, messages, parked, payload
+from fastdecode.cluster.wire import frames, handshake, leases, messages, parked, payload, weighing
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
 from fastdecode.core.errors import CapacityError, ChainError, FrameError
@@ -123,6 +124,16 @@ def report(data: bytes) -> None:
     """A report is its bytes, all of them."""
     with suppress(FrameError):
         _require(payload.encode_report(payload.decode_report(data, 2, 3)) == data)
+
+
+def weigh(data: bytes) -> None:
+    """What is read of a question about attention is its bytes, and within limits."""
+    with suppress(FrameError):
+        asked = weighing.decode_numbers(data, LAYOUT)
+        sized = np.zeros(weighing.num_query_bytes(LAYOUT, asked.layers), np.uint8)
+        queries = weighing.queries_of(LAYOUT, asked.layers, sized)
+        _require(weighing.encode_weighing(replace(asked, queries=queries))[0] == data)
+        _require(asked.num_blocks <= weighing.MOST_BLOCKS)
 
 
 def parking(data: bytes) -> None:
@@ -263,7 +274,22 @@ def _require(holds: bool) -> None:
         raise RuntimeError("a property does not hold")
 
 
-_ALL = (header, hello, welcome, held, refusal, join, prompt, prefill_answers, plan, report, parking, chain_file, gate)
+_ALL = (
+    header,
+    hello,
+    welcome,
+    held,
+    refusal,
+    join,
+    prompt,
+    prefill_answers,
+    plan,
+    report,
+    weigh,
+    parking,
+    chain_file,
+    gate,
+)
 TARGETS: dict[str, Callable[[bytes], None]] = {
     each.__name__.replace("_", "-"): each for each in (*_ALL, stream, lying_stream)
 }
@@ -279,6 +305,7 @@ SEEDS: dict[str, list[bytes]] = {
     "prefill-answers": [prefill.encode(PREFILL_WELCOME), b"\x01" + bytes(40), b"\x01" + bytes(range(64))],
     "plan": [payload.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
     "report": [payload.encode_report(REPORT)],
+    "weigh": [weighing.HEAD.pack(1, 40, 0, 41, 16, False) + np.array([0, 1], "<i8").tobytes()],
     "parking": [
         parked.encode_park(2, 1, CHAIN, CHAIN.marks),
         parked.WAKE.pack(2, 1, 40, bytes(16)),

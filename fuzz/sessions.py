@@ -19,7 +19,7 @@ from kv_ports import KvPortRun
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.r_worker import session
 from fastdecode.cluster.r_worker.lease import Lease
-from fastdecode.cluster.wire import leases, messages, parked, payload
+from fastdecode.cluster.wire import leases, messages, parked, payload, weighing
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.core.parked import Chain
 from fastdecode.core.types import CONTROL, SPAN, SPLIT_TOKENS, SpanMode, WorkerPlan
@@ -64,6 +64,8 @@ class SessionRun:
             self._wake,
             self._inventory,
             self._weights,
+            self._weigh,
+            self._weigh,
             self._record,
             self._recall,
         ]
@@ -119,6 +121,20 @@ class SessionRun:
         rows = bytes(min(max(0, count), 99) * (8 + 12) * 16 * 2 if self._provider.ConsumeIntInRange(0, 15) else 7)
         layer = self._provider.ConsumeIntInRange(0, 1)
         return self._frame(Kind.WEIGHTS, messages.FIRST_HEAD.pack(first), rows, layer=layer)
+
+    def _weigh(self) -> list[bytes]:
+        """Of layers that there are, and of a query behind the sequence's last token, mostly."""
+        provider, layout = self._provider, self._layout
+        layers = [each for each in range(len(layout.layers)) if provider.ConsumeIntInRange(0, 3)] or [0]
+        sequence_id = self._id()
+        position = self._length(sequence_id) if provider.ConsumeIntInRange(0, 7) else self._number()
+        seen = position + 1 if provider.ConsumeIntInRange(0, 7) else self._near(0, 40)
+        numbers = sequence_id, position, self._near(0, 600) if provider.ConsumeIntInRange(0, 3) else 0, seen
+        head = weighing.HEAD.pack(*numbers, self._near(1, 48), provider.ConsumeBool())
+        filler = bytes([provider.ConsumeIntInRange(0, 255)])
+        norms = 8 * weighing.num_heads_of(layout, layers) if provider.ConsumeIntInRange(0, 3) == 0 else 0
+        parts = filler * weighing.num_query_bytes(layout, layers), filler * norms
+        return self._frame(Kind.WEIGH, head + np.array(layers, "<i8").tobytes(), *parts)
 
     def _record(self) -> list[bytes]:
         """At the end or from the beginning, mostly."""
@@ -176,11 +192,13 @@ class SessionRun:
             self._provider.ConsumeBytes(self._provider.ConsumeIntInRange(0, 60))
             for _ in range(self._provider.ConsumeIntInRange(0, 3))
         ]
-        return self._frame(self._provider.ConsumeIntInRange(0, 45), *parts)
+        return self._frame(self._provider.ConsumeIntInRange(0, 47), *parts)
 
     def _bent(self) -> list[bytes]:
         """A frame that is right but for one field of its header, or its length."""
-        head, *parts = self._provider.PickValueInList([self._plan, self._payload, self._end, self._export])()
+        head, *parts = self._provider.PickValueInList(
+            [self._plan, self._payload, self._end, self._export, self._weigh]
+        )()
         fields = list(HEADER.unpack(head))
         place = self._provider.ConsumeIntInRange(0, len(fields))
         if place == len(fields):

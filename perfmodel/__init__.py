@@ -1,1 +1,4 @@
-"""The performance model says in numbers what a machine can do and a model asks of it, without torch or cluster."""
+"""The performance model: what a machine can do and what a model needs, in numbers.
+
+It imports neither torch nor cluster.
+"""

@@ -1,6 +1,6 @@
-"""Timing that holds on a machine whose speed drifts, and straight lines through what was timed.
+"""Timing on a machine whose speed drifts, and straight lines through the results.
 
-What is measured stands beside an anchor, measured in turns. Nothing here knows what it times: it is handed callables.
+Each measurement alternates with an anchor. This module does not know what it times: it gets callables.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 MOST_DRIFT = 0.05
-"""An anchor that moved by more than this part during a measurement spoils it."""
+"""Relative change of an anchor during a measurement that makes the measurement unusable."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds, and from the 10th to the 90th percentile over the median."""
+    """Median seconds, and the range from the 10th to the 90th percentile divided by the median."""
 
     seconds: float
     spread: float
@@ -25,8 +25,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Steadied:
-    """Samples taken between two looks at the anchor. ``drift``: how many times as slow as its reference it was;
-    ``moved``: by which part the two differ. ``tries``: times it was taken."""
+    """Samples taken between two looks at an anchor.
+
+    ``drift``: the anchor's time over its reference. ``moved``: the relative change between the two looks. ``tries``:
+    how often the samples were taken.
+    """
 
     samples: np.ndarray
     drift: float
@@ -34,37 +37,39 @@ class Steadied:
     tries: int
 
     def measured(self, column: int) -> Measured:
-        """Return one column as it would have been at the reference's speed."""
+        """Return one column scaled to the anchor's reference speed."""
         return summary(self.samples[:, column] / self.drift)
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """One short shape that says how fast the machine is: ``reference_seconds`` when all began."""
+    """A short call whose time tells the machine's speed. ``reference_seconds``: its time at the beginning."""
 
     call: Callable[[], float]
     reference_seconds: float
 
     @staticmethod
     def of(call: Callable[[], float], times: int = 3) -> Anchor:
-        """Its reference is the median of some calls."""
+        """Return an anchor whose reference is the median of some calls."""
         return Anchor(call, float(np.median([call() for _ in range(times)])))
 
     def averaged(self, times: int) -> Anchor:
-        """Measure as ``steadily`` does, each look the median of so many; it pays for what takes long enough."""
+        """Measure as ``steadily`` does, with each look the median of ``times`` calls.
+
+        This suits longer measurements.
+        """
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:
-        """Return times as slow as the reference, now."""
+        """Return the present time over the reference."""
         return self.call() / self.reference_seconds
 
 
 def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_tries: int = 3) -> list[Steadied]:
-    """``sample``'s rows, [num_samples, num_columns], between looks at the anchors: one answer per anchor, and one of
-    drift 1 where there is none.
+    """Return the rows of ``sample``, [num_samples, num_columns], taken between looks at the anchors.
 
-    Taken again, up to ``most_tries`` times, while an anchor moved by more than ``MOST_DRIFT`` meanwhile; the steadiest
-    try counts.
+    There is one result per anchor, or one of drift 1 without anchors. Sampling is repeated, up to ``most_tries`` times,
+    while an anchor moves by more than ``MOST_DRIFT``; the steadiest try counts.
     """
     if not anchors:
         return [Steadied(sample(), 1.0, 0.0, 1)]
@@ -93,16 +98,16 @@ def summary(seconds: np.ndarray) -> Measured:
 
 
 def most_moved(found: Sequence[Steadied]) -> float:
-    """Return by which part the least steady of the anchors moved."""
+    """Return the largest relative change of an anchor."""
     return max(each.moved for each in found)
 
 
 def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return weights of ``columns``, float64 [num_columns] and none below zero, whose sum comes closest to ``seconds``.
+    """Return the weights of ``columns``, float64 [num_columns] and not negative, whose sum fits ``seconds`` best.
 
-    ``columns``: float64 [num_points, num_columns], the first of which always counts; ``seconds``: float64 [num_points],
-    above zero. Closest means the least squares of relative errors. With few columns every set of them can be tried; of
-    sets that fit alike the smaller one is taken, so that one point is enough for one part.
+    ``columns``: float64 [num_points, num_columns], the first of which always counts. ``seconds``: float64 [num_points],
+    above zero. The fit minimizes the squares of relative errors. With few columns every subset can be tried; of equally
+    good ones the smallest wins, so one point is enough for one part.
     """
     num_points, num_columns = columns.shape
     relative = columns / seconds[:, None]

@@ -1,4 +1,4 @@
-"""The model of one way to run a model on a machine, made of a measured profile, if that is of this very machine."""
+"""The step model of a deployment, from a profile measured on this very machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from fastdecode.perfmodel.step_model import StepModel
 
 @dataclass(frozen=True)
 class Deployment:
-    """``r_worker``: "inproc", "spawn" or the "host:port" of R-workers elsewhere. ``separate_cores``: S and R share no
-    core. ``r_workers_per_core``: R-workers pinned to the same cores, which take turns. ``num_ranks``: S-worker
-    processes that share the model, each with so many threads and R-workers; all on ``cores`` cores of this machine.
-    ``longest_context``: where an index picks, contexts are spread evenly up to it; 0: all of them is read."""
+    """How a model is run.
+
+    ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S and R share no core.
+    ``r_workers_per_core``: R-workers pinned to the same cores, which take turns. ``num_ranks``: S-worker processes that
+    share the model, each with this many threads and R-workers, all on ``cores`` cores of this machine.
+    ``longest_context``: for an index, contexts are spread evenly up to it; 0 means that all is read.
+    """
 
     s_threads: int
     r_threads: int
@@ -44,14 +47,14 @@ class Deployment:
 
     @property
     def anchor_threads(self) -> tuple[int, int]:
-        """Return the threads of S and of R, of all ranks on this machine together, no more than there are cores."""
+        """Threads of S and of R over all ranks of this machine, at most the number of cores."""
         s_threads, r_threads = self.num_ranks * self.s_threads, self.num_ranks * self.r_threads
         return min(s_threads, self.cores or s_threads), min(r_threads, self.cores or r_threads)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """The slowness of the S-part and the R-part now beside their speed when the profile was made."""
+    """The present slowness of the S-part and the R-part relative to the time of the profile."""
 
     s_part: float = 1.0
     r_part: float = 1.0
@@ -60,7 +63,7 @@ class Drift:
 def deployed_step_model(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift = Drift()
 ) -> StepModel:
-    """Return the seconds of any step of ``shape`` run that way.
+    """Return the seconds of any step of ``shape`` in this deployment.
 
     Raise ProfileError if the profile lacks figures for it.
     """
@@ -87,7 +90,7 @@ def deployed_step_model(
 def _states_here(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift
 ) -> StatesHere | None:
-    """States, where the S-worker keeps them: it advances them as an R-worker of its machine with its threads."""
+    """Return states kept by the S-worker, which advances them like a local R-worker with the same threads."""
     if shape.own_states is None:
         return None
     seconds = profile.measured_state(kv_dtype, deployment.s_threads, HERE)
@@ -95,7 +98,10 @@ def _states_here(
 
 
 def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
-    """One rank's R-worker; where an index picks, rows read a part of a context, and the index's keys are scanned."""
+    """Return the R-part of one rank.
+
+    With an index, rows read a part of the context, and the index's keys are scanned.
+    """
     rows = _rows_r_part(profile, shape, kv_dtype, deployment)
     here = deployment.on_this_machine
     threads = deployment.anchor_threads[1] if here else deployment.r_threads
@@ -115,10 +121,10 @@ def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployme
 
 
 def _rows_r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
-    """Return the same where every row reads all.
+    """Return the R-part of one rank whose rows read everything.
 
-    R-workers of several ranks of this machine read at the same time: all together they are as fast as one that has the
-    threads of all, which holds all heads. Latents each of them holds.
+    R-workers of several ranks on this machine read at the same time. Together they are as fast as one with all heads
+    and the threads of all. Each holds the latents.
     """
     num_ranks, own = deployment.num_ranks, rank_shape(shape, deployment.num_ranks)
     if not deployment.on_this_machine:
@@ -136,7 +142,7 @@ def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: 
 
 
 def this_machine(device_name: str, r_worker: str, isa: str) -> MachineIdentity:
-    """Return the identity of a profile made here and now; ``device_name`` is the S-worker's GPU, if any."""
+    """Return the identity for a profile made here and now. ``device_name``: the S-worker's GPU, if any."""
     cores = f"{cpu_name()}, {os.cpu_count()} cores"
     return MachineIdentity(socket.gethostname(), device_name or cores, r_worker, isa, __version__)
 
@@ -154,7 +160,7 @@ def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
 
 
 def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
-    """Raise ProfileError if ``shape``'s layers are not those of ``profile``, KV heads and windows apart."""
+    """Raise ProfileError unless the layers of ``shape`` are those of ``profile``; KV heads and windows may differ."""
     others = ("name", "num_layers", "num_kv_heads", "windows", "chunked", "max_context", "weight_bits")
     sizes = [field.name for field in fields(ModelShape) if field.name not in others]
     unlike = next((size for size in sizes if getattr(shape, size) != getattr(profile.shape, size)), None)

@@ -1,9 +1,9 @@
-"""The papers' equations as plain functions: FastDecode's sizing and schedule, the roofline, Sarathi-Serve's budget.
+"""The papers' equations as functions: FastDecode's sizing and schedule, the roofline, Sarathi-Serve's budget.
 
-Two meanings of "batch size" must not be mixed: ``mini_batch_size`` is B of FastDecode's equations, one of the halves
-that alternate; ``in_flight`` is all sequences, ``num_mini_batches`` times as many (two in the paper). T(B) is the
-S-part's seconds of one layer and one mini-batch; R is one R-worker's seconds per cached token and layer. Load is the
-number of cached tokens attended in one step.
+Two meanings of "batch size" are kept apart. ``mini_batch_size`` is B of FastDecode's equations, one of the alternating
+halves. ``in_flight`` is all sequences, ``num_mini_batches`` times as many (two in the paper). T(B) is the S-part's
+seconds of one layer and mini-batch. R is one R-worker's seconds per cached token and layer. Load is the number of
+cached tokens attended in one step.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ from collections.abc import Callable
 from fastdecode.core.errors import ConfigError, PlanError
 from fastdecode.core.protocols import StepTime
 
-INTERVALS_PER_SEQUENCE = 32
-"""Micro-batches in flight unless asked otherwise: the peak load is then 1/32 above the mean (the paper's F = 32 of
-S = 1024)."""
-
 MOST_SEQUENCES = 1 << 20
-"""Sequences beyond which no batch is sought."""
+"""Most sequences that a search for a batch considers."""
 
 TILE_TOKENS = 128
-"""Rows that a GPU's matrix products are tiled by, a power of two; a chunk of 257 cost 32 % more than one of 256."""
+"""Tile height of a GPU's matrix products, a power of two. A chunk of 257 cost 32 % more than one of 256."""
 
 
 def in_flight(mini_batch_size: int, num_mini_batches: int = 2) -> int:
-    """Return sequences decoding at once."""
+    """Return the number of sequences that decode at once."""
     return mini_batch_size * num_mini_batches
 
 
 def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: float) -> float:
-    """Return R-workers that hold the cache, each ``capacity_tokens`` (C) over all layers, unrounded (eq. 9).
+    """Return the R-workers that hold the cache, each ``capacity_tokens`` (C) over all layers, unrounded (eq. 9).
 
     The paper's B·S ≤ C·P is two mini-batches of mean length S/2: ``in_flight`` = 2·B, ``mean_context`` = S/2.
     """
@@ -39,7 +35,7 @@ def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: flo
 
 
 def indivisible_seconds(r_part_seconds_per_token: float, shared_prefix_len: float, call_seconds: float) -> float:
-    """Return the seconds of a layer and mini-batch that every R-worker takes, however many there are."""
+    """Return the R-part's seconds of a layer and mini-batch that more R-workers do not reduce."""
     return r_part_seconds_per_token * shared_prefix_len + call_seconds
 
 
@@ -52,14 +48,14 @@ def balanced_r_workers(
     call_seconds: float = 0.0,
     row_seconds: float = 0.0,
 ) -> float:
-    """Return R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
+    """Return the R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
 
-    It solves eq. 10, seconds of one layer and mini-batch on the R-workers: B·S·R/(2P) with ``mean_context`` = S/2.
-    Beyond the paper every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
-    ``call_seconds``, and each row of it ``row_seconds``.
+    This solves eq. 10, the R-part's seconds of one layer and mini-batch: B·S·R/(2P) with ``mean_context`` = S/2. Beyond
+    the paper, every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
+    ``call_seconds``, and each of its rows ``row_seconds``.
 
-    ``stage_seconds`` is T(B), or the transport's seconds where that is overlapped and slower. PlanError if what no
-    number of R-workers can divide (a shared prefix, the fixed cost of a call) takes longer already.
+    ``stage_seconds``: T(B), or the transport's seconds if they overlap and are longer. Raise PlanError if the
+    indivisible part (a shared prefix, the fixed cost of a call) alone takes longer.
     """
     indivisible = indivisible_seconds(r_part_seconds_per_token, shared_prefix_len, call_seconds)
     if indivisible >= stage_seconds:
@@ -73,12 +69,12 @@ def balanced_r_workers(
 
 
 def micro_batch_size(in_flight: float, output_len: float, interval_steps: float) -> float:
-    """Return sequences that start together: M = B·F/S."""
+    """Return the number of sequences that start together: M = B·F/S."""
     return in_flight * interval_steps / output_len
 
 
 def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: float, prompt_len: float = 0.0) -> float:
-    """Return tokens attended in the worst step of the schedule:
+    """Return the tokens attended in the worst step of the schedule.
 
     W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus prompts.
     """
@@ -86,16 +82,19 @@ def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: fl
 
 
 def default_interval_steps(in_flight: float, output_len: float) -> int:
-    """F: a 32nd of a sequence's steps, or as many as it takes for a micro-batch to hold one sequence."""
-    return max(round(output_len / INTERVALS_PER_SEQUENCE), math.ceil(output_len / in_flight), 1)
+    """Return F: a 32nd of a sequence's steps, or more if a micro-batch would hold less than one sequence."""
+    # Default number of micro-batches in flight: the peak load is then 1/32 above the mean (the paper's F = 32 of S =
+    # 1024)
+    intervals_per_sequence = 32
+    return max(round(output_len / intervals_per_sequence), math.ceil(output_len / in_flight), 1)
 
 
 def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:
-    """E(k, α) = (1 - α^(k+1)) / (1 - α): the accepted ones of k draft tokens, and the one that follows them.
+    """Return E(k, α) = (1 - α^(k+1)) / (1 - α): accepted draft tokens of k, and the token after them.
 
-    Each is accepted with probability α, given that all before it were: Leviathan et al., "Fast Inference from
-    Transformers via Speculative Decoding" (2023), equation 1; "All About Transformer Inference", appendix D. k + 1 if
-    all are accepted.
+    Each draft is accepted with probability α if its predecessors are: Leviathan et al., "Fast Inference from
+    Transformers via Speculative Decoding" (2023), equation 1; "All About Transformer Inference", appendix D. With α = 1
+    it is k + 1.
     """
     if acceptance_rate >= 1.0:
         return num_drafts + 1.0
@@ -110,7 +109,7 @@ def roofline_step_seconds(
     flops_per_second: float,
     bytes_per_second: float,
 ) -> float:
-    """Return the least seconds one decode step of ``batch_size`` sequences can take; rates are of all chips together.
+    """Return the least seconds of a decode step with ``batch_size`` sequences. Rates are of all chips together.
 
     batch·KV/bandwidth + max(2·batch·parameters/FLOPs, parameter bytes/bandwidth): "All About Transformer Inference"
     (part 7 of the scaling book), "Theoretical Step Time (General)".
@@ -121,12 +120,15 @@ def roofline_step_seconds(
 
 
 def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_bytes_per_sequence: float) -> int:
-    """Return sequences whose KV fits beside the weights; 0 if not even the weights fit ("What about memory?")."""
+    """Return how many sequences' KV fits beside the weights.
+
+    Return 0 if the weights alone do not fit ("What about memory?").
+    """
     return max(math.floor((memory_bytes - parameter_bytes) / kv_bytes_per_sequence), 0)
 
 
 def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
-    """Return the largest of 0 … ``most`` that ``meets``; 0 is taken to. Doubles, then halves the gap."""
+    """Return the largest of 0 … ``most`` that ``meets``, assuming that 0 does. It doubles, then bisects."""
     high = 1
     while high <= most and meets(high):
         high *= 2
@@ -144,9 +146,10 @@ def token_budget(
     tile_tokens: int = TILE_TOKENS,
     most_tokens: int = 1 << 20,
 ) -> int:
-    """τ: the largest multiple of ``tile_tokens`` whose step takes at most ``target_seconds``, the time between tokens.
+    """Return τ: the largest multiple of ``tile_tokens`` whose step takes at most ``target_seconds``.
 
-    ``step_time`` must not fall with more tokens. PlanError says by how much one tile is too slow.
+    ``target_seconds`` is the time between tokens. ``step_time`` must not fall with more tokens. A PlanError says by how
+    much one tile is too slow.
     """
     if tile_tokens < 1 or most_tokens < tile_tokens:
         raise ConfigError(f"a tile of {tile_tokens} tokens and at most {most_tokens} leave no budget")

@@ -1,4 +1,4 @@
-"""GPUs, CPU hosts and links as the plan sees them: every figure with its efficiency and source."""
+"""GPUs, CPU hosts and links for plans; every figure has its efficiency and source."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError
 
 FLOPS_EFFICIENCY = 0.62
-"""The part of nominal 16-bit tensor FLOP/s that large products reach: the FastDecode paper's A10."""
+"""Part of nominal 16-bit tensor FLOP/s that large products reach, from the FastDecode paper's A10."""
 
 GPU_READ_EFFICIENCY = 0.8
-"""The part of nominal GPU memory bandwidth; no paper gives it, and it is kind to the GPU-only alternative."""
+"""Part of nominal GPU memory bandwidth that is reached.
+
+No paper gives it; the value favours the GPU-only alternative.
+"""
 
 A10_WEIGHT_EFFICIENCY = 0.46
 """FastDecode's T(1) of 1.46 ms for the 402 MB of a 7B layer, launches included, against 600 GB/s."""
@@ -24,24 +27,12 @@ CPU_READ_EFFICIENCY = 0.645
 """FastDecode's R-part on Epyc 7452: 132 GB/s of KV per socket of 205 nominal; its figures lie between 0.64 and 0.72."""
 
 GROUP_SIZES = (1, 4, 8, 32)
-"""Query heads per KV head of the columns below."""
-
-GB_PER_SECOND_PER_CORE = {
-    "float32": (14.8, 10.9, 7.8, 3.4),
-    "float16": (16.8, 12.7, 7.9, 2.2),
-    "bfloat16": (17.3, 13.9, 7.8, 2.1),
-    "int8": (13.7, 8.7, 4.5, 1.1),
-    "int4": (9.8, 4.0, 2.1, 0.5),
-}
-"""KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, as docs/performance.md records it.
-
-A core that waited for memory in part was timed, so more is possible; AVX-512 was never timed.
-"""
+"""Query heads per KV head in the columns below."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A vendor's figure and the part of it that is reached; the unit stands in the name of the field that holds it.
+    """A vendor's figure and the part of it that is reached. The field's name has the unit.
 
     ``measured``: the efficiency was measured on this very hardware; otherwise it is assumed, and ``source`` says why.
     """
@@ -57,7 +48,7 @@ class Figure:
 
     @property
     def achieved(self) -> float:
-        """Return the rate that a plan counts on."""
+        """The rate that a plan uses."""
         return self.nominal * self.efficiency
 
     def __str__(self) -> str:
@@ -67,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class ListPrice:
-    """US dollars for an hour of a GPU or a host, whose list price it was, and when."""
+    """US dollars per hour of a GPU or host, the provider of this list price, and its date."""
 
     per_hour: float
     source: str
@@ -78,11 +69,11 @@ class ListPrice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or several taken as one; what they say to each other is left to ``RankGroup``.
+    """A GPU, or several treated as one; their communication is modelled by ``RankGroup``.
 
     ``weight_bytes_per_second``: reading weights in small batches. ``kv_bytes_per_second``: reading a KV cache, as a
-    server without R-workers does. ``host_bytes_per_second``: PCIe, one direction; ``nvlink_bytes_per_second``: NVLink,
-    one direction, 0 if there is none. ``memory_bytes``: nominal.
+    server without R-workers does. ``host_bytes_per_second``: PCIe, one direction. ``nvlink_bytes_per_second``: NVLink,
+    one direction; 0 without it. ``memory_bytes``: nominal.
     """
 
     name: str
@@ -96,11 +87,11 @@ class Gpu:
 
     @property
     def counted_name(self) -> str:
-        """The name with the number of GPUs before it."""
+        """The name, preceded by the number of GPUs."""
         return self.name if " x " in self.name else f"1 x {self.name}"
 
     def times(self, count: int) -> Gpu:
-        """Return ``count`` of them as one."""
+        """Return ``count`` of these GPUs as one."""
         if count < 1:
             raise ConfigError(f"tensor_parallel_size must be at least 1, not {count}")
         rates = ("flops_per_second", "weight_bytes_per_second", "kv_bytes_per_second")
@@ -116,10 +107,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class CpuHost:
-    """A host of R-workers, one per NUMA node; figures are of one R-worker. ``memory_bytes`` is an assumption.
+    """A host of R-workers, one per NUMA node. Figures are of one R-worker; ``memory_bytes`` is an assumption.
 
-    ``holds_gpu``: people own one such host, and its GPU is in it, so that PCIe is the only link. ``shares_cores``: the
-    S-worker runs on the same cores, since the host has no GPU.
+    ``holds_gpu``: a single host that also has the GPU, so PCIe is the only link. ``shares_cores``: the S-worker runs on
+    the same cores, since the host has no GPU.
     """
 
     name: str
@@ -133,9 +124,9 @@ class CpuHost:
 
 
 def parse_link(text: str) -> float:
-    """Return bytes per second, one direction, from "100Gb" (bits) or "12.5GB" (bytes).
+    """Return bytes per second in one direction, from "100Gb" (bits) or "12.5GB" (bytes).
 
-    Raise ConfigError when it is neither.
+    Raise ConfigError for anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(b|B|bit|bps)(?:/s)?\s*", text)
     if not match:
@@ -148,17 +139,29 @@ def parse_link(text: str) -> float:
 
 
 def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
-    """Return KV bytes per second ``cores`` cores get through; between the groups measured, interpolated on logarithms.
+    """Return the KV bytes per second of ``cores`` cores; between measured groups, interpolated on logarithms.
 
-    Beyond the largest group the arithmetic per byte, and so the time, grows in proportion.
+    Beyond the largest group, arithmetic per byte grows in proportion, and so does the time.
     """
-    rates = GB_PER_SECOND_PER_CORE[kv_dtype]
+    # KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, from docs/performance.md. The core partly
+    # waited for memory, so more is possible; AVX-512 was never timed.
+    gb_per_second_per_core = {
+        "float32": (14.8, 10.9, 7.8, 3.4),
+        "float16": (16.8, 12.7, 7.9, 2.2),
+        "bfloat16": (17.3, 13.9, 7.8, 2.1),
+        "int8": (13.7, 8.7, 4.5, 1.1),
+        "int4": (9.8, 4.0, 2.1, 0.5),
+    }
+    rates = gb_per_second_per_core[kv_dtype]
     inside = min(group, GROUP_SIZES[-1])
     rate = math.exp(np.interp(math.log(inside), np.log(GROUP_SIZES), np.log(rates)))
     return cores * rate * 1e9 * inside / group
 
 
 def products_per_second(cores: int) -> float:
-    """Multiply-adds of float32 that the R-worker's kernels do with ``cores`` cores: at the largest group measured."""
+    """Return the float32 multiply-adds per second of the R-worker's kernels on ``cores`` cores.
+
+    The rate is that of the largest measured group.
+    """
     group = GROUP_SIZES[-1]
     return kernel_bytes_per_second("float32", group, cores) * group / ITEM_BYTES["float32"]

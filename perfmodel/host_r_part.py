@@ -1,4 +1,4 @@
-"""Seconds of the R-part on a host that is known by its figures."""
+"""Seconds of the R-part on a host given by its figures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE, RPart
 def host_r_part(
     shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0
 ) -> RPart:
-    """An R-worker of ``host``, whose mean attending layer reads ``row_share`` of its rows, and scans all keys of an
-    index.
+    """Return the R-part on ``host``, whose mean attending layer reads ``row_share`` of its rows.
 
-    Each of the two takes the slower of reading and of computing. Bytes per token include scales, so R falls with the KV
-    dtype and with n_kv/n_q. Recurrent layers read and write a sequence's states for each row; of a prompt once for
-    several. Such a model's prompts attend on R-workers too: the mean row to ``prompt_context`` tokens, whose reading
-    many rows share. Where latents are absorbed here, K and V are read once for a call, and multiplied with each row.
+    An index's keys are all scanned. Reading rows, and scanning, each take the slower of memory and arithmetic. Bytes
+    per token include scales, so R falls with the KV dtype and with n_kv/n_q. Recurrent layers read and write a
+    sequence's states for each row, but for prompts once per several rows. Prompts of such a model attend on R-workers
+    too: the mean row to ``prompt_context`` tokens, which many rows read together. If latents are absorbed here, K and V
+    are read once per call, and multiplied with each row.
     """
     attending = row_share * shape.attention_layers / shape.num_layers
     parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]
@@ -43,10 +43,10 @@ def host_r_part(
 
 
 def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]:
-    """Seconds of the mean layer's call and of each of its rows for K and V of latents, where R-workers multiply them.
+    """Return the seconds of the mean layer's call, and of each of its rows, for K and V of latents.
 
-    A call reads heads * rank * (nope + value) weights, each of its rows takes as many multiply-adds (DeepSeek-V2,
-    section 2.1.2: W_UK absorbed into the query, W_UV into the output).
+    R-workers multiply them. A call reads heads * rank * (nope + value) weights, and each row takes as many
+    multiply-adds (DeepSeek-V2, section 2.1.2: W_UK absorbed into the query, W_UV into the output).
     """
     if shape.latent is None or not shape.latent.at_r_workers:
         return 0.0, 0.0
@@ -56,7 +56,7 @@ def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]
 
 
 def _token_r_part(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
-    """Return the seconds of all of a cached token in one layer; latents' codes are computed with as ``model_dtype``."""
+    """Return the seconds of one cached token in one layer. Codes of latents are computed with as ``model_dtype``."""
     reading = layer.token_bytes(kv_dtype) / host.read_bytes_per_second.achieved
     computing = _product_seconds(layer, kv_dtype, host, model_dtype)
     bound_by = "reads" if reading >= computing else "arithmetic"
@@ -64,7 +64,7 @@ def _token_r_part(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) 
 
 
 def _product_seconds(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> float:
-    """Seconds of the multiply-adds of one row with one cached token in one layer."""
+    """Return the seconds of the multiply-adds of one row with one cached token in one layer."""
     computed = model_dtype if layer.values_in_keys and is_quantized(kv_dtype) else kv_dtype
     return layer.token_bytes(computed) / kernel_bytes_per_second(
         computed, layer.multiply_adds() / layer.kv_elements, host.cores

@@ -11,11 +11,11 @@ from fastdecode.kinds import Index
 
 @dataclass(frozen=True)
 class IndexShape:
-    """``num_heads`` query heads score one key of ``head_dim`` elements for each token in ``num_layers`` of the layers.
+    """``num_heads`` query heads score one key of ``head_dim`` elements per token, in ``num_layers`` of the layers.
 
-    Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: of the latent that the index's queries are made
-    of, 0 if they are made of the hidden state. ``weighs_heads``: a further projection weighs the heads' scores, and
-    tokens are picked; else each head picks blocks of ``block`` tokens.
+    Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: of the latent from which the index's queries
+    are made; 0 if they are made from the hidden state. ``weighs_heads``: a further projection weighs the heads' scores,
+    and single tokens are picked; otherwise each head picks blocks of ``block`` tokens.
     """
 
     num_layers: int
@@ -27,34 +27,33 @@ class IndexShape:
     block: int = 128
 
     def parameters(self, hidden_size: int) -> int:
-        """Return one layer's projections have so many."""
+        """Return the parameters of one layer's projections."""
         weighing = hidden_size * self.num_heads if self.weighs_heads else 0
         return (self.q_rank or hidden_size) * self.num_heads * self.head_dim + hidden_size * self.head_dim + weighing
 
     @property
     def layer_layout(self) -> Index:
-        """One layer's index as R-workers are told it, which scan it and pick."""
+        """One layer's index as described to R-workers."""
         block = 0 if self.weighs_heads else self.block
         return Index(self.num_heads, self.head_dim, 1.0, self.top_tokens // max(block, 1), block)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return bytes of the keys of one token over all layers; the index's keys are kept in the model's ``dtype``."""
+        """Return the bytes of one token's keys over all layers. The keys have the model's ``dtype``."""
         return self.num_layers * self.layer_layout.token_bytes(dtype)
 
 
 INDEXED, BLOCK_SPARSE = "indexed_attention", "minimax_m3_sparse"
-"""Types of layers whose rows an index picks, one by one and in blocks."""
-
-_SPARSE_NAMES = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
-                 "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks"}  # fmt: skip
+"""Types of layers with an index: one that picks single tokens, and one that picks blocks."""
 
 
 def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration with transformers' names for what MiniMax-M3's published file says under its own."""
+    """Return the configuration with transformers' names for keys that MiniMax-M3's published file names differently."""
     sparse = config.get("sparse_attention_config")
     if not isinstance(sparse, Mapping):
         return config
-    named = {name: sparse[own] for name, own in _SPARSE_NAMES.items() if own in sparse}
+    sparse_names = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
+                     "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks"}  # fmt: skip
+    named = {name: sparse[own] for name, own in sparse_names.items() if own in sparse}
     if "sparse_attention_freq" in sparse:
         named["layer_types"] = [BLOCK_SPARSE if each else "full_attention" for each in sparse["sparse_attention_freq"]]
     if "moe_layer_freq" in config:
@@ -63,7 +62,7 @@ def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape | None:
-    """Return the index that a transformers configuration describes, None if it has none.
+    """Return the index in a transformers configuration; None if it has none.
 
     Raise KeyError for a missing size.
     """
@@ -79,7 +78,7 @@ def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape |
 
 
 def _num_owners(config: Mapping[str, Any], num_layers: int) -> int:
-    """Return the layers with an index of their own; the others read what the one before them picked."""
+    """Return how many layers have their own index; the others use the picks of the layer before them."""
     if kinds := config.get("indexer_types") or config.get("index_topk_pattern"):
         return sum(each in ("full", "F") for each in kinds)
     every, first = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)

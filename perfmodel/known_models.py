@@ -12,11 +12,9 @@ from fastdecode.perfmodel.latent_shape import LatentShape
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.state_shape import StateShape
 
-_LLAMA_7B = ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, dtype="float16")
 _LLAMA_70B = ModelShape("llama-2-70b", 80, 8192, 28672, 64, 8, 128, 32000, dtype="float16")
 _LLAMA_3_70B = replace(_LLAMA_70B, name="llama-3-70b", vocab_size=128256, dtype="bfloat16")
 _MISTRAL_7B = ModelShape("mistral-7b", 32, 4096, 14336, 32, 8, 128, 32000)
-_OPT_175B = ModelShape("opt-175b", 96, 12288, 49152, 96, 96, 128, 50272, 2, True, dtype="float16")
 
 _DEEPSEEK_V3 = ModelShape(
     "deepseek-v3", 61, 7168, 2048, 128, 1, 576, 129280, num_experts=256, experts_per_token=8,
@@ -25,75 +23,12 @@ _DEEPSEEK_V3 = ModelShape(
 )  # fmt: skip
 """transformers' DeepseekV3Config, and so of R1; weights in bfloat16 (published in FP8)."""
 
-_DEEPSEEK_V32 = replace(
-    _DEEPSEEK_V3, name="deepseek-v3.2", windows=(2048,) * 61, index=IndexShape(61, 64, 128, 2048, 1536)
-)
-"""transformers' DeepseekV32Config."""
-
-_KIMI_K2 = replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1)
-"""vllm-project/vime, scripts/models/kimi-k2.sh."""
-
-_GLM_5 = ModelShape(
-    "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8, shared_intermediate_size=2048,
-    latent=LatentShape(512, 2048, 192, 64, 256), dense_layers=3, dense_intermediate_size=12288, windows=(2048,) * 78,
-    index=IndexShape(78, 32, 128, 2048, 2048),
-)  # fmt: skip
-"""transformers' GlmMoeDsaConfig, which is the technical report's table; every layer has an index of its own."""
-
-_MINIMAX_M3 = ModelShape(
-    "minimax-m3", 60, 6144, 3072, 64, 4, 128, 200064, num_experts=128, experts_per_token=4,
-    shared_intermediate_size=3072, dense_layers=3, dense_intermediate_size=12288, windows=(0,) * 3 + (2048,) * 57,
-    index=IndexShape(57, 4, 128, 2048, weighs_heads=False),
-)  # fmt: skip
-"""transformers' MiniMaxM3VLTextConfig; the published file's sparse_attention_freq and moe_layer_freq begin with three
-zeros: those layers are dense and see all."""
-
-_QWEN3_235B = ModelShape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 128, 151936, num_experts=128, experts_per_token=8)
-"""THUDM/slime, scripts/models/qwen3-235B-A22B.sh."""
-
-_GPT_OSS_120B = ModelShape(
-    "gpt-oss-120b", 36, 2880, 2880, 64, 8, 64, 201088, num_experts=128, experts_per_token=4, windows=(128, 0) * 18
-)
-"""transformers' GptOssConfig; weights in bfloat16 (published in MXFP4)."""
-
 _LLAMA_4_SCOUT = ModelShape(
     "llama-4-scout", 48, 5120, 8192, 40, 8, 128, 202048, num_experts=16, shared_intermediate_size=8192,
     windows=(8192, 8192, 8192, 0) * 12, chunked=True,
 )  # fmt: skip
 """transformers' Llama4TextConfig. Maverick is the same with experts in every other layer: NVIDIA/Megatron-LM,
 examples/post_training/modelopt/conf/meta-llama/Llama-4-Maverick-17B-128E-Instruct.sh."""
-
-_QWEN3_NEXT = ModelShape(
-    "qwen3-next-80b-a3b", 48, 2048, 512, 16, 2, 256, 151936, num_experts=512, experts_per_token=10,
-    shared_intermediate_size=512, state=StateShape(36, 32, 128, 16, 128), gated_attention=True,
-)  # fmt: skip
-"""transformers' Qwen3NextConfig."""
-
-_QWEN35_397B = ModelShape(
-    "qwen3.5-397b-a17b", 60, 4096, 1024, 32, 2, 256, 248320, num_experts=512, experts_per_token=10,
-    shared_intermediate_size=1024, state=StateShape(45, 64, 128, 16, 128), gated_attention=True,
-)  # fmt: skip
-"""THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh, and of its states linear_num_value_heads and its kin in config.json
-of Qwen/Qwen3.5-397B-A17B, as others quote it; 31 KB of cache and 189 MB of states are those of its announcement."""
-
-_NEMOTRON_H = ModelShape(
-    "nemotron-h-8b", 28, 4096, 21504, 32, 8, 128, 131072, 2, state=StateShape(24, 128, 64, 8, 128, rates=1),
-    mlp_layers=24,
-)  # fmt: skip
-"""transformers' NemotronHConfig with the published pattern: 24 Mamba-2 layers, 4 that attend, 24 MLPs."""
-
-_GRANITE_4 = ModelShape(
-    "granite-4-h-small", 40, 4096, 768, 32, 8, 128, 100352, tied_embeddings=True, num_experts=72, experts_per_token=10,
-    shared_intermediate_size=1536, state=StateShape(36, 128, 64, 1, 128, rates=1),
-)  # fmt: skip
-"""config.json of ibm-granite/granite-4.0-h-small, as others quote it; heads of states: GraniteMoeHybridConfig."""
-
-_KIMI_LINEAR = ModelShape(
-    "kimi-linear-48b", 27, 2304, 1024, 32, 1, 576, 163840, num_experts=256, experts_per_token=8,
-    shared_intermediate_size=1024, latent=LatentShape(512, 0, 128, 64, 128), dense_layers=1,
-    dense_intermediate_size=9216, state=StateShape(20, 32, 128, 32, 128, decays=128, gates=0, rates=1, gate_rank=128),
-)  # fmt: skip
-"""transformers' KimiLinearConfig."""
 
 MAX_CONTEXTS = {
     "llama-3-8b": 131072, "llama-3-70b": 131072, "llama-3.3-70b": 131072, "mistral-7b": 32768, "mixtral-8x7b": 32768,
@@ -102,13 +37,12 @@ MAX_CONTEXTS = {
     "llama-4-scout": 10485760, "llama-4-maverick": 1048576, "qwen3-next-80b-a3b": 262144, "qwen3.5-397b-a17b": 262144,
     "granite-4-h-small": 131072, "kimi-linear-48b": 1048576,
 }  # fmt: skip
-"""Longest contexts that models are published for, stretched ones included; llama-3 as 3.1. The papers' own models have
-none: they are sizes alone."""
+"""Longest published contexts of models, with extended ones; llama-3 as 3.1. The papers' own models have none."""
 
 BUILT_IN = {
     shape.name: replace(shape, max_context=MAX_CONTEXTS.get(shape.name, 0))
     for shape in (
-        _LLAMA_7B,
+        ModelShape("llama-7b", 32, 4096, 11008, 32, 32, 128, 32000, dtype="float16"),
         ModelShape("llama-13b", 40, 5120, 13824, 40, 40, 128, 32000, dtype="float16"),
         ModelShape("llama-65b", 80, 8192, 22016, 64, 64, 128, 32000, dtype="float16"),
         _LLAMA_70B,
@@ -123,27 +57,73 @@ BUILT_IN = {
         ModelShape("falcon-40b", 60, 8192, 32768, 128, 8, 64, 65024, 2, True),
         ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
         ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
-        _OPT_175B,
+        ModelShape("opt-175b", 96, 12288, 49152, 96, 96, 128, 50272, 2, True, dtype="float16"),
         ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # radixark/miles, scripts/models/qwen3-32B.sh
-        _QWEN3_235B,
+        # THUDM/slime, scripts/models/qwen3-235B-A22B.sh
+        ModelShape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 128, 151936, num_experts=128, experts_per_token=8),
         _LLAMA_4_SCOUT,
         replace(
             _LLAMA_4_SCOUT, name="llama-4-maverick", num_experts=128, dense_layers=24, dense_intermediate_size=16384
         ),
-        _GPT_OSS_120B,
+        # transformers' GptOssConfig; weights in bfloat16 (published in MXFP4)
+        ModelShape(
+            "gpt-oss-120b", 36, 2880, 2880, 64, 8, 64, 201088, num_experts=128, experts_per_token=4,
+            windows=(128, 0) * 18
+        ),
         _DEEPSEEK_V3,
-        _DEEPSEEK_V32,
-        _KIMI_K2,
-        _GLM_5,
-        _MINIMAX_M3,
-        _QWEN3_NEXT,
-        _QWEN35_397B,
-        _NEMOTRON_H,
-        _GRANITE_4,
-        _KIMI_LINEAR,
+        # transformers' DeepseekV32Config
+        replace(
+            _DEEPSEEK_V3, name="deepseek-v3.2", windows=(2048,) * 61, index=IndexShape(61, 64, 128, 2048,
+            1536)
+        ),
+        # vllm-project/vime, scripts/models/kimi-k2.sh
+        replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1),
+        # transformers' GlmMoeDsaConfig, which is the technical report's table; every layer has its own index
+        ModelShape(
+            "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8,
+            shared_intermediate_size=2048, latent=LatentShape(512, 2048, 192, 64, 256), dense_layers=3,
+            dense_intermediate_size=12288, windows=(2048,) * 78, index=IndexShape(78, 32, 128, 2048, 2048),
+        ),
+        # transformers' MiniMaxM3VLTextConfig; the published sparse_attention_freq and moe_layer_freq begin with three
+        # zeros: those layers are dense and see all tokens
+        ModelShape(
+            "minimax-m3", 60, 6144, 3072, 64, 4, 128, 200064, num_experts=128, experts_per_token=4,
+            shared_intermediate_size=3072, dense_layers=3, dense_intermediate_size=12288, windows=(0,) * 3 +
+            (2048,) * 57, index=IndexShape(57, 4, 128, 2048, weighs_heads=False),
+        ),
+        # transformers' Qwen3NextConfig
+        ModelShape(
+            "qwen3-next-80b-a3b", 48, 2048, 512, 16, 2, 256, 151936, num_experts=512, experts_per_token=10,
+            shared_intermediate_size=512, state=StateShape(36, 32, 128, 16, 128), gated_attention=True,
+        ),
+        # THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh; its states (linear_num_value_heads and others) from
+        # config.json of Qwen/Qwen3.5-397B-A17B as quoted by others; 31 KB of cache and 189 MB of states are those of
+        # its announcement
+        ModelShape(
+            "qwen3.5-397b-a17b", 60, 4096, 1024, 32, 2, 256, 248320, num_experts=512, experts_per_token=10,
+            shared_intermediate_size=1024, state=StateShape(45, 64, 128, 16, 128), gated_attention=True,
+        ),
+        # transformers' NemotronHConfig with the published pattern: 24 Mamba-2 layers, 4 that attend, 24 MLPs
+        ModelShape(
+            "nemotron-h-8b", 28, 4096, 21504, 32, 8, 128, 131072, 2, state=StateShape(24, 128, 64, 8, 128,
+            rates=1), mlp_layers=24,
+        ),
+        # config.json of ibm-granite/granite-4.0-h-small, as quoted by others; heads of states: GraniteMoeHybridConfig
+        ModelShape(
+            "granite-4-h-small", 40, 4096, 768, 32, 8, 128, 100352, tied_embeddings=True, num_experts=72,
+            experts_per_token=10, shared_intermediate_size=1536, state=StateShape(36, 128, 64, 1, 128,
+            rates=1),
+        ),
+        # transformers' KimiLinearConfig
+        ModelShape(
+            "kimi-linear-48b", 27, 2304, 1024, 32, 1, 576, 163840, num_experts=256, experts_per_token=8,
+            shared_intermediate_size=1024, latent=LatentShape(512, 0, 128, 64, 128), dense_layers=1,
+            dense_intermediate_size=9216, state=StateShape(20, 32, 128, 32, 128, decays=128, gates=0,
+            rates=1, gate_rank=128),
+        ),
     )
-}
-"""The models of the papers, and the sizes one meets most."""
+}  # fmt: skip
+"""The models of the papers, and common sizes."""
 
 HUB_NAMES = {
     "huggyllama/llama-7b": "llama-7b",
@@ -183,23 +163,22 @@ HUB_NAMES = {
     "nvidia/nemotron-h-8b": "nemotron-h-8b",
     "ibm-granite/granite-4.0-h-small": "granite-4-h-small",
 }
-"""Ids without what says how a model was tuned, and when."""
-
-_TUNED = re.compile(
-    r"-(instruct|chat|base|hf|it|thinking|reasoning|v0\.\d|\d{4}|fp8|original|bf16|8k|128k)(?=-|$)", re.IGNORECASE
-)
+"""Hub ids, without the parts that tell the tuning and its date."""
 
 
 def known_name(hub_id: str) -> str | None:
-    """Return the name by which a hub's id is known here; None if it is not."""
+    """Return the name here of a model with this hub id; None if it is unknown."""
     plain = hub_id.lower()
-    while (shorter := _TUNED.sub("", plain)) != plain:
+    tuned = re.compile(
+        r"-(instruct|chat|base|hf|it|thinking|reasoning|v0\.\d|\d{4}|fp8|original|bf16|8k|128k)(?=-|$)", re.IGNORECASE
+    )
+    while (shorter := tuned.sub("", plain)) != plain:
         plain = shorter
     return HUB_NAMES.get(hub_id.lower()) or HUB_NAMES.get(plain)
 
 
 def cached_config(hub_id: str) -> Path | None:
-    """Return the configuration that the hub's cache on this machine has of an id; None if it has none."""
+    """Return the configuration for this id in the hub's local cache; None if there is none."""
     home = (
         os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
     )

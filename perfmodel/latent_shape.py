@@ -1,4 +1,4 @@
-"""The sizes of multi-head latent attention (MLA), of which R-workers keep one latent row per token and layer."""
+"""The sizes of multi-head latent attention (MLA), for which R-workers keep one latent row per token and layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastdecode.kinds import Absorption, Latent
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Dims of one head's query and key (``nope``, and ``rope``, which is rotated) and of its ``value``.
+    """Dims of one head's query and key (``nope``, and the rotated ``rope``) and of its ``value``.
 
-    ``kv_rank`` and ``q_rank``: of the latents that keys and values, and queries, are made of; ``q_rank`` 0: queries are
-    made of the hidden state. ``gated``: outputs are multiplied by a projection of their own width (Hunyuan 4).
-    ``at_r_workers``: these multiply K and V with queries and outputs
-    (``--latent-absorption r``), which then travel as the model's own heads have them.
+    ``kv_rank``, ``q_rank``: of the latents of keys and values, and of queries; with ``q_rank`` 0, queries are made from
+    the hidden state. ``gated``: outputs are multiplied by a projection of their own width (Hunyuan 4).
+    ``at_r_workers``: R-workers multiply K and V with queries and outputs (``--latent-absorption r``), which are then
+    sent in the model's own sizes.
     """
 
     kv_rank: int
@@ -30,35 +30,35 @@ class LatentShape:
 
     @property
     def row_dim(self) -> int:
-        """Elements of a cached row: the latent and the rotary key that all heads share."""
+        """Elements of a cached row: the latent, and the rotary key that all heads share."""
         return self.kv_rank + self.rope
 
     def parameters(self, hidden_size: int, num_heads: int) -> int:
-        """Return one layer's projections have so many, those that are absorbed included."""
+        """Return the parameters of one layer's projections, with the absorbed ones."""
         query, expanded = num_heads * (self.nope + self.rope), num_heads * (self.nope + self.value)
         queries = self.q_rank * (hidden_size + query) if self.q_rank else hidden_size * query
         outputs = (2 if self.gated else 1) * num_heads * self.value * hidden_size
         return queries + hidden_size * self.row_dim + self.kv_rank * expanded + outputs
 
     def shared_parameters(self, hidden_size: int) -> int:
-        """Those of them that make the latents, which all heads share."""
+        """Return the parameters that make the latents, which all heads share."""
         return hidden_size * (self.q_rank + self.row_dim)
 
     def layer_layout(self, num_heads: int) -> Latent:
-        """Return one layer as an R-worker sees it: one KV head."""
+        """Return one layer as R-workers see it, with one KV head."""
         scale = (self.nope + self.rope) ** -0.5
         absorption = Absorption(self.nope, self.value) if self.at_r_workers else None
         return Latent(num_heads, 1, self.row_dim, self.kv_rank, scale, absorption=absorption)
 
     def absorbing_products(self, num_heads: int) -> int:
-        """Multiply-adds of one row's absorption in one layer: its queries by K, its outputs by V."""
+        """Return the multiply-adds of one row's absorption in one layer: queries times K, outputs times V."""
         return num_heads * self.kv_rank * (self.nope + self.value)
 
 
 def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | None:
-    """Return the latent attention that a transformers configuration describes, None if it has other attention.
+    """Return the latent attention in a transformers configuration; None if it has other attention.
 
-    UnsupportedModelError for one that the equations do not know.
+    Raise UnsupportedModelError for a variant that the equations do not cover.
     """
     if not config.get("kv_lora_rank"):
         return None

@@ -1,4 +1,4 @@
-"""The load of one step: all that the cost of a step depends on, as one value."""
+"""The load of one step: all that its cost depends on, as one value."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from fastdecode.core.types import SPLIT_TOKENS
 
 
 class RangeParts(NamedTuple):
-    """The rows of a step that ranges make: ``reads`` are queries that go to a closed range, ``partials`` are partial
-    results that come back, those of tails included."""
+    """Work of a step due to ranges.
+
+    ``reads``: queries sent to closed ranges. ``partials``: partial results returned, with those of tails.
+    """
 
     reads: float = 0.0
     partials: float = 0.0
@@ -25,10 +27,10 @@ NO_RANGES = RangeParts()
 
 @dataclass(frozen=True)
 class Load:
-    """The numbers of one step over all its mini-batches and R-workers; a mean step has fractions.
+    """The load of one step over all its mini-batches and R-workers. A mean step has fractions.
 
-    The S-worker computes ``rows``. Only ``sampled`` of them attend on R-workers and meet the head and the host; the
-    others are prompts', which attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads`` and
+    The S-worker computes ``rows``. Only ``sampled`` of them attend on R-workers, and cost head and host time; the
+    others are prompts', which attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads``,
     ``partials``: see ``RangeParts``. ``copied_rows``: rows that a second R-worker stores too.
     """
 
@@ -46,7 +48,7 @@ class Load:
 
     @staticmethod
     def of(step: ScheduledStep, sampled: float, kv_tokens: float) -> Load:
-        """Return the load of a scheduled step; drafts and shared readings decide ``sampled`` and ``kv_tokens``."""
+        """Return the load of a scheduled step. Drafts and shared reads determine ``sampled`` and ``kv_tokens``."""
         return Load(step.num_tokens, sampled, kv_tokens, *_range_parts(step), _copied_rows(step))
 
     def with_ranges(self, parts: RangeParts) -> Load:
@@ -55,14 +57,14 @@ class Load:
 
 
 def tail_partials(num_tokens: int) -> int:
-    """Return the partial results of a row of a tail of so many tokens: one per aligned power of two of splits."""
+    """Return the partial results per row of a tail of ``num_tokens``: one per aligned power of two of splits."""
     return bin(-(-num_tokens // SPLIT_TOKENS)).count("1")
 
 
 def mean_parts(num_rows: float, context: float, placing: Placing) -> RangeParts:
-    """Return the reads and partial results of ``num_rows`` rows over ``context`` tokens each, with tails of any length.
+    """Return reads and partial results of ``num_rows`` rows over ``context`` tokens each, averaged over tail lengths.
 
-    A sequence is cut into ranges as ``placing`` says, the last of which is its tail.
+    Sequences are cut into ranges as ``placing`` says; the last range is the tail.
     """
     length = placing.segment_tokens
     if context < length:
@@ -88,25 +90,23 @@ def _range_parts(step: ScheduledStep) -> RangeParts:
     return RangeParts(reads, reads + tails)
 
 
-BLOM = 0.375
-"""Blom's constant: the quantile (P - a) / (P - 2a + 1) of a normal is near the expected largest of P normals."""
-
-
 def expected_largest(number: float) -> float:
     """Return the expected largest of ``number`` standard normal values: 0 for one, 1.42 for eight."""
     number = max(number, 1.0)
-    return NormalDist().inv_cdf((number - BLOM) / (number - 2.0 * BLOM + 1.0))
+    # Blom's constant: the quantile (P - a) / (P - 2a + 1) of a normal approximates the expected largest of P normals
+    blom = 0.375
+    return NormalDist().inv_cdf((number - blom) / (number - 2.0 * blom + 1.0))
 
 
 def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float:
-    """Return how many times the mean load the largest load of ``num_r_workers`` R-workers is.
+    """Return the expected largest load of ``num_r_workers`` R-workers, relative to the mean load.
 
-    ``sequences_each``: sequences, or ranges of them, of one mini-batch on one R-worker in the mean. Where there are
-    fewer than one, some R-workers have one and others none.
+    ``sequences_each``: mean sequences, or ranges, of one mini-batch per R-worker. Below one, some R-workers have one
+    and others none.
 
-    Sequences of random ages lie on R-workers at random (arXiv 2601.21351). A load is a sum of n contexts, so it is
-    nearly normal with a spread of s / sqrt(n) of its mean, and the largest of P such loads exceeds the mean by the
-    expected largest of P normals times that. A scheduler that looks ahead does better; a plan does not count on it.
+    Sequences of random ages are placed at random (arXiv 2601.21351). A load is a sum of n contexts, so it is nearly
+    normal with a spread of s / sqrt(n) of its mean. The largest of P such loads exceeds the mean by that times the
+    expected largest of P normals. A scheduler that looks ahead does better; a plan does not rely on it.
     """
     if num_r_workers <= 1 or sequences_each <= 0:
         return 1.0

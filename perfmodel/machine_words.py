@@ -1,4 +1,4 @@
-"""Machines in numbers: a GPU or a host of R-workers by its bandwidth, speed or cores, and memory."""
+"""Machines in numbers: a GPU or a host of R-workers by bandwidth, speed or cores, and memory."""
 
 from __future__ import annotations
 
@@ -21,37 +21,21 @@ _PART = re.compile(
     r"(?P<pcie>pcie)?(?P<number>\d+(\.\d+)?)(?P<unit>gb/s|tb/s|tflops|cores?|gib|gb|tib|tb)", re.IGNORECASE
 )
 
-_UNITS = {
-    "gb/s": ("rate", 1e9),
-    "tb/s": ("rate", 1e12),
-    "tflops": ("flops", 1e12),
-    "cores": ("cores", 1.0),
-    "core": ("cores", 1.0),
-    "gib": ("memory", 2.0**30),
-    "tib": ("memory", 2.0**40),
-    "gb": ("memory", 1e9),
-    "tb": ("memory", 1e12),
-}
-
-USUAL_PCIE = 32e9
-"""Bytes per second of PCIe 4.0 x16 in one direction, where numbers do not say otherwise."""
-
-MOST = {"rate": 1e15, "flops": 1e18, "cores": 4096.0, "memory": 1e15, "pcie": 1e15}
-"""Figures beyond which a unit is wrong."""
-
 
 def gpu_of(words: str) -> Gpu:
-    """Return the GPU of a preset's name, or of numbers. A ConfigError names the part that is not understood."""
+    """Return the GPU of a preset's name, or of numbers. A ConfigError names the part that is wrong."""
     if not _is_numbers(words):
         return find_gpu(words)
     parts = _parts("gpu", words, ("rate", "flops", "memory"), optional=("pcie",))
     read = Figure(parts["rate"], GPU_READ_EFFICIENCY, False, f"{GIVEN}; 0.8 taken for any GPU")
     flops = Figure(parts["flops"], FLOPS_EFFICIENCY, False, f"{GIVEN}; as the FastDecode paper's A10")
-    return Gpu("your GPU", flops, read, read, parts["memory"], parts.get("pcie", USUAL_PCIE))
+    # Default bytes per second of PCIe 4.0 x16 in one direction
+    usual_pcie = 32e9
+    return Gpu("your GPU", flops, read, read, parts["memory"], parts.get("pcie", usual_pcie))
 
 
 def cpu_host_of(words: str) -> CpuHost:
-    """Return the host of a preset's name, or of numbers: one host, which holds the GPU."""
+    """Return the host of a preset's name, or of numbers; numbers mean one host that also has the GPU."""
     if not _is_numbers(words):
         return find_cpu_host(words)
     parts = _parts("cpu", words, ("rate", "cores", "memory"))
@@ -66,18 +50,31 @@ def _is_numbers(words: str) -> bool:
 
 
 def _parts(flag: str, words: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return the figures of ``words`` by their kinds, in base units."""
+    """Return the figures of ``words`` by kind, in base units."""
     found: dict[str, float] = {}
+    units = {
+        "gb/s": ("rate", 1e9),
+        "tb/s": ("rate", 1e12),
+        "tflops": ("flops", 1e12),
+        "cores": ("cores", 1.0),
+        "core": ("cores", 1.0),
+        "gib": ("memory", 2.0**30),
+        "tib": ("memory", 2.0**40),
+        "gb": ("memory", 1e9),
+        "tb": ("memory", 1e12),
+    }
+    # Figures beyond which the unit must be wrong
+    most = {"rate": 1e15, "flops": 1e18, "cores": 4096.0, "memory": 1e15, "pcie": 1e15}
     for word in words.replace(" ", "").split(":"):
         match = _PART.fullmatch(word)
-        kind, factor = _UNITS[match["unit"].lower()] if match else ("", 0.0)
+        kind, factor = units[match["unit"].lower()] if match else ("", 0.0)
         if match and match["pcie"]:
             kind = "pcie" if kind == "rate" else ""
         if match is None or kind not in (*needed, *optional) or kind in found:
             again = " twice" if kind in found else ""
             raise ConfigError(f"{flag}: {word!r} is not understood{again}; numbers look like {NUMBERS[flag]}")
         found[kind] = float(match["number"]) * factor
-        if not 0 < found[kind] <= MOST[kind]:
+        if not 0 < found[kind] <= most[kind]:
             raise ConfigError(f"{flag}: {word!r} is no figure of a machine; numbers look like {NUMBERS[flag]}")
     if lacking := [kind for kind in needed if kind not in found]:
         names = " and ".join(NAMES[kind] for kind in lacking)

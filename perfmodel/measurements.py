@@ -1,6 +1,6 @@
 """The measurements in a machine's profile. Times are in seconds.
 
-``spread`` is that of the samples behind a figure: from the 10th to the 90th percentile over the median.
+``spread``: the range of a figure's samples from the 10th to the 90th percentile, divided by the median.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from fastdecode.core.errors import ConfigError
 
 HERE = "here"
-"""The R-workers of the S-worker's own machine, in ``RPartPoint.r_worker``: threads and processes alike."""
+"""The value of ``RPartPoint.r_worker`` for R-workers on the S-worker's machine, threads and processes alike."""
 
 
 @dataclass(frozen=True)
 class MachineIdentity:
-    """The machine whose figures these are."""
+    """The machine of these figures."""
 
     host: str
     s_worker: str
@@ -26,9 +26,9 @@ class MachineIdentity:
 
 @dataclass(frozen=True)
 class SPartPoint:
-    """The S-part of one layer, and of embedding, head and sampling, at one batch size; ``threads`` of the S-worker.
+    """The S-part of one layer, and of embedding, head and sampling, at one batch size with ``threads`` threads.
 
-    With more than one rank (``tensor_parallel_size``) the collectives are in both, and ``threads`` are of each.
+    With several ranks (``tensor_parallel_size``), both include the collectives, and ``threads`` are per rank.
     """
 
     batch_size: int
@@ -41,11 +41,11 @@ class SPartPoint:
 
 @dataclass(frozen=True)
 class RPartPoint:
-    """One call of one layer on one R-worker: ``num_sequences`` rows, each over ``context_len`` cached tokens.
+    """One call of one layer on one R-worker: ``num_sequences`` rows over ``context_len`` cached tokens each.
 
-    ``r_worker``: "here", or the "host:port" of one elsewhere. ``kind``: "rows"; "absorbing", rows of latents
-    with which the R-worker multiplies K and V too; "scan" of an index, which scores all keys and picks; or "state" of a
-    recurrent layer, whose groups stand for KV heads and whose values' width for the heads', whatever the context.
+    ``r_worker``: "here", or the "host:port" of a remote one. ``kind``: "rows"; "absorbing", rows of latents that the
+    R-worker also multiplies with K and V; "scan" of an index, which scores all keys and picks; or "state" of a
+    recurrent layer at any context, with its groups as KV heads and its value width as head size.
     """
 
     kv_cache_dtype: str
@@ -66,7 +66,7 @@ class RPartPoint:
 
 @dataclass(frozen=True)
 class LinkPoint:
-    """The time from submit to o available, the R-worker's work apart, with ``message_bytes`` of q, k, v and o together.
+    """The time from submit to o without the R-worker's work, for ``message_bytes`` of q, k, v and o together.
 
     ``r_worker``: "inproc", "spawn" or "host:port".
     """
@@ -79,7 +79,7 @@ class LinkPoint:
 
 @dataclass(frozen=True)
 class HostPoint:
-    """The engine's own work in a step: scheduling and bookkeeping, and with more ranks than one telling the others."""
+    """The engine's own work in a step: scheduling and bookkeeping, and with several ranks the messages to them."""
 
     num_sequences: int
     seconds: float
@@ -89,7 +89,7 @@ class HostPoint:
 
 @dataclass(frozen=True)
 class PlanPoint:
-    """Beginning and ending a step on one R-worker, its plan and report on their way included."""
+    """Beginning and ending a step on one R-worker, with its plan and report on the link."""
 
     r_worker: str
     num_sequences: int
@@ -99,9 +99,9 @@ class PlanPoint:
 
 @dataclass(frozen=True)
 class ContentionPoint:
-    """The slowness of each side while the other works on this machine's other cores, in times.
+    """How many times slower each side is while the other works on this machine's other cores.
 
-    ``num_kv_heads``: of the cache that the R-worker reads; the more it reads, the more it takes from S.
+    ``num_kv_heads``: of the cache that the R-worker reads. The more it reads, the more it slows S.
     """
 
     s_threads: int
@@ -114,8 +114,10 @@ class ContentionPoint:
 
 @dataclass(frozen=True)
 class AnchorPoint:
-    """The time of one short S shape (``part`` "s") or R shape ("r"): measured again later, it says how fast the machine
-    is by then."""
+    """The time of a short S call (``part`` "s") or R call ("r").
+
+    Measured again later, it tells the machine's present speed.
+    """
 
     part: str
     threads: int
@@ -128,8 +130,10 @@ class AnchorPoint:
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """From a prompt's arrival to its first token on prefill worker ``worker`` alone, ``num_busy`` of them (the first
-    ones) computing such a prompt at the same time."""
+    """The time from a prompt's arrival to its first token on prefill worker ``worker`` alone.
+
+    ``num_busy``: the first so many workers compute such a prompt at the same time.
+    """
 
     num_tokens: int
     seconds: float
@@ -144,6 +148,6 @@ class PrefillPoint:
 
 
 def _check_seconds(seconds: float) -> None:
-    """Rates and drifts are divided by them."""
+    """Raise ProfileError unless ``seconds`` is a valid divisor for rates and drifts."""
     if not seconds > 0:
         raise ConfigError(f"seconds must be above 0, not {seconds!r}: work that was measured took time")

@@ -1,4 +1,4 @@
-"""The shapes of models: those known by name, and those that a transformers ``config.json`` describes."""
+"""Shapes of models: those known by name, and those in a transformers ``config.json``."""
 
 from __future__ import annotations
 
@@ -35,10 +35,6 @@ _KEYS = {
     "vocab_size": ("vocab_size",),
 }
 
-_INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-
-_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 _PLAIN_MLP = {
@@ -60,22 +56,20 @@ _PLAIN_MLP = {
     "nemotron",
     "nemotron_h",
 }
-"""Model types whose MLP has two matrices; all others are taken as gated."""
-
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""Model types whose layers attend in a window but for each second, fourth, sixth, where the file does not say."""
-
+"""Model types whose MLP has two matrices; all others count as gated."""
 
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
-"""Beginnings of types of models whose queries are projected twice, for a gate of the output."""
-
+"""Beginnings of model types with a second projection of queries, which gates the output."""
 
 _TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
-"""Model types that tie input and output embeddings where the file does not say."""
+"""Model types that tie input and output embeddings unless the file says otherwise."""
 
 
 def find_shape(name_or_path: str) -> ModelShape:
-    """The shape of a built-in name, a hub's id, a model folder or a ``config.json``; ModelLoadError where none is."""
+    """Return the shape of a built-in name, a hub id, a model folder or a ``config.json``.
+
+    Raise ModelLoadError if there is none.
+    """
     built_in = BUILT_IN.get(name_or_path.lower())
     if built_in:
         return built_in
@@ -101,9 +95,10 @@ def find_shape(name_or_path: str) -> ModelShape:
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape a transformers configuration describes.
+    """Return the shape in a transformers configuration.
 
-    ModelLoadError names a missing key; UnsupportedModelError a kind of attention or weights the equations do not know.
+    Raise ModelLoadError for a missing key, UnsupportedModelError for attention or weights that the equations do not
+    cover.
     """
     whole, config = config, config.get("text_config") or config
     if not isinstance(config, Mapping):
@@ -154,7 +149,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mapping[str, Any]:
-    """Return the configuration with the types of the layers that attend, and layers as the equations count them."""
+    """Return the configuration with only the types of attending layers, and layer counts for the equations."""
     changed: dict[str, Any] = {"num_hidden_layers": hybrid.attending + hybrid.recurrent}
     changed["layer_types"] = [each for each in config.get("layer_types") or () if each not in RECURRENT]
     if not hybrid.experts:
@@ -172,8 +167,11 @@ def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mappi
 
 
 def _beside_attention(config: Mapping[str, Any]) -> int:
-    """Zamba2's queries, keys and values are projected from the embedding, too; its attending layers have a projection
-    of their own, and adapters of the MLP that they share. What is shared is counted for each that reads it."""
+    """Return the parameters of an attending layer beyond projections and MLP.
+
+    Zamba2 also projects queries, keys and values from the embedding. Its attending layers have a further projection,
+    and adapters of a shared MLP. Shared weights count for each layer that reads them.
+    """
     if config.get("model_type") != "zamba2":
         return 0
     hidden, rank = config["hidden_size"], config["adapter_rank"]
@@ -183,13 +181,17 @@ def _beside_attention(config: Mapping[str, Any]) -> int:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | None) -> tuple[int, ...]:
-    """Return the window of each layer, where one has any, or the length of its chunks; the tokens that an index picks
-    count as a window."""
+    """Return each layer's window, or length of chunks; an index's picks count as a window.
+
+    Return () if no layer has any.
+    """
     picked = index.top_tokens if index else 0
     window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
     sees = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}
     sees |= {INDEXED: picked, BLOCK_SPARSE: picked}
-    every = config.get("sliding_window_pattern") or _PATTERNS.get(config.get("model_type", ""), num_layers + 1)
+    # Model types with windows in all layers but each second, fourth or sixth, unless the file says otherwise
+    patterns = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+    every = config.get("sliding_window_pattern") or patterns.get(config.get("model_type", ""), num_layers + 1)
     first = config.get("max_window_layers") or 0
     windows = [0 if index < first or (index + 1) % every == 0 else window for index in range(num_layers)]
     if config.get("layer_types"):
@@ -202,14 +204,15 @@ def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | Non
 
 
 def _weight_bits(config: Mapping[str, Any]) -> float:
-    """Return the bits of a layer's weight in the file; 0 where they are those of its dtype."""
+    """Return the bits of a layer's weight in the file; 0 if they are those of its dtype."""
     quantization = config.get("quantization_config")
     return FORMATS[format_of(quantization) or ""] if quantization else 0.0
 
 
 def _max_context(config: Mapping[str, Any]) -> int:
-    """Return the longest context the file names, stretched as its rotary embedding is; 0 where it names none."""
-    longest = next((config[key] for key in _CONTEXTS if isinstance(config.get(key), int)), 0)
+    """Return the longest context in the file, with rotary scaling; 0 if it names none."""
+    contexts = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+    longest = next((config[key] for key in contexts if isinstance(config.get(key), int)), 0)
     scaling = config.get("rope_scaling") or {}
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     stretched = int(original * factor) if isinstance(factor, int | float) and isinstance(original, int) else 0
@@ -228,7 +231,7 @@ def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 
 
 def _dense_layers(config: Mapping[str, Any]) -> int:
-    """Layers without experts in a model that has them elsewhere."""
+    """Return the layers without experts in a model with experts."""
     kinds = config.get("mlp_layer_types")
     if "moe_layers" in config:  # Llama 4
         return config["num_hidden_layers"] - len(config["moe_layers"])
@@ -240,7 +243,7 @@ def _dense_layers(config: Mapping[str, Any]) -> int:
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
-    """Falcon's new architecture has groups of queries, whatever its ``multi_query`` says."""
+    """Return the number of KV heads. Falcon's new architecture has groups of queries, whatever ``multi_query`` says."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     return config.get("num_key_value_heads") or config.get("num_kv_heads") or num_heads
@@ -249,7 +252,8 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
 def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts: bool) -> int:
     if has_experts and config.get("moe_intermediate_size"):
         return config["moe_intermediate_size"]
-    given = next((config[key] for key in _INTERMEDIATE if config.get(key)), None)
+    intermediate = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    given = next((config[key] for key in intermediate if config.get(key)), None)
     if given and config.get("block_auto_adjust_ff_dim"):  # LFM2
         of, multiple = int(2 * given / 3), config["block_multiple_of"]
         return -(-int(config["block_ffn_dim_multiplier"] * of) // multiple) * multiple
@@ -270,6 +274,6 @@ def _dense_intermediate_size(config: Mapping[str, Any]) -> int:
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    """The file's dtype; bfloat16 where it names none that the S-worker can have."""
+    """Return the file's dtype; bfloat16 if it names none that the S-worker supports."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     return dtype if dtype in ITEM_BYTES else "bfloat16"

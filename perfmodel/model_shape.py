@@ -1,4 +1,4 @@
-"""A transformer as a plan sees it: what a token takes in caches, on links and in states."""
+"""A transformer for plans: what a token takes in caches, on links and in states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.perfmodel.state_shape import StateShape
 
 @dataclass(frozen=True)
 class ModelShape(ModelSizes):
-    """A model as R-workers, links and S-workers meet it; its fields are those of :class:`ModelSizes`."""
+    """A model as R-workers, links and S-workers see it. Its fields are those of :class:`ModelSizes`."""
 
     def with_kv_heads(self, num_kv_heads: int) -> ModelShape:
         """Return this model with another number of KV heads."""
@@ -24,32 +24,32 @@ class ModelShape(ModelSizes):
         return replace(self, state=replace(self.state, item_bytes=ITEM_BYTES[dtype])) if self.state else self
 
     def keeping_states(self, at_s_worker: bool) -> ModelShape:
-        """Return this model with its states at the S-worker, or on R-workers; one without states as it is."""
+        """Return this model with its states on the S-worker, or on R-workers; unchanged without states."""
         return replace(self, state=replace(self.state, at_s_worker=at_s_worker)) if self.state else self
 
     @property
     def sent_states(self) -> StateShape | None:
-        """Recurrent layers whose rows travel to R-workers."""
+        """Recurrent layers whose rows are sent to R-workers; None if there are none."""
         return None if self.own_states else self.state
 
     @property
     def own_states(self) -> StateShape | None:
-        """Recurrent layers whose states the S-worker keeps."""
+        """Recurrent layers whose states the S-worker keeps; None if there are none."""
         return self.state if self.state and self.state.at_s_worker else None
 
     @property
     def sent_share(self) -> float:
-        """Part of the layers whose rows travel to R-workers and back."""
+        """Part of the layers whose rows are sent to R-workers and back."""
         return 1.0 - (self.own_states.num_layers if self.own_states else 0) / self.num_layers
 
     @property
     def state_bytes_per_sequence(self) -> int:
-        """Bytes of the states of one sequence over all layers; a step reads and writes all of them."""
+        """Bytes of one sequence's states over all layers. A step reads and writes all of them."""
         return self.state.bytes_per_sequence if self.state else 0
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -60,23 +60,26 @@ class ModelShape(ModelSizes):
         return Dense(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def kv_layout(self, kv_dtype: str) -> KVLayout:
-        """Return all attending layers as an R-worker sees them."""
+        """Return all attending layers as R-workers see them."""
         return KVLayout((self.layer_layout,) * self.attention_layers, self.dtype, kv_dtype)
 
     def some_layers(self, number: int) -> KVLayout:
-        """``number`` attending layers, whose cache has the model's dtype."""
+        """Return ``number`` attending layers, whose cache has the model's dtype."""
         return KVLayout((self.layer_layout,) * number, self.dtype, self.dtype)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Return bytes that one token takes in the cache over all layers, the keys of an index included."""
+        """Return the bytes of one token in the cache over all layers, with the keys of an index."""
         return self.kv_layout(kv_dtype).kv_bytes_per_token + self._index_bytes
 
     def absorbing(self, at_r_workers: bool) -> ModelShape:
-        """Return this model with K and V of its latents multiplied there, or by the S-worker; another as it is."""
+        """Return this model with K and V of its latents multiplied on R-workers, or on the S-worker.
+
+        Other models stay as they are.
+        """
         return replace(self, latent=replace(self.latent, at_r_workers=at_r_workers)) if self.latent else self
 
     def read_share(self, kv_dtype: str, row_share: float) -> float:
-        """Return the part of the cache's bytes that a step reads, of whose rows the mean layer reads ``row_share``.
+        """Return the part of the cache's bytes that a step reads, if the mean layer reads ``row_share`` of the rows.
 
         An index scans all of its keys.
         """
@@ -87,7 +90,7 @@ class ModelShape(ModelSizes):
     def attending_row_bytes(self) -> int:
         """Bytes of q, k, v and o of one row and layer on the link: (2·N + 2·K)·H elements (FastDecode, section 3).
 
-        Of the mean layer, with the queries and the key of an index, and with what recurrent layers send and get.
+        This is the mean over layers, with the queries and key of an index, and what recurrent layers send and receive.
         """
         layer = self.layer_layout
         queries = self.attention_layers * layer.num_heads * (layer.query_dim + layer.output_dim)
@@ -99,7 +102,7 @@ class ModelShape(ModelSizes):
 
     @property
     def appending_row_bytes(self) -> int:
-        """Bytes of k and v alone, and of a recurrent layer's row: what an R-worker stores."""
+        """Bytes of k and v, or of a recurrent layer's row: what an R-worker stores."""
         rows = self.attention_layers * self.layer_layout.kv_elements * self.item_bytes + self._index_bytes
         if self.sent_states:
             rows += self.sent_states.num_layers * self.sent_states.row_bytes(self.item_bytes)

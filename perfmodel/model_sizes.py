@@ -1,4 +1,4 @@
-"""The sizes of a transformer, and the parameters and bytes that come of them."""
+"""The sizes of a transformer, and the resulting parameters and bytes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ FORMATS = {
     "gguf-q4_k_m": 4.85,
     "gguf-q4_0": 4.5,
 }
-"""Bits of a weight with its scales: of blocks of 128 x 128 (fp8), of 32 (mxfp4), of groups of 128 (awq, gptq) and of
-rows (int8); of GGUF as llama.cpp gives them. Embeddings and the head stay in the model's dtype."""
+"""Bits of a weight with its scales.
+
+Scales are per block of 128 x 128 (fp8) or 32 (mxfp4), per group of 128 (awq, gptq), or per row (int8). GGUF's are
+llama.cpp's. Embeddings and head keep the model's dtype.
+"""
 
 KEPT_PACKED: frozenset[str] = frozenset()
-"""Formats that the S-worker keeps as they are; it unpacks all others as it reads them."""
+"""Formats that the S-worker keeps packed; it unpacks all others while reading."""
 
 
 def format_of(quantization: Mapping[str, Any]) -> str | None:
-    """Return the format that a ``quantization_config`` describes; None if the equations do not know it."""
+    """Return the format in a ``quantization_config``; None if the equations do not cover it."""
     method = str(quantization.get("quant_method", "")).lower()
     if method == "compressed-tensors":
         groups = quantization.get("config_groups") or {}
@@ -45,21 +48,20 @@ def format_of(quantization: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A decoder-only transformer, dense or a mixture of experts; norms and biases (below 0.1 %) are left out.
+    """A decoder-only transformer, dense or with mixtures of experts. Norms and biases (below 0.1 %) are left out.
 
-    ``mlp_matrices``: 3 where the MLP is gated, else 2. ``num_experts`` copies of the MLP exist, of which each token
-    visits ``experts_per_token``; ``shared_intermediate_size`` is the width of a further MLP that every token visits.
-    ``dtype``: of the weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all, or
-    lengths of chunks, where ``chunked``, of which it sees its own up to itself; empty where all layers see all.
-    ``latent``: the sizes of latent attention, whose rows are the keys of one KV head.
-    ``index``: of the index that picks the tokens which queries see; these count as windows. ``dense_layers`` of the
-    layers have one MLP of ``dense_intermediate_size`` in place of experts. ``state``: of recurrent layers, which are
-    among ``num_layers``; the others attend, and the windows are theirs. ``mlp_layers``: MLPs in all, where not each
-    layer has one. ``gated_attention``: queries are projected twice, for a gate of the output. ``beside_attention``:
-    parameters that an attending layer has beyond its projections and MLP. ``max_context``: tokens of the longest
-    context that the model was made for; 0 where that is not known. ``weight_bits``: of a weight of a layer as
-    it is kept; 0: as many as ``dtype`` has. ``multiplies_int8``: linear layers multiply int8 codes, so that times of a
-    model in ``dtype`` are not theirs.
+    ``mlp_matrices``: 3 if the MLP is gated, else 2. ``num_experts``: copies of the MLP, of which each token uses
+    ``experts_per_token``. ``shared_intermediate_size``: width of a further MLP for every token. ``dtype``: of the
+    weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all; if ``chunked``, lengths
+    of chunks, of which it sees its own up to itself; empty if all layers see all. ``latent``: the sizes of latent
+    attention, whose rows are the keys of one KV head. ``index``: the index that picks the tokens which queries see; its
+    picks count as windows. ``dense_layers``: layers with one MLP of ``dense_intermediate_size`` instead of experts.
+    ``state``: the recurrent layers, which count in ``num_layers``; the others attend, and have the windows.
+    ``mlp_layers``: the number of MLPs, if not every layer has one. ``gated_attention``: queries are projected twice,
+    for a gate of the output. ``beside_attention``: parameters of an attending layer beyond its projections and MLP.
+    ``max_context``: the longest context that the model was made for; 0 if unknown. ``weight_bits``: bits of a stored
+    weight; 0 for those of ``dtype``. ``multiplies_int8``: linear layers multiply int8 codes, so that times for
+    ``dtype`` do not apply.
     """
 
     name: str
@@ -109,9 +111,11 @@ class ModelSizes:
 
     @property
     def attention_parameters(self) -> int:
-        """The mean layer's projections have 2·D·H·(N + K) ("All About Transformer Inference", Question 1): q, k, v, o.
+        """Parameters of the mean layer's projections:
 
-        What latents are projected by and what an index and recurrent layers have is counted too.
+        2·D·H·(N + K) ("All About Transformer Inference", Question 1) for q, k, v, o.
+
+        Projections of latents, of an index and of recurrent layers are included.
         """
         if self.latent:
             own = self.latent.parameters(self.hidden_size, self.num_heads)
@@ -125,32 +129,32 @@ class ModelSizes:
 
     @property
     def mlp_parameters(self) -> int:
-        """One layer's MLP, or one of several experts, has 3·D·F when gated (Question 1)."""
+        """Parameters of one layer's MLP, or of one expert: 3·D·F if gated (Question 1)."""
         return self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """One layer has these parameters with all its experts (Question 5)."""
+        """Parameters of one layer with all its experts (Question 5)."""
         return self.attention_parameters + self._of_mlps(self.num_experts * self.mlp_parameters)
 
     @property
     def active_layer_parameters(self) -> int:
-        """One token meets these parameters of one layer (Question 5)."""
+        """Parameters of one layer that one token uses (Question 5)."""
         return self.attention_parameters + self._of_mlps(self.experts_per_token * self.mlp_parameters)
 
     @property
     def head_parameters(self) -> int:
-        """The output projection, which every sampled row meets, has D·V."""
+        """Parameters of the output projection, which every sampled row uses: D·V."""
         return self.hidden_size * self.vocab_size
 
     @property
     def parameters(self) -> int:
-        """The whole model has L·D·(3F + 2H(N + K)) + D·V when dense, gated and tied (Question 1)."""
+        """Parameters of the whole model: L·D·(3F + 2H(N + K)) + D·V if dense, gated and tied (Question 1)."""
         return self._all_layers(self.layer_parameters) + self._vocabulary_parameters
 
     @property
     def active_parameters(self) -> int:
-        """One token meets these parameters, both embeddings counted (Question 5)."""
+        """Parameters that one token uses, with both embeddings (Question 5)."""
         return self._all_layers(self.active_layer_parameters) + self._vocabulary_parameters
 
     @property
@@ -161,7 +165,7 @@ class ModelSizes:
 
     @property
     def layer_item_bytes(self) -> float:
-        """Bytes per weight of a layer, scales included."""
+        """Bytes per weight of a layer, with scales."""
         return self.weight_bits / 8 if self.weight_bits else self.item_bytes
 
     @property
@@ -175,12 +179,12 @@ class ModelSizes:
         return self.num_layers - (self.state.num_layers if self.state else 0)
 
     def _all_layers(self, layer_parameters: int) -> int:
-        """Return parameters of all layers, of which all but the dense ones have so many."""
+        """Return the parameters of all layers, if all but the dense ones have ``layer_parameters``."""
         dense = self.attention_parameters + self.mlp_matrices * self.hidden_size * self.dense_intermediate_size
         return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
 
     def _of_mlps(self, parameters: int) -> int:
-        """Return parameters of the mean layer, whose MLPs have so many beside the one that every token visits."""
+        """Return the MLP parameters of the mean layer, whose own MLPs have ``parameters`` besides the shared one."""
         shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
         return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
 

@@ -1,7 +1,7 @@
 """Cuts of a prompt for a chain of prefill workers: even, balanced by the model, searched, or from a table.
 
-The KV-Runahead paper's names: KVR-E, KVR-S and KVR-P. Parts are rows of each worker, in order: they cover the prompt
-exactly, and none is empty where the prompt has as many tokens as there are workers.
+The names are the KV-Runahead paper's: KVR-E, KVR-S and KVR-P. Parts are the rows of each worker in order. They cover
+the prompt exactly, and none is empty if there are enough tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ from fastdecode.perfmodel.prefill_times import PrefillTimes
 
 Parts = tuple[int, ...]
 Measure = Callable[[Parts], float]
-"""Seconds to the first token with such parts: measured, or predicted."""
+"""A function from parts to the seconds until the first token, measured or predicted."""
 
 GRID = (-2, -1, 0, 1, 2)
-"""Strides from the best so far that the paper's grid tries for each cut (figure 6, appendix D)."""
-
-BISECTIONS = 24
-"""Halvings of the time in which :func:`balanced` looks for the end: to a ten-millionth."""
-
-CUTS_TOGETHER = 3
-"""Cuts that one grid moves at the same time; of more workers, grids of so many neighbours take turns."""
+"""Strides from the present best cut that the paper's grid tries (figure 6, appendix D)."""
 
 
 def even(num_tokens: int, num_workers: int) -> Parts:
-    """KVR-E: lengths that differ by one at most, longer ones first."""
+    """Return the parts of KVR-E: their lengths differ by at most one, longer ones first."""
     whole, rest = divmod(num_tokens, num_workers)
     return tuple(whole + (worker < rest) for worker in range(num_workers))
 
@@ -44,19 +38,19 @@ def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
 def closed_form(
     model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
 ) -> Parts:
-    """Return parts that end together by the model, without a search.
+    """Return parts that end at the same time by the model, in closed form.
 
-    A layer of the first e tokens after a prefix of c takes W(e) = a'·e + b·e²/2 with a' = a + b·c, a of the products
-    and b of a pair, and a part the difference of two of these. Worker i can begin its first attention d_i later than
-    the first, once the keys and values of all before have come, and all end at F = d_i + L·w_i / s_i; Σ w_i = W(n)
-    gives F, and each cut is where W reaches the sum of the w before it.
+    After a prefix of c tokens, a layer of the first e tokens takes W(e) = a'·e + b·e²/2 with a' = a + b·c. Here a is
+    for products and b for a pair. A part takes the difference of two of these. Worker i begins its first attention d_i
+    later than the first one, when all earlier keys and values have come. All end at F = d_i + L·w_i / s_i, and Σ w_i =
+    W(n) gives F. Each cut is where W reaches the sum of the earlier w.
     """
     speeds = list(speeds) or [1.0] * num_workers
     attention = model.attention
     rows = max(num_tokens // num_workers, 1)
     per_row = model.s_part.layer_seconds(rows) / rows
     per_pair = attention.pair_seconds
-    per_row += per_pair * min(attention.tile_rows, rows) / 2  # not causal
+    per_row += per_pair * min(attention.tile_rows, rows) / 2  # without causality
     per_row += per_pair * context_len
     delays = _delays(model, num_tokens, num_workers, speeds, context_len)
     work = model.num_layers * (per_row * num_tokens + per_pair * num_tokens**2 / 2)
@@ -69,11 +63,11 @@ def closed_form(
 
 
 def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
-    """Cut as :func:`closed_form` does, by bisection of F over the model's seconds: tiles and fixed costs too."""
+    """Return parts as :func:`closed_form` does, by bisecting F over the model's seconds, with tiles and fixed costs."""
     delays = _delays(model, num_tokens, num_workers, [1.0] * num_workers, 0)
 
     def filled(end_seconds: float) -> Parts:
-        """As many tokens to each worker as it computes until then; the last one takes what is left."""
+        """Return as many tokens for each worker as it computes until ``end_seconds``; the last one takes the rest."""
         done, parts = 0, []
         for delay in delays[:-1]:
             parts.append(_most_rows(model, done, (end_seconds - delay) / model.num_layers, num_tokens - done))
@@ -81,7 +75,9 @@ def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
         return (*parts, num_tokens - done)
 
     low, high = 0.0, model.alone_seconds(num_tokens) + delays[-1]
-    for _ in range(BISECTIONS):
+    # Halvings of the end time in :func:`balanced`, to a ten-millionth
+    bisections = 24
+    for _ in range(bisections):
         middle = (low + high) / 2
         parts = filled(middle)
         last = delays[-1] + model.num_layers * model.part_seconds(parts[-1], num_tokens - parts[-1]).all
@@ -90,14 +86,14 @@ def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
 
 
 def _most_rows(model: PrefillTimes, context: int, layer_seconds: float, most: int) -> int:
-    """Return tokens after ``context`` that take at most ``layer_seconds`` a layer; none if one takes more."""
+    """Return how many tokens after ``context`` take at most ``layer_seconds`` per layer."""
     return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context).all)
 
 
 def _delays(
     model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float], context_len: int
 ) -> list[float]:
-    """By how much the first attention of each worker waits longer than that of the first one."""
+    """Return how much longer each worker waits for its first attention than the first one."""
     rows = max(num_tokens // num_workers, 1)
     before = [model.part_seconds(rows, 0, speed).before for speed in speeds]
     ready = [before[0]]
@@ -108,11 +104,11 @@ def _delays(
 
 
 def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride: int | None = None) -> Parts:
-    """KVR-S: the best parts that a hierarchical grid search finds from ``start``, and never worse than even ones.
+    """Return the best parts of a hierarchical grid search from ``start`` (KVR-S), never worse than even ones.
 
-    Each level tries every combination of ``GRID`` strides for the cuts, moves there while that helps, and halves the
-    stride down to ``least_stride``; with one cut this is a binary search (figure 6). ``first_stride``: an eighth of the
-    prompt per worker unless given, a smaller one where ``start`` is near already. Nothing is measured twice.
+    Each level tries all combinations of ``GRID`` strides for the cuts, moves while that helps, and then halves the
+    stride, down to ``least_stride``. With one cut this is a binary search (figure 6). ``first_stride``: by default an
+    eighth of the prompt per worker; a smaller one suits a ``start`` that is near. Nothing is measured twice.
     """
     num_tokens, cuts = sum(start), tuple(itertools.accumulate(start))[:-1]
     known: dict[Parts, float] = {}
@@ -137,9 +133,11 @@ def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride
 def _best_near(
     seconds: Callable[[Sequence[int]], float], cuts: tuple[int, ...], num_tokens: int, stride: int
 ) -> tuple[int, ...]:
-    """Return cuts around which no grid, of so many neighbours in turn, finds anything better."""
+    """Return cuts that no grid over consecutive neighbours improves."""
+    # Cuts that one grid moves together; with more workers, grids of neighbouring cuts take turns
+    cuts_together = 3
     groups = [
-        range(first, min(first + CUTS_TOGETHER, len(cuts))) for first in range(max(1, len(cuts) - CUTS_TOGETHER + 1))
+        range(first, min(first + cuts_together, len(cuts))) for first in range(max(1, len(cuts) - cuts_together + 1))
     ]
     while True:
         before = cuts
@@ -159,13 +157,13 @@ def _moved(cuts: tuple[int, ...], group: range, steps: Sequence[int], stride: in
 
 
 def _is_inside(cuts: Sequence[int], num_tokens: int) -> bool:
-    """Return whether every part has a token at least."""
+    """Return whether every part has at least one token."""
     ends = (0, *cuts, num_tokens)
     return all(first < last for first, last in itertools.pairwise(ends))
 
 
 def _in_order(cuts: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the cuts moved as little as it takes for every part to have a token, where there are enough of them."""
+    """Return the cuts, moved as little as possible so that every part has a token, if there are enough tokens."""
     after = len(cuts)
     kept: list[int] = []
     for place, cut in enumerate(cuts):
@@ -195,15 +193,15 @@ class PartitionEntry:
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """Return the parts as fractions of the prompt."""
+        """The parts as fractions of the prompt."""
         return tuple(part / self.num_tokens for part in self.parts)
 
 
 class PartitionTable:
-    """KVR-P: parts for any prompt from those of a few lengths (section 4.2)."""
+    """KVR-P: parts for any prompt, interpolated from a few lengths (section 4.2)."""
 
     def __init__(self, entries: Sequence[PartitionEntry]) -> None:
-        """``entries``: for any numbers of workers; one at most for a number and a length."""
+        """``entries``: for any numbers of workers, at most one per number and length."""
         self._by_workers: dict[int, list[PartitionEntry]] = {}
         for entry in sorted(entries, key=lambda entry: entry.num_tokens):
             known = self._by_workers.setdefault(len(entry.parts), [])
@@ -214,13 +212,13 @@ class PartitionTable:
             known.append(entry)
 
     def knows(self, num_workers: int) -> bool:
-        """Return whether there is an entry for so many workers."""
+        """Return whether there is an entry for ``num_workers``."""
         return num_workers in self._by_workers
 
     def parts(self, num_tokens: int, num_workers: int) -> Parts:
-        """Return fractions interpolated linearly between the nearest lengths; those of the nearest one beyond the ends.
+        """Return fractions interpolated linearly between the nearest lengths; beyond the ends, those of the nearest.
 
-        KeyError if there is no entry for ``num_workers``.
+        Raise KeyError without an entry for ``num_workers``.
         """
         entries = self._by_workers[num_workers]
         above = bisect_right([entry.num_tokens for entry in entries], num_tokens)
@@ -235,17 +233,14 @@ class PartitionTable:
 
 NO_TABLE = PartitionTable(())
 
-ALIKE = 1.1
-"""Workers whose speeds differ by less get the table's parts, which were found on equal ones."""
-
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prompt's parts and its time by them: what the scheduler's policy asks of the model.
+    """A prompt's parts and times for the scheduler's policy.
 
-    Parts come from ``table`` where it knows so many workers and they are equally fast, else from the closed form.
-    ``method``: "kvr", or "tsp" with even parts. After a cached prefix of ``context_len`` tokens, of which the table
-    knows nothing, it is the closed form of a chain.
+    Parts come from ``table`` if it knows the number of workers and they are equally fast, else from the closed form.
+    ``method``: "kvr", or "tsp" with even parts. After a cached prefix of ``context_len`` tokens, which the table does
+    not cover, the closed form of a chain is used.
     """
 
     model: PrefillTimes
@@ -253,17 +248,19 @@ class Forecast:
     method: str = "kvr"
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> Parts:
-        """Return tokens of each worker, in order."""
+        """Return the tokens of each worker, in order."""
         if context_len:
             return closed_form(self.model, num_tokens, len(speeds), speeds, context_len)
         if self.method == "tsp":
             return even(num_tokens, len(speeds))
-        if self.table.knows(len(speeds)) and max(speeds) < ALIKE * min(speeds):
+        # Workers whose speeds differ by less use the table's parts, which were found for equal ones
+        alike = 1.1
+        if self.table.knows(len(speeds)) and max(speeds) < alike * min(speeds):
             return self.table.parts(num_tokens, len(speeds))
         return closed_form(self.model, num_tokens, len(speeds), speeds)
 
     def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
-        """When each worker is done; the last has the first token."""
+        """Return when each worker is done; the last has the first token."""
         if self.method == "tsp" and not context_len:
             return (self.model.tsp_seconds(parts, speeds),) * len(parts)
         return self.model.chain_seconds(parts, speeds, context_len)

@@ -1,4 +1,4 @@
-"""The model of prefill workers from what is known of them: prompts that were measured, or a GPU's figures."""
+"""Times of prefill workers, from measured prompts or from a GPU's figures."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart
 TILE_ROWS = 256
 """Rows of a tile of prompt attention on a CPU, in torch's kernel and in ``sworker/run/prompts.py``."""
 
-GPU_TILE_ROWS = 128
-"""Rows of a tile of fused kernels on GPUs."""
-
 MANY_ROWS = 1 << 20
-"""Up to which products take the same time per row."""
+"""Rows up to which products take the same time per row."""
 
 
 def before_share(shape: ModelShape) -> float:
-    """Return the part of a layer's products that comes before attention: q, k and v."""
+    """Return the part of a layer's products that precedes attention: q, k and v."""
     output_dim = shape.latent.value if shape.latent else shape.head_dim
     output_parameters = shape.hidden_size * shape.num_heads * output_dim
     return (shape.attention_parameters - output_parameters) / shape.active_layer_parameters
 
 
 def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: str = "auto") -> PrefillTimes:
-    """Prefill workers of a GPU each: products as its S-part, and attention that multiplies at the same rate.
+    """Return the times of prefill workers with one GPU each. Attention multiplies at the rate of the products.
 
-    A fused kernel that leaves out the tiles that causality hides is taken; 4·N·H operations make a pair's score and add
-    its value, 2·N·(key dims + value dims) where these differ.
+    The kernel is assumed to skip tiles that causality hides. A pair's score and value take 4·N·H operations, or
+    2·N·(key dims + value dims) if these differ.
     """
     layer = shape.layer_layout
     pair_seconds = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) / gpu.flops_per_second.achieved
+    # Rows of a tile of fused kernels on GPUs
+    gpu_tile_rows = 128
     return PrefillTimes(
         num_layers=shape.num_layers,
         s_part=GpuSPart(shape, gpu),
-        attention=PromptAttentionTimes(pair_seconds, GPU_TILE_ROWS),
+        attention=PromptAttentionTimes(pair_seconds, gpu_tile_rows),
         kv_bytes=shape.appending_row_bytes,
         link=link,
         before_share=before_share(shape),
@@ -51,7 +50,7 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: 
 
 
 def stored_kv_bytes(shape: ModelShape, kv_dtype: str) -> int:
-    """Return the bytes of a token in one layer of a cache of that dtype, "auto" being the model's."""
+    """Return the bytes of one cached token in one layer; "auto" is the model's dtype."""
     kv_dtype = shape.dtype if kv_dtype == "auto" else kv_dtype
     return shape.layer_layout.token_bytes(kv_dtype)
 
@@ -59,10 +58,10 @@ def stored_kv_bytes(shape: ModelShape, kv_dtype: str) -> int:
 def measured_prefill_model(
     profile: HardwareProfile, num_busy: int = 1, shape: ModelShape | None = None, kv_dtype: str = "auto"
 ) -> PrefillTimes:
-    """Prefill workers like the first one measured, while ``num_busy`` of them compute; ProfileError without any.
+    """Return the times of prefill workers like the first measured one, while ``num_busy`` of them compute.
 
-    ``shape``: with another number of layers than the profile's. Seconds of a prompt of n tokens are a·n for products,
-    b for each pair of its attention, and c once.
+    ``shape``: may have another number of layers than the profile's. A prompt of n tokens takes a·n for products, b per
+    pair of its attention, and c once. Raise ProfileError if none was measured.
     """
     alone = _alone(profile, 0)
     if not alone:
@@ -86,7 +85,7 @@ def measured_prefill_model(
 
 
 def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:
-    """Return the speed of each prefill worker measured, alone, relative to the first one."""
+    """Return each measured prefill worker's speed alone, relative to the first one."""
     first = _alone(profile, 0)
     speeds = []
     for worker in sorted({point.worker for point in profile.prefill}):
@@ -97,7 +96,7 @@ def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:
 
 
 def slowdown(profile: HardwareProfile, num_busy: int) -> float:
-    """Return how many times longer a worker takes while so many compute, as measured with the nearest number."""
+    """Return how many times longer a worker takes while ``num_busy`` compute, from the nearest measured number."""
     if num_busy == 1:
         return 1.0
     measured = {point.num_busy for point in profile.prefill if point.num_busy > 1}
@@ -114,18 +113,18 @@ def slowdown(profile: HardwareProfile, num_busy: int) -> float:
 def measured_forecast(
     profile: HardwareProfile, num_workers: int, method: str = "kvr", kv_dtype: str = "auto"
 ) -> Forecast:
-    """Return the forecast that the scheduler's policy asks, for so many workers like those measured."""
+    """Return the forecast for the scheduler's policy, for ``num_workers`` like the measured ones."""
     model = measured_prefill_model(profile, num_workers, kv_dtype=kv_dtype)
     return Forecast(model, PartitionTable(profile.partitions), method)
 
 
 def _alone(profile: HardwareProfile, worker: int) -> dict[int, float]:
-    """Return seconds by prompt tokens of one worker while the others rest."""
+    """Return seconds by prompt length of one worker while the others rest."""
     points = (point for point in profile.prefill if point.worker == worker and point.num_busy == 1)
     return {point.num_tokens: point.seconds for point in points}
 
 
 def _link(profile: HardwareProfile) -> PrefillLink:
-    """Return one way of the slowest link measured, that of R-workers."""
+    """Return one direction of the slowest measured link to R-workers."""
     way = profile.transport()
     return PrefillLink(min(way.hop_bytes_per_second, default=math.inf), way.latency_seconds / 2)

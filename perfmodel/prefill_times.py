@@ -1,8 +1,8 @@
-"""Seconds until a prompt's first token where several prefill workers share it: a chain (KV-Runahead) or TSP.
+"""Time until a prompt's first token if several prefill workers share it: a chain (KV-Runahead) or TSP.
 
-A prompt of n tokens is cut into consecutive ``parts``, the rows of each worker, in order. Worker i attends to all keys
-and values up to its own end, so the work grows with i and parts of equal work are unequal in length. Equations and
-sections are those of KV-Runahead (ICML 2024).
+A prompt of n tokens is cut into consecutive ``parts``, the rows of each worker in order. Worker i attends to all keys
+and values up to its own end. So work grows with i, and parts of equal work have unequal lengths. Equations and sections
+are those of KV-Runahead (ICML 2024).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from fastdecode.perfmodel.stages import SPart
 
 @dataclass(frozen=True)
 class PromptAttentionTimes:
-    """One layer's attention of a part: ``pair_seconds`` per (query, key) pair that is computed.
+    """One layer's attention of a part: ``pair_seconds`` per computed (query, key) pair.
 
-    Kernels compute a causal triangle in tiles, ``tile_rows`` queries at a time, each of which meets all keys up to the
-    tile's end.
+    Kernels compute a causal triangle in tiles of ``tile_rows`` queries, each with all keys up to the tile's end.
     """
 
     pair_seconds: float
@@ -36,7 +35,7 @@ class PromptAttentionTimes:
             )
 
     def pairs(self, rows: int, context: int) -> float:
-        """(query, key) pairs that ``rows`` queries compute over ``context`` earlier keys and their own."""
+        """Return the (query, key) pairs that ``rows`` queries compute over ``context`` earlier keys and their own."""
         return rows * context + triangle_pairs(rows, self.tile_rows)
 
     def seconds(self, rows: int, context: int) -> float:
@@ -44,19 +43,19 @@ class PromptAttentionTimes:
         return self.pair_seconds * self.pairs(rows, context)
 
     def square_seconds(self, rows: int, num_keys: int) -> float:
-        """Return the seconds of ``rows`` queries that all meet all ``num_keys``, as TSP computes them (section 4.1)."""
+        """Return the seconds of ``rows`` queries over all ``num_keys``, as TSP computes them (section 4.1)."""
         return self.pair_seconds * rows * num_keys
 
 
 def triangle_pairs(rows: int, tile_rows: int) -> float:
-    """Pairs of a causal triangle of ``rows`` queries, tiles of ``tile_rows`` computed whole: rows²/2 and the waste."""
+    """Return the pairs of a causal triangle of ``rows`` queries, with whole tiles: rows²/2 plus the waste."""
     full, rest = divmod(rows, tile_rows)
     return tile_rows * tile_rows * full * (full + 1) / 2 + rest * rows
 
 
 @dataclass(frozen=True)
 class PrefillLink:
-    """The link from one prefill worker to the next; it carries one layer after the other while both compute."""
+    """The link from one prefill worker to the next. It sends one layer after another while both compute."""
 
     bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
@@ -66,7 +65,7 @@ class PrefillLink:
             raise ConfigError("a link must have a bandwidth above zero, and a latency not below")
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long the link is busy with so many bytes, its latency apart."""
+        """Return how long the link is busy with ``num_bytes``, without latency."""
         return num_bytes / self.bytes_per_second
 
 
@@ -75,7 +74,7 @@ NO_LINK = PrefillLink()
 
 @dataclass(frozen=True)
 class SlowerSPart:
-    """An S-part, ``factor`` times as slow."""
+    """An S-part that is ``factor`` times slower."""
 
     s_part: SPart
     factor: float
@@ -90,7 +89,7 @@ class SlowerSPart:
 
 
 class PartSeconds(NamedTuple):
-    """One layer of one part: products before attention, attention, and the products after it."""
+    """One layer of one part: products before attention, attention, and products after it."""
 
     before: float
     attention: float
@@ -98,17 +97,17 @@ class PartSeconds(NamedTuple):
 
     @property
     def all(self) -> float:
-        """Return the seconds of the part where it waits for nothing."""
+        """The seconds of the part without waiting."""
         return self.before + self.attention + self.after
 
 
 @dataclass(frozen=True)
 class PrefillTimes:
-    """Prefill workers that are all of one kind; calls take each one's speed, 1 being that of the kind.
+    """Times of prefill workers of one kind. Calls take each one's relative speed.
 
-    ``kv_bytes``: of one token's keys and values in one layer; ``stored_kv_bytes``: of one of a prefix, which travels as
-    R-workers store it (as ``kv_bytes`` when None). ``before_share``: of a layer's products, the part that
-    comes before attention (q, k and v). ``job_seconds``: once per prompt, from the S-worker and back to it.
+    ``kv_bytes``: of one token's keys and values in one layer. ``stored_kv_bytes``: of a prefix token, sent in the
+    R-workers' form; None for ``kv_bytes``. ``before_share``: the part of a layer's products that precedes attention (q,
+    k and v). ``job_seconds``: once per prompt, from the S-worker and back.
     """
 
     num_layers: int
@@ -125,7 +124,7 @@ class PrefillTimes:
             raise ConfigError("a model has a layer at least, and its shares, bytes and seconds are not below zero")
 
     def part_seconds(self, rows: int, context: int, speed: float = 1.0) -> PartSeconds:
-        """Return one layer of a part of the chain."""
+        """Return the times of one layer of a part of the chain."""
         products = self.s_part.layer_seconds(rows) / speed
         before = self.before_share * products
         return PartSeconds(before, self.attention.seconds(rows, context) / speed, products - before)
@@ -133,7 +132,7 @@ class PrefillTimes:
     def chain_seconds(
         self, parts: Sequence[int], speeds: Sequence[float] = (), context_len: int = 0
     ) -> tuple[float, ...]:
-        """When each worker of the chain is done, in seconds from the prompt's arrival; the last has the first token.
+        """Return when each worker of the chain is done, in seconds from the prompt's arrival.
 
         ::
 
@@ -143,9 +142,9 @@ class PrefillTimes:
                                 └ k, v of layer 0 of parts 0 and 1
             worker 2  |qkv 0|  wait                   |attention 0|…
 
-        A worker hands layer l on when it has those of the parts before and its own (section 4.2, figure 5); the link
-        takes one layer after the other, while the worker computes. A prefix of ``context_len`` tokens comes to worker 0
-        over such a link as well.
+        The last one has the first token. A worker sends layer l on when it has the earlier parts' and its own (section
+        4.2, figure 5). The link sends one layer after another while the worker computes. A prefix of ``context_len``
+        tokens reaches worker 0 over such a link too.
         """
         arrivals = [0.0] * self.num_layers
         if context_len:
@@ -166,9 +165,10 @@ class PrefillTimes:
         return tuple(done)
 
     def tsp_seconds(self, parts: Sequence[int], speeds: Sequence[float] = ()) -> float:
-        """Tensor/sequence parallel: every layer all workers gather all keys and values round a ring, and wait for it.
+        """Return the seconds of tensor/sequence parallel, where all workers gather all keys and values in every layer.
 
-        Each worker's attention computes what causality hides as well (section 4.1, figure 4).
+        They gather in a ring, and wait for it. Each worker's attention also computes what causality hides (section 4.1,
+        figure 4).
         """
         speeds, num_tokens = list(speeds) or [1.0] * len(parts), sum(parts)
         workers = list(zip(parts, speeds, strict=True))
@@ -184,21 +184,21 @@ class PrefillTimes:
         return self.job_seconds + self.num_layers * (before + gather + after) + head
 
     def times(self, factor: float) -> PrefillTimes:
-        """Return these times with products and attention ``factor`` times as slow."""
+        """Return these times with products and attention ``factor`` times slower."""
         attention = replace(self.attention, pair_seconds=factor * self.attention.pair_seconds)
         return replace(self, s_part=SlowerSPart(self.s_part, factor), attention=attention)
 
     def alone_seconds(self, num_tokens: int, speed: float = 1.0, context_len: int = 0) -> float:
-        """Return one worker with the whole prompt, or with what comes after a prefix."""
+        """Return the seconds of one worker with the whole prompt, or with the part after a prefix."""
         return self.chain_seconds((num_tokens,), (speed,), context_len)[-1]
 
     def link_seconds(self, rows: int, context_len: int) -> float:
-        """Return how long the link is busy with a layer of ``rows`` tokens and of a prefix before them."""
+        """Return how long the link is busy with a layer of ``rows`` tokens and the prefix before them."""
         stored = self.kv_bytes if self.stored_kv_bytes is None else self.stored_kv_bytes
         return self.link.seconds(rows * self.kv_bytes + context_len * stored)
 
     def _arrivals(self, sends: Sequence[float], busy_seconds: float) -> list[float]:
-        """When the next worker has what was handed to the link at ``sends``, layer by layer."""
+        """Return when the next worker has each layer sent at ``sends``."""
         free, arrivals = 0.0, []
         for ready in sends:
             free = max(free, ready) + busy_seconds
@@ -207,14 +207,15 @@ class PrefillTimes:
 
 
 def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
-    """Return tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
+    """Return the tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
 
-    Worker i sends all up to its end, so Σ_{i<p} end_i; with even parts n·(p − 1)/2, half of TSP's. All but the last
-    pass a prefix of c tokens on, c·(p − 1) more; the c tokens that the R-worker sends to the first are not counted.
+    Worker i sends all up to its end, so the sum is Σ_{i<p} end_i. With even parts it is n·(p − 1)/2, half of TSP's. All
+    but the last also pass a prefix of c tokens on, c·(p − 1) more. The c tokens from the R-worker to the first one do
+    not count.
     """
     return sum(list(itertools.accumulate(parts))[:-1]) + context_len * (len(parts) - 1)
 
 
 def tsp_traffic_tokens(parts: Sequence[int]) -> int:
-    """Return the tokens of an all-gather: every worker gets all parts but its own, n·(p − 1); equations 4 and 5."""
+    """Return the tokens of an all-gather, n·(p − 1): every worker gets the others' parts (equations 4 and 5)."""
     return sum(parts) * (len(parts) - 1)

@@ -1,4 +1,4 @@
-"""GPUs and CPU hosts by name: figures of data sheets, each with its source, and list prices with their dates."""
+"""GPUs and CPU hosts by name: figures of data sheets with sources, and list prices with dates."""
 
 from __future__ import annotations
 
@@ -17,30 +17,7 @@ from fastdecode.perfmodel.hardware import (
     ListPrice,
 )
 
-RUNPOD = "RunPod, March 2026, by deploybase.ai"
 AWS = "AWS, us-east-1, on demand, 2025"
-
-GPU_PRICES = {
-    "rtx-3090": (0.22, RUNPOD),
-    "rtx-4090": (0.34, RUNPOD),
-    "rtx-5090": (0.69, RUNPOD),
-    "rtx-pro-6000": (0.89, RUNPOD),
-    "l4": (0.44, RUNPOD),
-    "l40s": (0.79, RUNPOD),
-    "a10": (0.75, "Lambda, 2025"),
-    "a100": (1.39, RUNPOD),
-    "h100": (2.69, RUNPOD),
-    "h200": (3.59, RUNPOD),
-    "b200": (5.98, RUNPOD),
-    "gh200": (1.49, "Lambda, 2025, its Grace host included"),
-}
-
-HOST_PRICES = {
-    "epyc-9654": (11.13, f"{AWS}, m7a.48xlarge"),
-    "xeon-8480": (9.68, f"{AWS}, m7i.48xlarge"),
-    "graviton4": (4.31, f"{AWS}, m8g.24xlarge"),
-    "grace": (0.0, "it comes with the GH200"),
-}
 
 
 def _gpu(
@@ -52,13 +29,28 @@ def _gpu(
     nvlink_gb_per_s: float = 0.0,
     source: str = "NVIDIA data sheet",
 ) -> Gpu:
-    """Nominal figures of a data sheet: dense 16-bit tensor FLOP/s with 32-bit sums where they differ."""
+    """Return a GPU with a data sheet's nominal figures: dense 16-bit tensor FLOP/s, with 32-bit sums if they differ."""
     measured = name == "a10"
     read = Figure(gb_per_s * 1e9, GPU_READ_EFFICIENCY, False, f"{source}; 0.8 taken for any GPU")
     weights = Figure(gb_per_s * 1e9, A10_WEIGHT_EFFICIENCY, True, "FastDecode paper, T(1) of a 7B layer")
     origin = "FastDecode paper" if measured else f"{source}; as the FastDecode paper's A10"
     flops = Figure(tflops * 1e12, FLOPS_EFFICIENCY, measured, origin)
-    price = ListPrice(*GPU_PRICES[name]) if name in GPU_PRICES else None
+    runpod = "RunPod, March 2026, by deploybase.ai"
+    gpu_prices = {
+        "rtx-3090": (0.22, runpod),
+        "rtx-4090": (0.34, runpod),
+        "rtx-5090": (0.69, runpod),
+        "rtx-pro-6000": (0.89, runpod),
+        "l4": (0.44, runpod),
+        "l40s": (0.79, runpod),
+        "a10": (0.75, "Lambda, 2025"),
+        "a100": (1.39, runpod),
+        "h100": (2.69, runpod),
+        "h200": (3.59, runpod),
+        "b200": (5.98, runpod),
+        "gh200": (1.49, "Lambda, 2025, its Grace host included"),
+    }
+    price = ListPrice(*gpu_prices[name]) if name in gpu_prices else None
     return Gpu(
         name, flops, weights if measured else read, read, gb * 1e9, pcie_gb_per_s * 1e9, nvlink_gb_per_s * 1e9, price
     )
@@ -73,11 +65,20 @@ def _host(
     source: str = "memory channels",
     holds_gpu: bool = False,
 ) -> CpuHost:
-    """Nominal: memory channels times transfer rate, per socket; one R-worker per socket; ``gb`` is assumed."""
+    """Return a host's nominal figures: memory channels times transfer rate per socket; one R-worker per socket.
+
+    ``gb`` is assumed.
+    """
     measured = name == "epyc-7452"
     origin = "FastDecode paper" if measured else f"{source}; as the FastDecode paper's Epyc 7452"
     reading = Figure(gb_per_s * 1e9, CPU_READ_EFFICIENCY, measured, origin)
-    price = ListPrice(*HOST_PRICES[name]) if name in HOST_PRICES else None
+    host_prices = {
+        "epyc-9654": (11.13, f"{AWS}, m7a.48xlarge"),
+        "xeon-8480": (9.68, f"{AWS}, m7i.48xlarge"),
+        "graviton4": (4.31, f"{AWS}, m8g.24xlarge"),
+        "grace": (0.0, "it comes with the GH200"),
+    }
+    price = ListPrice(*host_prices[name]) if name in host_prices else None
     return CpuHost(name, sockets, cores, reading, gb * 1e9, holds_gpu, price=price)
 
 
@@ -100,8 +101,7 @@ GPUS = {
         _gpu("rtx-pro-6000", 503.8, 1792, 96, 64, 0, "NVIDIA RTX PRO Blackwell whitepaper"),
     )
 }
-"""A100, H100, H200 and B200 are the SXM versions, the A100 with 80 GB; the RTX PRO 6000 is of the Blackwell generation.
-"""
+"""GPUs by name. A100 (80 GB), H100, H200 and B200 are the SXM versions; RTX PRO 6000 is the Blackwell generation."""
 
 CPU_HOSTS = {
     host.name: host
@@ -120,34 +120,36 @@ CPU_HOSTS = {
         _host("laptop", 1, 8, 2 * 38.4, 32, "2 channels of DDR5-4800", True),
     )
 }
-"""Servers have two sockets where 2 stands: 8 channels of DDR4-3200, 12 and 12 of DDR5-4800, 8 of DDR5-4800."""
+"""CPU hosts by name.
+
+Servers with 2 have two sockets: 8 channels of DDR4-3200, 12 and 12 of DDR5-4800, 8 of DDR5-4800.
+"""
 
 _Preset = TypeVar("_Preset", Gpu, CpuHost)
-
-LEAST_KEY = 4
-"""Letters and digits from which on the end of a name stands for it, such as 5090 and 9950x."""
 
 NUMBERS = {
     "gpu": "1792GB/s:210TFLOPS:32GiB",
     "cpu": "90GB/s:16cores:64GiB",
 }
-"""Machines in numbers, as errors show them."""
+"""Examples of machines in numbers, for errors."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of that name; ConfigError lists those there are."""
+    """Return the GPU of that name. A ConfigError lists the known ones."""
     return _find("gpu", GPUS, name)
 
 
 def find_cpu_host(name: str) -> CpuHost:
-    """Return the CPU host of that name; ConfigError lists those there are."""
+    """Return the CPU host of that name. A ConfigError lists the known ones."""
     return _find("cpu", CPU_HOSTS, name)
 
 
 def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
     key = _key(name)
     matches = [preset for preset in presets if _key(preset) == key]
-    if not matches and len(key) >= LEAST_KEY:
+    # Least letters and digits of a name's end that stand for it, such as 5090 and 9950x
+    least_key = 4
+    if not matches and len(key) >= least_key:
         matches = [preset for preset in presets if _key(preset).endswith(key)]
     if len(matches) != 1:
         raise ConfigError(
@@ -157,5 +159,5 @@ def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
 
 
 def _key(name: str) -> str:
-    """Return letters and digits alone: `RTX 5090`, `rtx_5090` and `rtx-5090` are one name."""
+    """Return letters and digits only, so that `RTX 5090`, `rtx_5090` and `rtx-5090` are one name."""
     return "".join(each for each in name.lower() if each.isalnum())

@@ -1,4 +1,4 @@
-"""The profile of a machine, what was measured there, which a plan takes in place of presets. Times are in seconds."""
+"""The profile of a machine: measurements that a plan uses instead of presets. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ MEASURED_BY_ALL = (
     "`fastdecode calibrate` without --quick measures every KV dtype, KV heads in groups of 1, 4 and 8, and half and "
     "all of the cores"
 )
-"""Says how a profile comes to what one of --quick lacks."""
+"""Says how to complete a profile of --quick."""
 
 MEASURED_FOR_RANKS = "`fastdecode calibrate --tensor-parallel-size {}` measures them"
 
 MEAN_CONTEXT = 1024
-"""Tokens over which rows are compared, amid those that were measured."""
+"""Tokens at which rows are compared, within the measured range."""
 
 FORMAT_VERSION = 3
-"""Version of the JSON. Version 1 knew nothing of prefill workers, version 2 nothing of ranks; both are still read."""
+"""Version of the JSON. Version 1 has no prefill workers, and version 2 no ranks; both can still be read."""
 
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """A machine's S-worker, R-workers and links as calibrated for one model's layers. ProfileError if it lacks."""
+    """A machine's S-worker, R-workers and links, calibrated for one model's layers.
+
+    Raise ProfileError for what it lacks.
+    """
 
     machine: MachineIdentity
     shape: ModelShape
@@ -60,15 +63,16 @@ class HardwareProfile:
 
     @property
     def measured_rank_counts(self) -> set[int]:
-        """Numbers of ranks whose S-part is known."""
+        """Numbers of ranks with a measured S-part."""
         return {point.tensor_parallel_size for point in self.s_part}
 
     def measured_s_part(
         self, threads: int | None = None, shape: ModelShape | None = None, num_ranks: int = 1
     ) -> MeasuredSPart:
-        """T(B) with that many threads (the most measured) and ranks, of the profile's layers or of ``shape``'s.
+        """Return T(B) with this many threads and ranks, for the profile's layers or ``shape``'s.
 
-        ``shape`` may have other KV heads: its layers take as much longer as they have more parameters.
+        ``threads``: None for the most that were measured. ``shape`` may have other KV heads. Time is scaled by the
+        layers' parameters.
         """
         of_ranks = [point for point in self.s_part if point.tensor_parallel_size == num_ranks]
         if self.s_part and not of_ranks:
@@ -94,11 +98,11 @@ class HardwareProfile:
         r_worker: str | None = None,
         num_ranks: int = 1,
     ) -> RPart:
-        """R with that many threads (the most measured) of the heads of ``shape`` (the profile's) in that KV dtype.
+        """Return R with this many threads (default: most measured) in that KV dtype, for the heads of ``shape``.
 
-        Of the slowest R-worker measured unless one is named. One that holds the heads of one of ``num_ranks`` takes a
-        share of the time of a token and of a row, and no less for a call; of latents, whose rows each rank reads
-        whole, the time of so many heads must have been measured.
+        It is that of the slowest measured R-worker unless one is named. An R-worker with the heads of one of
+        ``num_ranks`` takes a share of the time per token and row, but the whole time per call. Each rank reads latent
+        rows whole, so a measurement with its number of heads is needed.
         """
         shape = shape or self.shape
         own = rank_shape(shape, num_ranks)
@@ -128,9 +132,11 @@ class HardwareProfile:
     def absorbs_sooner_at_r_workers(
         self, shape: ModelShape, kv_dtype: str, rows: float, r_workers: Iterable[str]
     ) -> bool:
-        """Say whether ``rows`` rows of a latent layer, each over MEAN_CONTEXT tokens, are back sooner from R-workers
-        that multiply K and V: by the way to the slowest of them and its work. False where one of the two was not
-        measured."""
+        """Return whether ``rows`` rows of a latent layer return sooner if R-workers multiply K and V.
+
+        Each row covers MEAN_CONTEXT tokens. The time counts the link to the slowest of ``r_workers`` and its work.
+        Return False if one of the two was not measured.
+        """
         seconds = []
         for each in (shape.absorbing(False), shape.absorbing(True)):
             try:
@@ -142,7 +148,7 @@ class HardwareProfile:
         return seconds[1] < seconds[0]
 
     def measured_scan(self, kv_dtype: str, threads: int | None = None, r_worker: str | None = None) -> RPart:
-        """Return the scan of all keys of the profile's model's index, as ``measured_r_part``; every rank scans all."""
+        """Return the scan of all keys of the model's index, as ``measured_r_part``. Every rank scans all keys."""
         points = self._r_points("scan", kv_dtype, r_worker)
         if not points:
             raise self.lacks(f"no scan of an index over a {kv_dtype} cache", [])
@@ -152,8 +158,10 @@ class HardwareProfile:
     def measured_state(
         self, kv_dtype: str, threads: int | None = None, r_worker: str | None = None
     ) -> tuple[float, float]:
-        """Seconds of a call of one recurrent layer of the profile's model, and of each sequence's state in it, of the
-        slowest R-worker; ProfileError where none was measured."""
+        """Return the seconds of a recurrent layer's call, and of each sequence's state in it, on the slowest R-worker.
+
+        Raise ProfileError if none was measured.
+        """
         points = self._r_points("state", kv_dtype, r_worker)
         points = [point for point in points if point.threads == (threads or max(each.threads for each in points))]
         if not points:
@@ -172,7 +180,7 @@ class HardwareProfile:
         return [point for point in of_kind if r_worker in (None, point.r_worker)]
 
     def transport(self, r_worker: str | None = None, row_bytes: float = 0.0) -> Transport:
-        """The way to an R-worker and back, to the slowest when None; nothing is counted where none was measured."""
+        """Return the link to an R-worker and back (the slowest for None); it costs nothing if none was measured."""
         names = {point.r_worker for point in self.links} if r_worker is None else {r_worker}
         ways = [self._way(name, row_bytes) for name in sorted(names)]
         return max(ways, key=lambda way: way.trip_seconds(64), default=Transport(row_bytes))
@@ -180,9 +188,9 @@ class HardwareProfile:
     def step_overhead_seconds(
         self, r_worker: str | None = None, num_r_workers: int = 1, num_ranks: int = 1
     ) -> tuple[float, float]:
-        """Return host seconds of a step: once, and per row; with ``num_r_workers`` such R-workers of each rank to tell.
+        """Return the host seconds of a step: once, and per row, for ``num_r_workers`` per rank.
 
-        Of one rank where ``num_ranks`` were not measured.
+        The figures are those of one rank if ``num_ranks`` were not measured.
         """
         known = num_ranks if any(p.tensor_parallel_size == num_ranks for p in self.host) else 1
         own = [(p.num_sequences, p.seconds) for p in self.host if p.tensor_parallel_size == known]
@@ -195,7 +203,7 @@ class HardwareProfile:
         return per_step + num_r_workers * plan_step, per_row + plan_row
 
     def measured_contention(self, s_threads: int, r_threads: int, num_kv_heads: int) -> Contention:
-        """Return the contention of S and R on cores of their own here, with the nearest threads, then KV heads."""
+        """Return the contention of S and R on separate cores here, with the nearest threads, then KV heads."""
         if not self.contention:
             return Contention()
         nearest = min(
@@ -208,7 +216,7 @@ class HardwareProfile:
         return Contention(nearest.s_slowdown, nearest.r_slowdown)
 
     def anchor_seconds(self, part: str, threads: int) -> float:
-        """Return the seconds that the anchor of S ("s") or R ("r") took at the time."""
+        """Return the recorded seconds of the anchor of S ("s") or R ("r")."""
         for point in self.anchors:
             if (point.part, point.threads) == (part, threads):
                 return point.seconds
@@ -223,14 +231,14 @@ class HardwareProfile:
         return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency)
 
     def lacks(self, what: str, found: list, cure: str = MEASURED_BY_ALL) -> ProfileError:
-        """Return the error that names what is missing, what there is, and the command that measures it."""
+        """Return an error that names what is missing, what there is, and the command that measures it."""
         return ProfileError(
             f"the profile of {self.machine.host} has {what}; it has {', '.join(map(str, found)) or 'none'}: {cure}"
         )
 
 
 def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) -> RPart:
-    """Return seconds per token, row and call of one R-worker."""
+    """Return the seconds per token, row and call of one R-worker."""
     own = [point for point in points if point.r_worker == r_worker]
     threads = threads or max(point.threads for point in own)
     own = [point for point in own if point.threads == threads]
@@ -240,7 +248,7 @@ def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) ->
 
 
 def _fixed_and_per_row(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Return seconds once and per row, from points of (rows, seconds)."""
+    """Return the fixed seconds and the seconds per row, from points of (rows, seconds)."""
     if not points:
         return 0.0, 0.0
     columns = np.array([(1.0, rows) for rows, _ in points])

@@ -1,4 +1,4 @@
-"""Profiles to JSON and back: every key known, none missing, every number finite."""
+"""Profiles as JSON: every key known, none missing, every number finite."""
 
 from __future__ import annotations
 
@@ -28,27 +28,9 @@ from fastdecode.perfmodel.partition import PartitionEntry, PartitionTable
 from fastdecode.perfmodel.profile import FORMAT_VERSION, HardwareProfile
 from fastdecode.perfmodel.state_shape import StateShape
 
-PARTS = {"machine": MachineIdentity, "shape": ModelShape}
-LISTS = {
-    "s_part": SPartPoint,
-    "r_part": RPartPoint,
-    "links": LinkPoint,
-    "host": HostPoint,
-    "plans": PlanPoint,
-    "contention": ContentionPoint,
-    "anchors": AnchorPoint,
-    "prefill": PrefillPoint,
-    "partitions": PartitionEntry,
-}
-
-OF_SHAPES = {"LatentShape | None": LatentShape, "IndexShape | None": IndexShape, "StateShape | None": StateShape}
-"""Parts of a model's shape, by their annotation."""
-
-READ_VERSIONS = (1, 2, FORMAT_VERSION)
-
 
 def write_profile(profile: HardwareProfile) -> str:
-    """Return the profile as :func:`read_profile` reads it."""
+    """Return the profile as JSON for :func:`read_profile`."""
     return json.dumps(asdict(profile), indent=2) + "\n"
 
 
@@ -58,15 +40,28 @@ def read_profile(text: str) -> HardwareProfile:
         data = json.loads(text)
     except ValueError as error:
         raise ProfileError(f"the profile is not valid JSON: {error}") from None
-    if isinstance(data, dict) and data.get("format_version") not in READ_VERSIONS:
-        known = f"{', '.join(map(str, READ_VERSIONS[:-1]))} and {READ_VERSIONS[-1]}"
+    read_versions = (1, 2, FORMAT_VERSION)
+    if isinstance(data, dict) and data.get("format_version") not in read_versions:
+        known = f"{', '.join(map(str, read_versions[:-1]))} and {read_versions[-1]}"
         raise ProfileError(
             f"the profile's format_version is {data.get('format_version')!r}, and this version reads {known}"
         )
+    parts = {"machine": MachineIdentity, "shape": ModelShape}
+    lists = {
+        "s_part": SPartPoint,
+        "r_part": RPartPoint,
+        "links": LinkPoint,
+        "host": HostPoint,
+        "plans": PlanPoint,
+        "contention": ContentionPoint,
+        "anchors": AnchorPoint,
+        "prefill": PrefillPoint,
+        "partitions": PartitionEntry,
+    }
     try:
         found = dict(_object(data, "profile")) | {"format_version": FORMAT_VERSION}
-        found |= {key: _build(kind, found.get(key), key) for key, kind in PARTS.items()}
-        found |= {key: _build_all(kind, found.get(key, []), key) for key, kind in LISTS.items()}
+        found |= {key: _build(kind, found.get(key), key) for key, kind in parts.items()}
+        found |= {key: _build_all(kind, found.get(key, []), key) for key, kind in lists.items()}
         profile = _build(HardwareProfile, found, "profile")
         profile.measured_s_part()
         PartitionTable(profile.partitions)
@@ -76,7 +71,7 @@ def read_profile(text: str) -> HardwareProfile:
 
 
 def load_profile(path: str) -> HardwareProfile:
-    """Return the profile in a file; ProfileError or OSError."""
+    """Return the profile in a file. Raise ProfileError or OSError."""
     try:
         return read_profile(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -87,7 +82,7 @@ _Part = TypeVar("_Part")
 
 
 def _build(kind: type[_Part], value: Any, where: str) -> _Part:
-    """Return a frozen dataclass from a JSON object: every key known, none missing, numbers finite and not negative."""
+    """Return a frozen dataclass from a JSON object with the right keys and finite numbers that are not negative."""
     data = _object(value, where)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
@@ -104,9 +99,11 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
 
 
 def _plain(item: Any, kind: str, where: str) -> Any:
-    """Return what a field is made of: a part of a shape where it has one, tuples for lists."""
-    if kind in OF_SHAPES and item is not None:
-        return _build(OF_SHAPES[kind], item, where)
+    """Return a field's value: a part of a shape if it is one, tuples for lists."""
+    # Parts of a model's shape, by annotation
+    of_shapes = {"LatentShape | None": LatentShape, "IndexShape | None": IndexShape, "StateShape | None": StateShape}
+    if kind in of_shapes and item is not None:
+        return _build(of_shapes[kind], item, where)
     return tuple(item) if isinstance(item, list) else item
 
 

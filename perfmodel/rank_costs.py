@@ -1,4 +1,4 @@
-"""An S-worker of several ranks: what one of them computes and holds, and what their collectives take."""
+"""An S-worker of several ranks: what one rank computes and holds, and the cost of collectives."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from fastdecode.perfmodel.hardware import Figure, Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import SPart
 
-ALL_REDUCES_PER_LAYER = 2
-"""All-reduces of [rows, hidden_size]: after the output projection of attention, and after the MLP's last matrix."""
-
 PEER_EFFICIENCY = 0.7
-"""The part of a link's nominal rate that all-reduces of megabytes reach; assumed, since no paper here gives one."""
+"""Part of a link's nominal rate that all-reduces of megabytes reach; assumed, since no paper here gives one."""
 
 NVLINK_STEP_SECONDS, PCIE_STEP_SECONDS, NETWORK_STEP_SECONDS = 5e-6, 10e-6, 25e-6
-"""Seconds of one message between two ranks, the collective's launch included; assumed."""
+"""Seconds of one message between two ranks, with the collective's launch; assumed."""
 
 
 @dataclass(frozen=True)
 class PeerLink:
-    """The connection of the ranks: ``bytes_per_second`` that each sends and at the same time receives, and
-    ``step_seconds`` of a message without content."""
+    """The link between ranks.
+
+    ``bytes_per_second``: rate at which each sends and, at the same time, receives. ``step_seconds``: of an empty
+    message.
+    """
 
     name: str
     bytes_per_second: Figure
@@ -36,7 +36,7 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """``size`` ranks, each connected with each other by ``link``; None if there is one rank."""
+    """``size`` ranks, all connected to each other by ``link``; None for one rank."""
 
     size: int = 1
     link: PeerLink | None = None
@@ -48,10 +48,10 @@ class RankGroup:
             raise ConfigError(f"{self.size} ranks need a link between them")
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
-        """Return the sum of a tensor of ``num_bytes`` on every rank: the faster of two ways.
+        """Return the seconds to sum a tensor of ``num_bytes`` over all ranks: the faster of two algorithms.
 
-        A ring: 2·(N - 1) messages of a share of the tensor each (least bytes). Recursive doubling: log2(N) messages of
-        all of it (fewest messages).
+        A ring takes 2·(N - 1) messages of a share of the tensor (least bytes). Recursive doubling takes log2(N)
+        messages of all of it (fewest messages).
         """
         if self.link is None or self.size == 1:
             return 0.0
@@ -60,7 +60,7 @@ class RankGroup:
         return min(ring, math.ceil(math.log2(self.size)) * (once + num_bytes / rate))
 
     def gather_seconds(self, num_bytes: float) -> float:
-        """Return all of a tensor of ``num_bytes``, of which every rank has a share, on every rank."""
+        """Return the seconds to gather a tensor of ``num_bytes``, of which every rank has a share, on every rank."""
         if self.link is None or self.size == 1:
             return 0.0
         each = num_bytes / self.size / self.link.bytes_per_second.achieved
@@ -68,7 +68,9 @@ class RankGroup:
 
     def layer_seconds(self, shape: ModelShape, rows: float) -> float:
         """Return the seconds of the collectives in one layer of ``shape``, the whole model."""
-        return ALL_REDUCES_PER_LAYER * self.all_reduce_seconds(rows * shape.hidden_size * shape.item_bytes)
+        # All-reduces of [rows, hidden_size]: after attention's output projection, and after the MLP's last matrix
+        all_reduces_per_layer = 2
+        return all_reduces_per_layer * self.all_reduce_seconds(rows * shape.hidden_size * shape.item_bytes)
 
     def head_seconds(self, shape: ModelShape, rows: float) -> float:
         """Return the seconds of gathering the logits of ``rows``."""
@@ -80,26 +82,27 @@ ALONE = RankGroup()
 
 @dataclass(frozen=True)
 class RankSPart:
-    """The S-part under tensor parallelism: ``rank`` is one rank's own work, ``shape`` the whole model."""
+    """The S-part under tensor parallelism. ``rank``: one rank's own work; ``shape``: the whole model."""
 
     rank: SPart
     shape: ModelShape
     group: RankGroup
 
     def layer_seconds(self, rows: float) -> float:
-        """Return a rank's products, and the all-reduces."""
+        """Return the seconds of a rank's products and the all-reduces."""
         return self.rank.layer_seconds(rows) + self.group.layer_seconds(self.shape, rows)
 
     def head_seconds(self, rows: float) -> float:
-        """Return a rank's part of the logits, and gathering them."""
+        """Return the seconds of a rank's part of the logits, and of gathering them."""
         return self.rank.head_seconds(rows) + self.group.head_seconds(self.shape, rows)
 
 
 def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """Return one of ``num_ranks``'s part of ``shape``: heads, widths of MLPs and the head's vocabulary divided.
+    """Return one of ``num_ranks``'s part of ``shape``: heads, MLP widths and the head's vocabulary are divided.
 
-    KV heads that are fewer than ranks are on several of them, and so are latent rows, which all heads share, and what
-    makes them. Recurrent layers are whole on each rank. PlanError if heads cannot be dealt evenly.
+    If KV heads are fewer than ranks, several ranks have the same. The same holds for latent rows, which all heads
+    share, and their projections. Recurrent layers are whole on each rank. Raise PlanError if heads cannot be divided
+    evenly.
     """
     if num_ranks == 1:
         return shape
@@ -121,8 +124,11 @@ def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
 
 
 def replicated_bytes(shape: ModelShape, num_ranks: int) -> int:
-    """Weights that all ranks but the first hold once more: the input embedding, which no plan of transformers cuts,
-    what makes latents, and an index that picks single tokens."""
+    """Return the bytes of weights that every rank after the first repeats.
+
+    They are the input embedding, which no plan of transformers cuts, the projections to latents, and an index that
+    picks single tokens.
+    """
     whole = shape.head_parameters
     if shape.latent:
         whole += shape.attention_layers * shape.latent.shared_parameters(shape.hidden_size)
@@ -132,7 +138,7 @@ def replicated_bytes(shape: ModelShape, num_ranks: int) -> int:
 
 
 def gpu_peer_link(gpu: Gpu) -> PeerLink:
-    """Return the link between GPUs of one host: NVLink where they have it, else PCIe."""
+    """Return the link between GPUs of one host: NVLink if they have it, else PCIe."""
     if gpu.nvlink_bytes_per_second:
         figure = Figure(gpu.nvlink_bytes_per_second, PEER_EFFICIENCY, False, "NVIDIA data sheet, one direction")
         return PeerLink("NVLink", figure, NVLINK_STEP_SECONDS)

@@ -1,4 +1,4 @@
-"""The service that users get: time per token, time to the first token, users at once, and limits on these."""
+"""The service for users: time per token, time to first token, concurrent users, and limits on these."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from fastdecode.core.errors import ConfigError
 
 DEFAULT_TPOT_SECONDS = 0.1
-"""Longest time per token of a plan unless asked otherwise: ten tokens a second, faster than people read."""
+"""Default limit of the time per token: ten tokens a second, faster than people read."""
 
 CHUNK_TOKENS = 2048
-"""Rows of a prompt that one step computes: the engine's default ``max_num_batched_tokens``."""
+"""Prompt rows per step: the engine's default ``max_num_batched_tokens``."""
 
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """The longest time per output token and the longest time to the first token that users accept."""
+    """The longest time per output token, and the longest time to first token, that users accept."""
 
     tpot_seconds: float = math.inf
     ttft_seconds: float = math.inf
@@ -45,9 +45,9 @@ NO_LIMITS = ServiceLimits()
 
 @dataclass(frozen=True)
 class Service:
-    """One way to serve as its users see it; ``ttft_seconds``: of a request that finds a free seat and no other prompt.
+    """A service as its users see it. ``ttft_seconds``: of a request with a free seat and no other prompt.
 
-    ``price_per_million_tokens`` is None if a price is not known.
+    ``price_per_million_tokens``: None if a price is unknown.
     """
 
     users: int
@@ -58,16 +58,16 @@ class Service:
 
     @property
     def tokens_per_second_per_user(self) -> float:
-        """Tokens that one user gets in a second."""
+        """Tokens per second of one user."""
         return 1.0 / self.tpot_seconds if self.tpot_seconds else 0.0
 
 
 def prompt_chunks(num_tokens: float) -> list[tuple[float, float]]:
-    """Return the steps in which a prompt is computed: pairs of a number of steps and the rows of each."""
+    """Return the steps in which a prompt is computed: pairs of a number of steps and their rows."""
     whole, rest = divmod(max(num_tokens, 1.0), CHUNK_TOKENS)
     return [(count, rows) for count, rows in ((whole, float(CHUNK_TOKENS)), (1.0, rest)) if count and rows]
 
 
 def prompt_pairs(num_tokens: float, shared_tokens: float) -> float:
-    """Return the pairs of a query and a key that the attention of a prompt multiplies, beside a cached prefix."""
+    """Return the pairs of query and key in a prompt's attention, after a cached prefix."""
     return num_tokens * (shared_tokens + num_tokens / 2.0)

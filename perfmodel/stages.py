@@ -1,5 +1,8 @@
-"""Seconds of each stage of a layer: the S-part T(B), the R-part, the way between them, and what S and R take from each
-other on one machine."""
+"""Seconds of each stage of a layer.
+
+The stages are the S-part T(B), the R-part and the link between them. Contention between S and R on one machine is
+included.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 
 MOVED_BYTES_PER_SECOND = 0.5e9
-"""Rate of a cache's way from one R-worker to another, until the first was timed: export at 1.1 to 1.8 GB/s, then import
-at 1.0 to 1.4 (docs/performance.md), and the way over the S-worker between them."""
+"""Rate of moving a cache between R-workers, before a first move was timed.
+
+Export runs at 1.1 to 1.8 GB/s, import at 1.0 to 1.4 (docs/performance.md), and the data passes through the S-worker.
+"""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Seconds of one layer and one mini-batch: on the S-worker, on the busiest R-worker, on the slowest hop, and the
-    whole way there and back."""
+    """Seconds of one layer and mini-batch.
+
+    They are those on the S-worker, on the busiest R-worker, on the slowest hop, and of the whole round trip.
+    """
 
     s_part: float
     r_part: float
@@ -31,10 +38,10 @@ class Stages:
 
 
 class SPart(Protocol):
-    """The times of the S-part; neither figure may fall with more rows."""
+    """The times of the S-part. Neither may fall with more rows."""
 
     def layer_seconds(self, rows: float) -> float:
-        """T(B): everything of one layer but attention, for ``rows`` tokens."""
+        """Return T(B): everything of one layer except attention, for ``rows`` tokens."""
 
     def head_seconds(self, rows: float) -> float:
         """Return the seconds that come once per mini-batch: those of the output projection."""
@@ -44,20 +51,20 @@ class SPart(Protocol):
 class GpuSPart:
     """The S-part on a GPU, from its figures: time to load the weights plus time to multiply.
 
-    A roofline takes the larger of the two, as if loading and multiplying overlapped entirely. FastDecode's A10 lies
-    near the sum: T(1024) of a 7B layer is 7.08 ms as measured, 6.8 as a sum, 5.3 as the larger.
+    A roofline takes the larger of the two, as if loading and multiplying overlapped entirely. FastDecode's A10 is near
+    the sum: T(1024) of a 7B layer was measured as 7.08 ms; the sum is 6.8, and the larger 5.3.
     """
 
     shape: ModelShape
     gpu: Gpu
 
     def layer_seconds(self, rows: float) -> float:
-        """T(B); of a mixture of experts all weights are loaded, and each row meets its own experts."""
+        """Return T(B). In a mixture of experts all weights are loaded, and each row uses its own experts."""
         loaded = self.shape.layer_parameters * self.shape.layer_item_bytes
         return self._seconds(rows, loaded, self.shape.active_layer_parameters)
 
     def head_seconds(self, rows: float) -> float:
-        """The output projection of the rows that are sampled."""
+        """Return the seconds of the output projection of sampled rows."""
         parameters = self.shape.head_parameters
         return self._seconds(rows, parameters * self.shape.item_bytes, parameters)
 
@@ -68,10 +75,11 @@ class GpuSPart:
 
 @dataclass(frozen=True)
 class MeasuredSPart:
-    """The S-part as measured at a few batch sizes: straight lines between them.
+    """The S-part as measured at a few batch sizes, linear in between.
 
-    Below the smallest its time is taken (loading the weights), above the largest its time per row (arithmetic), so
-    both ends err towards slow. ``layer_seconds_at`` and ``head_seconds_at`` are seconds at ``batch_sizes``, ascending.
+    Below the smallest size its time applies (loading the weights); above the largest its time per row does
+    (arithmetic). So both ends err towards slow. ``layer_seconds_at``, ``head_seconds_at``: seconds at ``batch_sizes``,
+    ascending.
     """
 
     batch_sizes: tuple[int, ...]
@@ -88,7 +96,7 @@ class MeasuredSPart:
             raise ConfigError("the S-part's times must be finite and above zero seconds")
 
     def layer_seconds(self, rows: float) -> float:
-        """T(B) of one layer."""
+        """Return T(B) of one layer."""
         return self._interpolated(rows, self.layer_seconds_at)
 
     def head_seconds(self, rows: float) -> float:
@@ -96,7 +104,7 @@ class MeasuredSPart:
         return self._interpolated(rows, self.head_seconds_at)
 
     def times(self, layer_factor: float, head_factor: float) -> MeasuredSPart:
-        """Return this S-part with slower, or faster, layers and head."""
+        """Return this S-part with layers and head slower, or faster, by these factors."""
         return MeasuredSPart(
             self.batch_sizes,
             tuple(layer_factor * seconds for seconds in self.layer_seconds_at),
@@ -109,16 +117,21 @@ class MeasuredSPart:
 
 
 PROMPT_ROWS_PER_STATE = 3
-"""Rows of a prompt that take an R-worker as long as one row of decode, which reads and writes the state: 2.1 to 4.2,
-median 2.7, on a Zen 4 (1 row over 256 and 1,024; docs/performance.md)."""
+"""Prompt rows that take an R-worker as long as one decode row, which reads and writes the state:
+
+2.1 to 4.2, median 2.7, on a Zen 4 (1 row over 256 and 1,024; docs/performance.md).
+"""
 
 
 @dataclass(frozen=True)
 class RPart:
-    """One R-worker: ``seconds_per_token`` per cached token and layer, ``row_seconds`` per row that a layer's call
-    appends and attends, ``call_seconds`` once per call. ``prompt_row_seconds``: per row of a prompt, where R-workers
-    compute these too. ``bound_by``: "reads" or "arithmetic", "" where not known. ``arithmetic_over_reads``: seconds of
-    multiply-adds over those of reading, of all of a cached token; 0 where not known."""
+    """One R-worker.
+
+    ``seconds_per_token``: per cached token and layer. ``row_seconds``: per row that a layer's call appends and attends.
+    ``call_seconds``: per call. ``prompt_row_seconds``: per prompt row, if R-workers compute prompts too. ``bound_by``:
+    "reads", "arithmetic", or "" if unknown. ``arithmetic_over_reads``: seconds of a cached token's multiply-adds over
+    those of reading it; 0 if unknown.
+    """
 
     seconds_per_token: float
     call_seconds: float = 0.0
@@ -136,19 +149,19 @@ class RPart:
             )
 
     def seconds(self, kv_tokens: float, rows: float = 0.0, prompt_rows: float = 0.0) -> float:
-        """One layer's attention of ``rows`` rows over ``kv_tokens``, all of them this R-worker's, beside prompts'."""
+        """Return the seconds of one layer's attention of ``rows`` rows over ``kv_tokens``, besides prompts'."""
         fixed = self.call_seconds + self.row_seconds * rows + self.prompt_row_seconds * prompt_rows
         return fixed + self.seconds_per_token * kv_tokens
 
     def times(self, factor: float) -> RPart:
-        """Return this R-part ``factor`` times as slow."""
+        """Return this R-part ``factor`` times slower."""
         return RPart(
             factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds, self.bound_by,
             factor * self.prompt_row_seconds, self.arithmetic_over_reads,
         )  # fmt: skip
 
     def beside_scan(self, scan: RPart, share: float) -> RPart:
-        """Return the mean layer's work where ``share`` of the layers have an index, whose ``scan`` takes so long."""
+        """Return the mean layer's work if ``share`` of the layers have an index, which takes ``scan``."""
         return replace(
             self,
             seconds_per_token=self.seconds_per_token + share * scan.seconds_per_token,
@@ -158,11 +171,11 @@ class RPart:
 
 
 def beside_states(rows: RPart, shape: ModelShape, state: tuple[float, float], prompt_context: float = 0.0) -> RPart:
-    """The mean layer of a hybrid, whose attending layers take as long as ``rows``, and whose recurrent ones ``state``:
-    the seconds of a call and of one sequence's state.
+    """Return the mean layer of a hybrid: attending layers take ``rows``, recurrent ones ``state``.
 
-    Rows of a prompt advance a state in less time, as PROMPT_ROWS_PER_STATE says, and read no less than rows of decode.
-    Where the S-worker keeps states, recurrent layers take an R-worker no time.
+    ``state``: the seconds of a call and of one sequence's state. Prompt rows advance a state in less time
+    (PROMPT_ROWS_PER_STATE), and read no less than decode rows. If the S-worker keeps states, recurrent layers take an
+    R-worker no time.
     """
     if shape.state is None:
         return rows
@@ -180,11 +193,11 @@ def beside_states(rows: RPart, shape: ModelShape, state: tuple[float, float], pr
 
 @dataclass(frozen=True)
 class Transport:
-    """The hops between S-worker and R-workers, such as PCIe and the network, one after the other.
+    """The hops between S-worker and R-workers, such as PCIe and the network, in sequence.
 
     ``row_bytes``: q, k, v and o of one row and layer, both directions together, as the paper counts them.
-    ``hop_bytes_per_second``: of each hop; none means that nothing is counted. ``latency_seconds``: of one round trip.
-    ``overlapped``: the hops work while S and R do; otherwise the slower of the two waits for them in addition.
+    ``hop_bytes_per_second``: of each hop; without hops nothing counts. ``latency_seconds``: of one round trip.
+    ``overlapped``: the hops work while S and R do; otherwise the slower of the two also waits for them.
     """
 
     row_bytes: float = 0.0
@@ -197,18 +210,18 @@ class Transport:
             raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
 
     def of_layers(self, share: float) -> Transport:
-        """Return this way for the mean layer where ``share`` of the layers take it; ``row_bytes`` are the mean's."""
+        """Return the link for the mean layer if ``share`` of the layers use it; ``row_bytes`` are then the mean's."""
         return replace(self, latency_seconds=share * self.latency_seconds)
 
     def trip_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
-        """Return the seconds from submit to o for ``rows`` rows of one layer, the R-part apart: all hops in turn.
+        """Return the seconds from submit to o for ``rows`` rows of one layer without the R-part: all hops in sequence.
 
-        ``more_bytes`` go over every hop, ``last_bytes`` over the last one alone, which ends at the R-workers.
+        ``more_bytes`` go over every hop; ``last_bytes`` only over the last, which ends at the R-workers.
         """
         return self.latency_seconds + sum(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes))
 
     def stage_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
-        """Return how long the slowest hop is busy with ``rows`` rows of one layer: it bounds an overlapped pipeline."""
+        """Return how long the slowest hop is busy with ``rows`` rows of a layer. It bounds an overlapped pipeline."""
         return max(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes), default=0.0)
 
     def _hop_seconds(self, num_bytes: float, last_bytes: float) -> list[float]:
@@ -220,9 +233,9 @@ class Transport:
 
 @dataclass(frozen=True)
 class Contention:
-    """The slowness of each side while the other works too, in times; 1 where they share nothing.
+    """How many times slower each side is while the other works; 1 if they share nothing.
 
-    Two sides that share every core in turn have 2 and 2: then :meth:`together` is the sum.
+    Two sides that share every core in turn have 2 and 2; :meth:`together` is then the sum.
     """
 
     s_slowdown: float = 1.0
@@ -236,9 +249,10 @@ class Contention:
             )
 
     def together(self, s_seconds: float, r_seconds: float) -> float:
-        """Return the seconds until both are done, started at once, that alone take ``s_seconds`` and ``r_seconds``.
+        """Return the seconds until both sides are done, if they start together.
 
-        Both are slow until the first is done; what is left of the other then goes on alone.
+        Alone they take ``s_seconds`` and ``r_seconds``. Both are slow until the first is done; the rest of the other
+        then runs alone.
         """
         s_slow, r_slow = s_seconds * self.s_slowdown, r_seconds * self.r_slowdown
         if s_slow <= r_slow:
@@ -249,4 +263,4 @@ class Contention:
 NO_CONTENTION = Contention()
 
 SHARED = Contention(2.0, 2.0)
-"""S and R on the very same cores: what one does, the other cannot."""
+"""S and R on the same cores, which take turns."""

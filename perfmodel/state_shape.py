@@ -1,4 +1,4 @@
-"""The sizes of recurrent layers, which keep a state of fixed size per sequence in place of keys and values."""
+"""The sizes of recurrent layers, which keep a state of fixed size per sequence instead of keys and values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STATE_ITEM_BYTES = 4
 
 @dataclass(frozen=True)
 class StateShape:
-    """``num_layers`` recurrent layers, whose ``heads`` have a matrix of ``key_dim`` x ``value_dim`` each.
+    """``num_layers`` recurrent layers, whose ``heads`` have a ``key_dim`` x ``value_dim`` matrix each.
 
-    ``groups`` of heads share queries and keys; ``taps`` tokens of the convolution before the recurrence; a head has
-    ``decays``: 1, or one per key dim. A convolution alone has ``groups`` and ``key_dim`` 0. ``gates``: further
-    projections as wide as the values; ``rates``: numbers of a head that are projected; ``gate_rank``: of those that are
-    products of two narrow ones, of the decays and of the output, 0 if there are none. ``by_channel``: each channel of
-    the values decays by itself (Mamba-1, the RG-LRU), and what is convolved, the values alone, comes back before the
-    recurrence. ``item_bytes``: of an element of the matrices. ``at_s_worker``: the S-worker keeps the states
-    (``--state-on s``), and no row of these layers travels. Names and formulas are those of rworker/state_spec.hpp.
+    ``groups`` of heads share queries and keys. ``taps``: tokens of the convolution before the recurrence. ``decays`` of
+    a head: 1, or one per key dim. A convolution alone has ``groups`` and ``key_dim`` 0. ``gates``: further projections
+    as wide as the values. ``rates``: projected numbers of a head. ``gate_rank``: of those that are products of two
+    narrow ones, for the decays and the output; 0 for none. ``by_channel``: each channel of the values decays by itself
+    (Mamba-1, the RG-LRU), and the convolved values return before the recurrence. ``item_bytes``: of an element of the
+    matrices. ``at_s_worker``: the S-worker keeps the states (``--state-on s``), and no row of these layers is sent.
+    Names and formulas are those of rworker/state_spec.hpp.
     """
 
     num_layers: int
@@ -53,13 +53,13 @@ class StateShape:
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Bytes that the states of one sequence take over all layers: the last inputs of convolutions, and matrices."""
+        """Bytes of one sequence's states over all layers: the last inputs of convolutions, and matrices."""
         windows = (self.taps - 1) * (self.wide if self.by_channel else self.channels)
         return self.num_layers * (windows * STATE_ITEM_BYTES + self.key_dim * self.wide * self.item_bytes)
 
     @property
     def kind(self) -> Literal["delta", "scan", "window", "selective", "lru"]:
-        """The recurrence, as R-workers call it."""
+        """The recurrence, by the R-workers' name."""
         if not self.key_dim:
             return "window"
         if self.by_channel:
@@ -67,9 +67,9 @@ class StateShape:
         return "delta" if self.rates == 2 or self.decays > 1 else "scan"
 
     def layer_layout(self, model_item_bytes: int) -> Recurrent:
-        """One layer as R-workers are told it, with filters of zeros, of a model whose elements have so many bytes.
+        """Return one layer as described to R-workers, with zero filters, for a model with this element size.
 
-        Where channels decay by themselves, an engine has a layer of its own for what is convolved; here one does both.
+        If channels decay by themselves, an engine has a separate layer for the convolution; here one does both.
         """
         numbers = (self.wide if self.by_channel else self.heads * (self.decays + 1)) if self.key_dim else 0
         factors = b"" if self.kind != "selective" else bytes(4 * self.key_dim * self.wide)
@@ -82,17 +82,17 @@ class StateShape:
         )  # fmt: skip
 
     def row_bytes(self, item_bytes: int) -> int:
-        """Return bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""
+        """Return the bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""
         if self.by_channel:
             return (self.wide + self.channels) * item_bytes + 4 * self.wide
         return self.channels * item_bytes + (self.heads * (self.decays + 1) * 4 if self.key_dim else 0)
 
     def output_bytes(self, item_bytes: int) -> int:
-        """Return bytes of a token's o in one layer, and of what is convolved by itself."""
+        """Return the bytes of a token's o in one layer, and of a separate convolution's result."""
         return (2 if self.by_channel else 1) * self.wide * item_bytes
 
     def parameters(self, hidden_size: int) -> int:
-        """Return one layer's projections have so many, filters and norms left out."""
+        """Return the parameters of one layer's projections, without filters and norms."""
         wide = self.wide
         if (
             self.by_channel
@@ -107,22 +107,19 @@ class StateShape:
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's ``hybrid_override_pattern``."""
 
-_BLOCKS = {"recurrent": "mamba", "attention": "full_attention"}
-"""RecurrentGemma's names of layers."""
-
 RECURRENT = ("linear_attention", "mamba", "conv")
-"""Types of layers that are recurrent."""
+"""Types of recurrent layers."""
 
 NONE_ATTENDS = "all layers are recurrent, so it has no KV cache to plan for, though an engine runs it"
-"""Why a model of states alone is not planned."""
+"""The reason why a model with only recurrent layers is not planned."""
 
 _ALONE = ("mlp", "moe")
-"""Types of layers that are an MLP and nothing else."""
+"""Types of layers that consist of an MLP."""
 
 
 @dataclass(frozen=True)
 class HybridLayers:
-    """The layers that leave the model's code for R-workers, ``attending`` and ``recurrent``; those with an MLP."""
+    """Counts of layers that R-workers compute, ``attending`` and ``recurrent``, and of those with an MLP."""
 
     attending: int
     recurrent: int
@@ -131,18 +128,18 @@ class HybridLayers:
 
 
 def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | None:
-    """Count the layers that a transformers configuration describes, None if none of them is recurrent.
+    """Count the layers in a transformers configuration; return None if none is recurrent.
 
-    UnsupportedModelError for a hybrid that the equations do not know.
+    Raise UnsupportedModelError for a hybrid that the equations do not cover.
     """
     kinds = Counter(_kinds(config))
     recurrent = sum(kinds[kind] for kind in RECURRENT)
     num_layers = kinds.total()
     if not recurrent:
         return None
-    if config.get("model_type") == "falcon_h1":  # both side by side in each layer, then an MLP
+    if config.get("model_type") == "falcon_h1":  # each layer has both side by side, then an MLP
         return HybridLayers(num_layers, num_layers, num_layers)
-    if config.get("model_type") == "zamba2":  # some layers attend, have an MLP, and then are like the others
+    if config.get("model_type") == "zamba2":  # some layers attend and have an MLP, and are otherwise like the rest
         return HybridLayers(kinds["hybrid"], num_layers, kinds["hybrid"])
     alone = sum(kinds[kind] for kind in _ALONE)
     if alone and kinds["mlp"] and kinds["moe"]:
@@ -154,7 +151,7 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
 
 
 def has_kinds(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration tells which of its layers are recurrent."""
+    """Return whether a configuration tells which layers are recurrent."""
     return bool(_kinds(config))
 
 
@@ -170,9 +167,11 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
         return [
             "full_attention" if layer % period == offset else "mamba" for layer in range(config["num_hidden_layers"])
         ]
+    # RecurrentGemma's names of layers
+    blocks = {"recurrent": "mamba", "attention": "full_attention"}
     if config.get("model_type") == "recurrent_gemma":  # it repeats a pattern
         pattern = config.get("block_types") or ("recurrent", "recurrent", "attention")
-        return [_BLOCKS.get(pattern[layer % len(pattern)], "") for layer in range(config["num_hidden_layers"])]
+        return [blocks.get(pattern[layer % len(pattern)], "") for layer in range(config["num_hidden_layers"])]
     if config.get("model_type") == "bamba":
         attending = config.get("attn_layer_indices") or ()
         layers = range(config["num_hidden_layers"])
@@ -181,11 +180,11 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> StateShape:
-    """Return the recurrent layers, ``num_layers`` of them, that a transformers configuration describes.
+    """Return the ``num_layers`` recurrent layers in a transformers configuration.
 
-    KeyError for a missing size, UnsupportedModelError for a recurrence that the equations do not know.
+    Raise KeyError for a missing size, UnsupportedModelError for a recurrence that the equations do not cover.
     """
-    if config.get("model_type") == "minimax":  # lightning attention: without a convolution, rates of 1
+    if config.get("model_type") == "minimax":  # lightning attention: no convolution, rates of 1
         heads, dim = config["num_attention_heads"], config.get("head_dim") or 0
         dim = dim or config["hidden_size"] // heads
         return StateShape(num_layers, heads, dim, heads, dim, taps=1, rates=0)
@@ -194,7 +193,7 @@ def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> S
         rank = -(-config["hidden_size"] // 16) if rank == "auto" else rank
         taps = config["mamba_d_conv"]
         return StateShape(num_layers, 1, wide, 1, config["mamba_d_state"], taps, gate_rank=rank, by_channel=True)
-    if config.get("model_type") == "recurrent_gemma":  # gates in blocks, one of each head
+    if config.get("model_type") == "recurrent_gemma":  # gates in blocks, one per head
         wide, rank = config["lru_width"], config["lru_width"] // config["num_attention_heads"]
         return StateShape(num_layers, 1, wide, 0, 1, config["conv1d_width"], gate_rank=rank, by_channel=True)
     if "linear_num_value_heads" in config:  # gated delta rule
@@ -221,6 +220,6 @@ def read_state_shape(config: Mapping[str, Any], num_layers: int, name: str) -> S
             num_layers, config["mamba_num_heads"], config["mamba_head_dim"], config["n_groups"],
             config["ssm_state_size"], config["conv_kernel"], rates=1,
         )  # fmt: skip
-    if "conv_L_cache" in config:  # gated short convolution: two gates beside what is convolved
+    if "conv_L_cache" in config:  # gated short convolution: two gates besides the convolution
         return StateShape(num_layers, 1, config["hidden_size"], taps=config["conv_L_cache"], gates=2, rates=0)
     raise UnsupportedModelError(f"{name}: a recurrent state ({config.get('model_type')}) is not in the equations")

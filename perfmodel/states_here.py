@@ -1,4 +1,4 @@
-"""Seconds and room of states of recurrent layers that the S-worker keeps (``--state-on s``)."""
+"""Time and memory of recurrent states that the S-worker keeps (``--state-on s``)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 
 @dataclass(frozen=True)
 class StatesHere:
-    """States that the S-worker keeps: seconds of the mean layer for a call, and for each sequence's row in it.
+    """States on the S-worker: seconds of the mean layer per call, and per sequence's row in it.
 
-    ``num_places``: as many states as its memory has room for.
+    ``num_places``: states that its memory can hold.
     """
 
     row_seconds: float
@@ -22,12 +22,15 @@ class StatesHere:
     num_places: float = math.inf
 
     def seconds(self, rows: float, prompt_rows: float) -> float:
-        """Of one layer's call that advances the states of ``rows`` sequences by one row, and others by rows of
-        prompts, of which PROMPT_ROWS_PER_STATE count as one."""
+        """Return the seconds of one layer's call.
+
+        It advances the states of ``rows`` sequences by one row, and others by prompt rows. PROMPT_ROWS_PER_STATE of
+        these count as one row.
+        """
         return self.call_seconds + self.row_seconds * (rows + prompt_rows / PROMPT_ROWS_PER_STATE)
 
     def check_places(self, in_flight: int, copies: int, state_bytes: int) -> None:
-        """PlanError where the memory has no room for ``copies`` states of each of ``in_flight`` sequences."""
+        """Raise PlanError if memory cannot hold ``copies`` states of each of ``in_flight`` sequences."""
         if in_flight * copies > self.num_places:
             raise PlanError(
                 f"the S-worker's memory has room for {self.num_places:.0f} states of {state_bytes / 1e6:.4g} MB, "
@@ -37,12 +40,12 @@ class StatesHere:
 
     @staticmethod
     def of_bandwidth(shape: ModelShape, bytes_per_second: float, memory_bytes: float) -> StatesHere:
-        """Return where memory is read and written at that rate, and ``memory_bytes`` of it are for states."""
+        """Return the states' costs from the rate of memory, of which ``memory_bytes`` are for states."""
         size = shape.state_bytes_per_sequence
         return StatesHere(2.0 * size / shape.num_layers / bytes_per_second, 0.0, max(memory_bytes, 0.0) // size)
 
     @staticmethod
     def as_measured(shape: ModelShape, state: tuple[float, float], num_places: float = math.inf) -> StatesHere:
-        """Of ``state``, the seconds of a recurrent layer's call and of one sequence's state in it."""
+        """Return the states' costs from ``state``: seconds of a recurrent layer's call, and of one sequence's state."""
         share = shape.state.num_layers / shape.num_layers if shape.state else 0.0
         return StatesHere(share * state[1], share * state[0], num_places)

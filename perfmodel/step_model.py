@@ -1,4 +1,4 @@
-"""Seconds of a step from its rows and its cached tokens: the whole of FastDecode as one formula, and measured steps."""
+"""Seconds of a step from its rows and cached tokens: all of FastDecode as one formula, and measured steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_TRANSPORT = Transport()
 
 @dataclass(frozen=True)
 class StepModel:
-    """Answers ``StepTime(tokens, kv_tokens)``; sequences are spread evenly over R-workers and mini-batches.
+    """Answers ``StepTime(tokens, kv_tokens)``. Sequences are spread evenly over R-workers and mini-batches.
 
     ::
 
@@ -27,13 +27,13 @@ class StepModel:
                   R-worker      |A0|B0|A1| … |Bn|        S + trip + R     (a mini-batch waits for its own o)
                                          fill ┘  └ drain
 
-    ``num_r_workers`` may be a fraction while a plan is being weighed. ``contention``: of S-worker and R-workers on one
-    machine. ``r_workers_per_core``: R-workers that take turns on the same cores. ``drains``: R-workers wait while the
-    first mini-batch comes to its first attention and the last one leaves its last, a layer and the head in all; the
-    paper's equations, and so presets, know nothing of it. ``storage``: what ranges and second copies cost. ``states``:
-    where the S-worker keeps those of recurrent layers. ``context_spread``: of a sequence's context over its mean, where
-    each layer waits for the slowest R-worker; None if loads are those of the busiest one already. ``ranges_each``:
-    ranges of a sequence, which lie apart.
+    ``num_r_workers``: may be a fraction while a plan is compared. ``contention``: of S-worker and R-workers on one
+    machine. ``r_workers_per_core``: R-workers that share cores. ``drains``: R-workers wait while the first mini-batch
+    reaches its first attention, and after the last one leaves its last: a layer and the head in all. The paper's
+    equations, and so presets, do not include it. ``storage``: the cost of ranges and second copies. ``states``: states
+    on the S-worker. ``context_spread``: standard deviation of a context over its mean, if each layer waits for the
+    slowest R-worker; None if loads are already those of the busiest one. ``ranges_each``: ranges per sequence, on
+    different R-workers.
     """
 
     num_layers: int
@@ -66,11 +66,11 @@ class StepModel:
         return self._pipeline_seconds(self.stages(load), load.sampled) + self.host_seconds(load.sampled)
 
     def host_seconds(self, output_tokens: float) -> float:
-        """Return the engine's own work in a step: once, and for each sequence that gets a token."""
+        """Return the seconds of the engine's own work in a step: once, and per output token."""
         return self.step_overhead_seconds + self.row_overhead_seconds * output_tokens
 
     def stages(self, load: Load) -> Stages:
-        """Return the stages of one layer and one mini-batch of a step with ``load``."""
+        """Return the stages of one layer and mini-batch of a step with ``load``."""
         rows, calls = load.rows / self.num_mini_batches, self.num_mini_batches * self.num_r_workers
         attending = load.sampled + load.reads
         more_bytes = self.storage.link_bytes(load) / self.num_mini_batches
@@ -87,14 +87,17 @@ class StepModel:
         )
 
     def _slowest(self, load: Load) -> float:
-        """Return the cached tokens of ``load`` as if every R-worker had as many as the one with most of them."""
+        """Return the cached tokens of ``load`` if every R-worker had as many as the one with most."""
         if self.context_spread is None:
             return load.kv_tokens
         each = load.sampled * self.ranges_each / self.num_mini_batches / self.num_r_workers
         return load.kv_tokens * barrier(self.num_r_workers, each, self.context_spread)
 
     def _s_seconds(self, rows: float, of_prompts: float = 0.0) -> float:
-        """Return one layer and mini-batch of ``rows`` on the S-worker, of which so many are ``of_prompts``."""
+        """Return the S-worker's seconds of one layer and mini-batch of ``rows``.
+
+        ``of_prompts``: prompt rows among them.
+        """
         states = self.states.seconds(rows - of_prompts, of_prompts) if self.states else 0.0
         return self.s_part.layer_seconds(rows) + states
 
@@ -103,14 +106,14 @@ class StepModel:
         return max(self._bounds(self.stages(load)).values())
 
     def bottleneck(self, load: Load) -> str:
-        """Return what the step waits for: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
+        """Return what limits the step: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
         bounds = self._bounds(self.stages(load))
         return max(bounds, key=lambda name: bounds[name])
 
     def balanced_kv_tokens(self, tokens: float) -> float:
-        """Return the load at which the R-part takes as long as the S-part:
+        """Return the load at which the R-part takes as long as the S-part; 0 if it never does.
 
-        ``--kv-load-limit auto``; 0 if it never can.
+        ``--kv-load-limit auto`` uses it.
         """
         rows = tokens / self.num_mini_batches
         fixed = self.r_part.call_seconds + self.r_part.row_seconds * rows / self.num_r_workers
@@ -122,13 +125,13 @@ class StepModel:
         return int(self.balanced_kv_tokens(tokens) / self.num_r_workers)
 
     def idle_s_share(self, tokens: int) -> float:
-        """S-part seconds of a step of one row over those of ``tokens``: ``Limits.idle_s_share``."""
+        """Return the S-part seconds of a step of one row over those of ``tokens``: ``Limits.idle_s_share``."""
         layer, head = self._s_seconds, self.s_part.head_seconds
         seconds = [self.num_layers * layer(rows) + head(rows) for rows in (1, tokens / self.num_mini_batches)]
         return min(1.0, seconds[0] / seconds[1])
 
     def _pipeline_seconds(self, stages: Stages, output_tokens: float) -> float:
-        """Return all layers and heads."""
+        """Return the seconds of all layers and heads."""
         n, k = self.num_layers, self.num_mini_batches
         head = self.s_part.head_seconds(output_tokens / k)
         least = n * max(self._bounds(stages).values()) + head
@@ -157,15 +160,15 @@ class StepModel:
 
 
 class MeasuredStepTime:
-    """Answers ``StepTime`` from measured steps: straight lines between them, the last one going on."""
+    """Answers ``StepTime`` from measured steps: linear in between, and the last line extended."""
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
-        """``tokens`` ascending, at least two; ``seconds`` of the steps that computed so many, without cached tokens."""
+        """``tokens``: ascending, at least two. ``seconds``: of steps with so many rows and no cached tokens."""
         self._tokens = np.array(tokens, np.float64)
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
 
     def __call__(self, tokens: int, kv_tokens: int) -> float:
-        """Return seconds of a step that computes ``tokens`` rows; cached tokens are not counted."""
+        """Return the seconds of a step that computes ``tokens`` rows; cached tokens do not count."""
         slope = (self._seconds[-1] - self._seconds[-2]) / (self._tokens[-1] - self._tokens[-2])
         beyond = max(0.0, tokens - self._tokens[-1]) * slope
         return float(np.interp(tokens, self._tokens, self._seconds) + beyond)

@@ -1,4 +1,4 @@
-"""Costs, beyond attention, of sequences in ranges on several R-workers, and of those on two R-workers at once."""
+"""Costs beyond attention of sequences in ranges on several R-workers, and of second copies."""
 
 from __future__ import annotations
 
@@ -9,30 +9,20 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import RPart
 
-PARTIAL_BYTES = ITEM_BYTES["float32"]
-"""Bytes of each number of a partial result: a maximum, a sum, and the output that is not yet divided by it."""
-
-COPIED_BYTES_PER_SECOND = 12e9
-"""Rate at which one thread copies queries beside an R-worker's own and takes partial results in, on Zen 4."""
-
-MERGE_CALL_SECONDS = 30e-6
-"""Seconds of merging a layer's partial results, whatever their number, on Zen 4."""
-
-MERGED_SECONDS = 28e-9
-"""Seconds of merging one partial result of one row and head, which takes an exponential, on Zen 4."""
-
 APPENDED_TOKENS = 22.0
-"""Cached tokens that an R-worker reads in the time in which it stores one: appending a row takes 2.0 to 2.4 % of a step
-at context 1,024 (docs/performance.md)."""
+"""Cached tokens that an R-worker reads in the time of storing one.
+
+Appending a row takes 2.0 to 2.4 % of a step at context 1,024 (docs/performance.md).
+"""
 
 
 @dataclass(frozen=True)
 class StorageCosts:
-    """Costs of one row in one layer; nothing is counted where nothing is known.
+    """Costs of one row in one layer; unknown ones are 0.
 
-    Ranges: ``query_bytes`` go to each closed range, ``partial_bytes`` of a partial result come back, the S-worker
-    merges it in ``merged_seconds``, and each call of a layer takes ``call_seconds``. It is ``slowness`` times as slow
-    as when these were measured. Second copies: ``copied_bytes`` of keys and values go to one more R-worker, which
+    Ranges: ``query_bytes`` go to each closed range, ``partial_bytes`` of a partial result return, the S-worker merges
+    it in ``merged_seconds``, and each call of a layer takes ``call_seconds``. ``slowness``: of the S-worker relative to
+    the time of this measurement. Second copies: ``copied_bytes`` of keys and values go to one more R-worker, which
     stores them in ``append_seconds``.
     """
 
@@ -46,37 +36,45 @@ class StorageCosts:
 
     @staticmethod
     def of(shape: ModelShape | None, r_part: RPart | None = None, slowness: float = 1.0) -> StorageCosts:
-        """Return the costs for the heads of ``shape``, a rank's own under tensor parallelism, and for ``r_part``.
+        """Return the costs for the heads of ``shape`` (of one rank under tensor parallelism) and for ``r_part``.
 
-        A measured cost of a row is of storing and attending: storing takes no longer than that.
+        A measured cost per row covers storing and attending, so storing takes at most that.
         """
         append = APPENDED_TOKENS * r_part.seconds_per_token if r_part else 0.0
         storing = min(append, r_part.row_seconds or append) if r_part else 0.0
         if shape is None:
             return StorageCosts(append_seconds=storing)
         layer = shape.layer_layout
-        query, partial = layer.query_dim * shape.item_bytes, (2 + layer.output_dim) * PARTIAL_BYTES
+        # Bytes of each number of a partial result: a maximum, a sum, and the undivided output
+        partial_bytes = ITEM_BYTES["float32"]
+        query, partial = layer.query_dim * shape.item_bytes, (2 + layer.output_dim) * partial_bytes
         heads = shape.num_heads
+        # Seconds of merging a layer's partial results, whatever their number, on Zen 4
+        merge_call_seconds = 30e-6
+        # Seconds of merging one partial result of one row and head, which takes an exponential, on Zen 4
+        merged_seconds = 28e-9
         return StorageCosts(
-            heads * query, heads * partial, heads * MERGED_SECONDS, MERGE_CALL_SECONDS, slowness,
+            heads * query, heads * partial, heads * merged_seconds, merge_call_seconds, slowness,
             shape.appending_row_bytes, storing,
         )  # fmt: skip
 
     def link_bytes(self, load: Load) -> float:
-        """Return the bytes of queries and partial results of one layer of ``load``, beyond its rows' q, k, v and o."""
+        """Return the bytes of queries and partial results in one layer of ``load``, besides its rows' q, k, v and o."""
         return load.reads * self.query_bytes + load.partials * self.partial_bytes
 
     def merge_seconds(self, load: Load, num_mini_batches: int) -> float:
         """Return the S-worker's seconds for the ranges of one layer and mini-batch.
 
-        It puts queries of closed ranges before an R-worker's own, takes partial results in and merges them.
+        It copies queries of closed ranges beside an R-worker's own, receives partial results, and merges them.
         """
         if not load.partials:
             return 0.0
         rows, reads, partials = (each / num_mini_batches for each in (load.rows, load.reads, load.partials))
         copied = (reads + rows) * self.query_bytes + partials * self.partial_bytes
         merged = partials * self.merged_seconds
-        return self.slowness * (self.call_seconds + merged + copied / COPIED_BYTES_PER_SECOND)
+        # Rate at which one thread copies queries beside an R-worker's own, and receives partial results, on Zen 4
+        copied_bytes_per_second = 12e9
+        return self.slowness * (self.call_seconds + merged + copied / copied_bytes_per_second)
 
 
 NO_STORAGE_COSTS = StorageCosts()

@@ -1,4 +1,4 @@
-"""Reasons why the equations do not know a model."""
+"""Reasons why the equations do not cover a model."""
 
 from __future__ import annotations
 
@@ -16,39 +16,30 @@ from fastdecode.perfmodel.state_shape import (
     has_kinds,
 )
 
-_RECURRENT = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
-"""Beginnings of keys that recurrent models have, and hybrids of them."""
-
-
-_RECURRENT_KINDS = ("rwkv", "xlstm", "zamba2")
-"""Recurrent models whose layers the equations know only from a list of their types, if at all."""
-
-
-_STATES_ALONE = ("mamba", "mamba2", "falcon_mamba")
-"""Models without a layer that attends."""
-
-
-_ENCODERS = ("bert", "electra", "mpnet", "clip")
-"""Parts of the types of models that attend in both directions, unless they say that they are decoders."""
-
-
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the names of classes that generate text."""
-
 
 def unknown_kind(config: Mapping[str, Any]) -> str | None:
-    """Return why the equations do not know a model, None where nothing says so."""
+    """Return why the equations do not cover a model; None if nothing says so."""
     kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
-    if kind in _STATES_ALONE:
+    # Models without a layer that attends
+    states_alone = ("mamba", "mamba2", "falcon_mamba")
+    if kind in states_alone:
         return NONE_ATTENDS
-    has_state = any(key.startswith(_RECURRENT) for key in config) and not has_kinds(config)
-    if has_state or (kind in _RECURRENT_KINDS and not has_kinds(config)):
+    # Beginnings of keys of recurrent models and hybrids
+    recurrent = ("mamba_", "ssm_", "linear_conv", "conv_L_cache", "state_size", "attention_hidden_size", "lru_width")
+    has_state = any(key.startswith(recurrent) for key in config) and not has_kinds(config)
+    # Recurrent models that the equations cover only with a list of layer types, if at all
+    recurrent_kinds = ("rwkv", "xlstm", "zamba2")
+    if has_state or (kind in recurrent_kinds and not has_kinds(config)):
         return f"a recurrent state ({kind}) is not in the equations"
     if config.get("is_encoder_decoder"):
         return "encoder–decoder is not in the equations"
-    if classes and not any(str(each).endswith(_GENERATES) for each in classes):
+    # Ends of names of classes that generate text
+    generates = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    if classes and not any(str(each).endswith(generates) for each in classes):
         return f"{classes[0]} generates no text, so it has no KV cache to plan for"
-    if not classes and any(part in kind for part in _ENCODERS) and not config.get("is_decoder"):
+    # Parts of names of models that attend in both directions, unless they say that they are decoders
+    encoders = ("bert", "electra", "mpnet", "clip")
+    if not classes and any(part in kind for part in encoders) and not config.get("is_decoder"):
         return f"{kind} generates no text, so it has no KV cache to plan for"
     if config.get("num_kv_shared_layers"):
         return "layers that share a cache (num_kv_shared_layers) are not in the equations"

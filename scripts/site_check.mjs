@@ -11,7 +11,7 @@ const require = createRequire(pathToFileURL(join(process.cwd(), "x.js")));
 const puppeteer = require("puppeteer-core").default ?? require("puppeteer-core");
 const axe = readFileSync(require.resolve("axe-core/axe.min.js"), "utf8");
 const SERIOUS = ["serious", "critical"];
-const WINDOWS = { wide: { width: 1400, height: 900 }, narrow: { width: 390, height: 844 } };
+const WINDOWS = { wide: { width: 1400, height: 900 }, narrow: { width: 400, height: 844 } };
 
 const MOST_PIXELS = 4000;  // of a page's height, in its picture
 

@@ -31,6 +31,9 @@ PAGES = {
 }
 """Files of the repository beside docs/ that are pages, and where they are on the site."""
 
+GENERATED = {"docs/ledger/measured.json": "ledger.md", "docs/ledger/tried.json": "ledger.md"}
+"""Data of pages that the site alone has."""
+
 SCRIPTS = {
     f"examples/{name}.py": f"examples/{name}.md" for name in ("three_r_workers", "spot_hosts", "shared_documents")
 }
@@ -52,6 +55,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     made = {site: (ROOT / place).read_text("utf-8") for place, site in PAGES.items()}
+    made["index.md"] = front_page(made["index.md"])
     made |= {site: script_page((ROOT / place).read_text("utf-8")) for place, site in SCRIPTS.items()}
     made |= {f"cli/{name}": text for name, text in cli_pages.pages().items()}
     made["vllm.md"] = vllm_table.full()
@@ -61,6 +65,53 @@ def on_files(files: Any, config: Any) -> Any:
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+CARDS = """<div class="grid cards" markdown>
+
+-   **At home: one GPU card**
+
+    ---
+
+    Conversations that your card cannot hold, in your host's memory. Planned for an RTX 4090: {home}.
+
+    [Does it pay on my machine?](docs/calculator.md) · [First steps](docs/first-steps.md)
+
+-   **Operator: vLLM and spare CPU hosts**
+
+    ---
+
+    More users on the same GPUs. Planned for an A100 and six EPYC hosts: {operator}.
+
+    [Serving](docs/serving.md) · [vLLM's flags](docs/api.md#coming-from-vllm) · [Reliability](docs/reliability.md)
+
+-   **Researcher: the paper, arXiv 2403.11421**
+
+    ---
+
+    The pipeline, the schedule and the equations of the paper, as tested code.
+
+    [One token's tour](docs/tour.md) · [Structure](docs/structure.md) · [Equations](docs/planning.md#the-equations)
+
+</div>
+"""
+"""The three paths of the front page; what is planned for the first two stands in the README's table."""
+
+FRONT_HEAD = """---
+hide: [navigation, toc]
+---
+
+"""
+
+
+def front_page(readme: str) -> str:
+    """Return the site's front page: the README with three cards in place of the table of its first screen."""
+    rows = re.findall(r"^\| (?:one|vLLM) .*? \| (.*?) \| .* \|$", readme, re.MULTILINE)
+    home, operator = rows
+    table = re.search(r"^\| you have \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
+    assert table
+    cards = CARDS.format(home=home, operator=operator)
+    return FRONT_HEAD + readme.replace(table[0], cards + "\n", 1)
 
 
 def script_page(script: str) -> str:
@@ -87,7 +138,7 @@ def relinked(markdown: str, site_uri: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
-        there = PAGES.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
+        there = (PAGES | GENERATED).get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
         if there is None:
             return match[0]
         return f"{match[1]}{posixpath.relpath(there, posixpath.dirname(site_uri) or '.')}{match[3] or ''}"

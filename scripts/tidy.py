@@ -58,24 +58,24 @@ CEILINGS = {
     "pages: that of": 1,
     "pages: but for": 0,
     "pages: all that": 0,
-    "code: anew": 28,
-    "code: goes on": 33,
-    "code: is to": 56,
-    "code: has its due": 10,
-    "code: so far": 44,
-    "code: wanted were": 10,
-    "code: gives way": 12,
-    "code: is let go": 12,
-    "code: has come back": 10,
-    "code: what it held": 15,
-    "code: of which": 69,
-    "code: those that": 277,
-    "code: what is left of": 24,
-    "code: that of": 67,
-    "code: but for": 24,
-    "code: all that": 44,
+    "code: anew": 15,
+    "code: goes on": 13,
+    "code: is to": 33,
+    "code: has its due": 0,
+    "code: so far": 26,
+    "code: wanted were": 0,
+    "code: gives way": 0,
+    "code: is let go": 2,
+    "code: has come back": 0,
+    "code: what it held": 6,
+    "code: of which": 40,
+    "code: those that": 238,
+    "code: what is left of": 9,
+    "code: that of": 56,
+    "code: but for": 8,
+    "code: all that": 34,
     "pages: sentences of over 25 words": 2,
-    "code: docstrings that are fragments": 182,
+    "code: docstrings that are fragments": 38,
     "docs: table cells of over 200 characters": 0,
     "docs: words": 25000,
     "README.md: words": 700,
@@ -84,6 +84,7 @@ CEILINGS = {
     "SECURITY.md: lines": 120,
     "CHANGELOG.md: lines": 40,
     "docs/structure.md: lines": 250,
+    "docs/performance.md: rows": 40,
 }
 """The count that each form may have: in pages, and in code (docstrings, comments, messages)."""
 
@@ -127,7 +128,7 @@ def long_sentences() -> list[str]:
 def sentences(page: str) -> list[str]:
     """Return the sentences of a Markdown page's prose: no code, tables, headings or names of links' targets."""
     prose = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
-    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose).replace("<br>", "\n\n")
     prose = re.sub(r"^(?:\||#|!\[|:::|\s*options:).*$", "\n", prose, flags=re.MULTILINE)
     blocks = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", prose)
     joined = (" ".join(block.split()) for block in blocks)
@@ -173,6 +174,8 @@ def measured() -> dict[str, int]:
     counts["README.md: words"] = size("README.md", "words")
     for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/structure.md"):
         counts[f"{page}: lines"] = size(page, "lines")
+    figures = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    counts["docs/performance.md: rows"] = len(re.findall(r"^\| (?!what )", figures, re.MULTILINE))
     return counts
 
 

@@ -15,6 +15,7 @@ from fastdecode import LLM, LLMEngine, RequestOutput, SamplingParams, Structured
 from fastdecode.api import from_vllm
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestMetrics
+from fastdecode.core.weighing import AttentionSource
 from fastdecode.server import foreign_fields
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
@@ -68,6 +69,7 @@ def test_fields_of_outputs_are_those_of_the_page() -> None:
         *(f"{each.name}" for each in fields(RequestOutput)),
         *(f"outputs[i].{name}" for name in CompletionOutput.SEEN),
         *(f"outputs[i].logprobs[t][id].{each.name}" for each in fields(Logprob)),
+        *(f"outputs[i].attention_sources[t][k].{name}" for name in AttentionSource._fields),
         *(f"metrics.{name}" for name in RequestMetrics.SEEN),
     ]
 

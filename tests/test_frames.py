@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from dataclasses import replace
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.pool.worker_info import NUM_PINGS
-from fastdecode.cluster.wire import messages, payload
+from fastdecode.cluster.wire import messages, payload, weighing
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
 from fastdecode.core.errors import FrameError, WorkerLostError
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import WeighedPart, Weighing
 from fastdecode.kinds import Absorption, Dense, Latent
 from fastdecode.kinds.layout import KVLayout
 
@@ -283,6 +285,57 @@ def test_a_changed_plan_is_read_or_refused(data: st.DataObject) -> None:
             payload.decode_plan(each)
         except FrameError:
             continue
+
+
+def weighing_of(layers: tuple[int, ...] = (0, 1)) -> Weighing:
+    """A query of both layers of LAYOUT at position 40, all of whose elements are told apart."""
+    memory = np.arange(weighing.num_query_bytes(LAYOUT, layers), dtype=np.uint8)
+    return Weighing(WeighedPart(0, 7, 40, 512, 30), 16, layers, weighing.queries_of(LAYOUT, layers, memory))
+
+
+def test_a_question_about_attention_is_read_as_it_was_written() -> None:
+    for norms in (None, np.ones((1, 8, 2), np.float32)):
+        asked = replace(weighing_of(), norms=norms)
+        numbers, queries, told = weighing.encode_weighing(asked)
+        found = weighing.decode_numbers(numbers, LAYOUT)
+        assert (found.part, found.block, found.layers) == (asked.part, 16, (0, 1))
+        assert queries.tobytes() == b"".join(each.tobytes() for each in asked.queries)
+        assert told.nbytes == (0 if norms is None else norms.nbytes)
+    assert weighing.answer_shape(LAYOUT, asked) == (asked.num_blocks,) == (2,)
+    assert weighing.answer_shape(LAYOUT, replace(asked, finds_norms=True)) == (1, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "layers", "message"),
+    [
+        ((7, 40, 0, 41, 16, False), (), "bytes of numbers"),
+        ((7, 40, 0, 41, 16, False), (1, 0), "layers must ascend"),
+        ((7, 40, 0, 41, 16, False), (2,), "from 0 to 1"),
+        ((7, -1, 0, 1, 16, False), (0,), "position and offset"),
+        ((7, 40, 1 << 41, 41, 16, False), (0,), "position and offset"),
+        ((7, 40, 0, 42, 16, False), (0,), "none after its own"),
+        ((7, 40, 0, 0, 16, False), (0,), "1 token at least"),
+        ((7, 40, 0, 41, 0, False), (0,), "blocks of 1 at least"),
+        ((7, 1 << 39, 0, 1 << 39, 1, False), (0,), "blocks; 16,777,216 at most"),
+    ],
+)
+def test_a_lying_question_about_attention_is_refused(numbers: Any, layers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        weighing.decode_numbers(weighing.HEAD.pack(*numbers) + np.array(layers, "<i8").tobytes(), LAYOUT)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.6], [-0.1, 0.2], [np.nan, 0.1], [np.inf, 0.0]])
+def test_shares_that_are_none_are_refused(weights: list[float]) -> None:
+    with pytest.raises(FrameError, match="at most 1 together"):
+        weighing.checked_answer(np.array(weights, np.float32), weighing_of())
+    with pytest.raises(FrameError, match="max or sum"):
+        weighing.checked_answer(np.full((1, 8, 2), -1, np.float32), replace(weighing_of(), finds_norms=True))
+
+
+@given(st.binary(max_size=120))
+def test_any_question_about_attention_is_read_or_refused(data: bytes) -> None:
+    with contextlib.suppress(FrameError):
+        assert weighing.decode_numbers(data, LAYOUT).num_blocks <= weighing.MOST_BLOCKS
 
 
 @given(st.binary(max_size=200))

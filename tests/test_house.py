@@ -20,14 +20,14 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 339,
-    "lines that serving imports": 50_800,
-    "lines of the product": 64_600,
+    "modules that serving imports": 348,
+    "lines that serving imports": 51_800,
+    "lines of the product": 65_700,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 1040,
-    "docstrings that are fragments": 144,
+    "module constants": 600,
+    "docstrings that are fragments": 27,
 }
 
 FRAGMENT = re.compile(

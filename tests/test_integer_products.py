@@ -47,7 +47,9 @@ def product(weights: Any, x: torch.Tensor, columns: int, isa: str, threads: int 
 
 @pytest.mark.parametrize("instructions", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "width"), [(1, 4), (33, 18), (64, 64), (100, 72), (40, 576), (31, 1000), (20, 3360)])
+@pytest.mark.parametrize(
+    ("columns", "width"), [(1, 4), (33, 18), (64, 64), (100, 72), (40, 576), (31, 1000), (20, 3360)]
+)
 def test_products_are_those_of_plain_torch_bit_by_bit(
     columns: int, width: int, dtype: torch.dtype, instructions: str
 ) -> None:

@@ -148,6 +148,7 @@ def test_the_page_in_a_browser_while_an_r_worker_dies(tmp_path: Path) -> None:
 def keep_busy(server: RunningServer, stop: threading.Event) -> None:
     """One request after another."""
     asked = {"model": "", "prompt": "def f(x):", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    asked["attention_sources"] = 64
     asked["model"] = server.request("/v1/models", headers={"authorization": "Bearer secret"})[1]["data"][0]["id"]
     while not stop.is_set():
         status, answer = server.request("/v1/completions", asked, {"authorization": "Bearer secret"})
@@ -175,6 +176,7 @@ async def watch_in_browser(server: RunningServer, picture: Path) -> None:
         await tab.wait_for("!$('gone').hidden && $('gone').textContent.includes('spawn-')")
         assert await tab.ask("document.querySelectorAll('.worker').length") == 2
         await tab.wait_for("last.output_tokens_per_second > 0")
+        await tab.wait_for("!$('looks').hidden && last.sources.rows.length > 5 && $('strip').offsetHeight > 60")
         await tab.picture(picture)
         assert picture.stat().st_size > 20_000
         await tab.open(f"{server.url}/?key=secret", 1280, 800, dark=True)

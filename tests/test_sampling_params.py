@@ -37,6 +37,9 @@ VLLM_DEFAULTS = {
     "include_stop_str_in_output": False,
     "detokenize": True,
     "structured_outputs": None,
+    "attention_sources": None,
+    "attention_source_block": 16,
+    "attention_source_layers": None,
 }
 
 NAN, INF = math.nan, math.inf
@@ -72,6 +75,13 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("skip_special_tokens", [1, None], "True or False"),
     ("include_stop_str_in_output", [1, None], "True or False"),
     ("detokenize", [1, None], "True or False"),
+    ("attention_sources", [0, 1025, *NOT_INTEGERS], "an integer from 1 to 1024, or None"),
+    ("attention_source_block", [0, None, *NOT_INTEGERS], "an integer of at least 1"),
+    (
+        "attention_source_layers",
+        [5, "5", [], [-1], [1.0], [True]],
+        "a list of layers' numbers from 0, not an empty one, or None for all that see the whole context",
+    ),
     ("structured_outputs", [{"regex": "a"}, "json"], "a StructuredOutputsParams, or None"),
 ]
 

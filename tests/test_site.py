@@ -107,7 +107,8 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in (match[2] for match in site_pages.LINK.finditer(text)):
             there = (Path("/site", uri).parent / target).as_posix()
             page = Path(there).resolve().relative_to("/site").as_posix()
-            known = page in sources.values() or page.startswith("cli/") or (ROOT / "docs" / page).is_file()
+            known = page in {*sources.values(), *site_pages.GENERATED.values()} or page.startswith("cli/")
+            known = known or (ROOT / "docs" / page).is_file()
             assert known, f"{place}: {target}"
 
 
@@ -120,3 +121,11 @@ def test_messages_of_the_errors_page_are_the_program_s() -> None:
     for message in re.findall(r"^\| `([^`]*)` \| [^|]*\.\s?.*\|$", page, re.MULTILINE):
         lost = [piece for piece in message.split("…") if piece.strip() not in program]
         assert not lost, f"{message}: {lost}"
+
+
+def test_the_front_page_has_three_paths() -> None:
+    """What is planned for the first two comes of the README's table."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    page = site_pages.front_page(readme)
+    assert page.count("\n-   **") == 3 and "| you have |" not in page
+    assert "128K tokens" in page and "## Several hosts" in page

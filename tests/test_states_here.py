@@ -180,16 +180,16 @@ def test_no_more_states_are_kept_than_there_is_room_for(saved: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prefill_workers": "spawn:1"}, "prefill_workers: they hand states on"),
+        ({"prefill_workers": "spawn:1"}, "prefill_workers: they send states to"),
         (
             {"r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0},
-            "keep_session: states that lie with the S-worker",
+            "keep_session: states that the S-worker keeps",
         ),
         (
             {"tensor_parallel_size": 2},
-            "tensor_parallel_size: states that lie with the S-worker .* are those of one process",
+            "tensor_parallel_size: states that the S-worker keeps .* belong to one process",
         ),
-        ({"state_on": "r", "state_memory": "1GiB"}, "state_memory: it is for states that lie with the S-worker"),
+        ({"state_on": "r", "state_memory": "1GiB"}, "state_memory: it is for states that the S-worker keeps"),
     ],
 )
 def test_what_does_not_go_with_states_here_is_refused(settings: dict[str, Any], message: str) -> None:

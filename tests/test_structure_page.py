@@ -48,7 +48,7 @@ def test_the_page_is_short() -> None:
 def test_the_index_has_every_decision() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "index.md").read_text("utf-8")
-    rows = dict(re.findall(r"^\| \[.*\]\(([\w-]+\.md)\) \| (\d{4}-\d\d-\d\d) \|$", index, re.MULTILINE))
+    rows = dict(re.findall(r"^- \[.*\]\(([\w-]+\.md)\), (\d{4}-\d\d-\d\d)$", index, re.MULTILINE))
     pages = {each.name: each.read_text("utf-8") for each in folder.glob("*.md") if each.name != "index.md"}
     assert set(rows) == set(pages)
     for name, text in pages.items():

@@ -209,7 +209,7 @@ def test_messages_that_the_template_leaves_out_are_refused() -> None:
     lower = [{"role": "user", "content": "<&>"}]
     check_nothing_is_left_out(lower, "&lt;&amp;&gt; mark0mark", lambda messages: messages[0]["content"])
     for role in ("system", "tool", "bot"):
-        with pytest.raises(RequestError, match=f"leaves out those of role '{role}'"):
+        with pytest.raises(RequestError, match=f"leaves out messages of role '{role}'"):
             check_nothing_is_left_out(messages := said(role, "user"), render(messages), render)
 
 

@@ -117,7 +117,6 @@ REFUSED = {
 }
 """Command lines, and part of what they hear."""
 
-
 BENCHES = """
 bench serve --backend vllm --model m --endpoint /v1/completions --dataset-name random --random-input-len 512
 bench serve --backend openai-chat --base-url http://127.0.0.1:1 --endpoint /v1/chat/completions --max-concurrency 8

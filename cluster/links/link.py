@@ -31,12 +31,6 @@ The word of a layer is mini-batch << 32 | layer.
 SPIN_SECONDS = 0.01
 """Longest spin. Most layers take less, and for longer ones the cost of a wake-up does not matter."""
 
-DISTURBED_SECONDS = 1e-3
-"""A spinning thread that loses its core for so long shares it with another process.
-
-Its own libzmq threads take less.
-"""
-
 REST_SECONDS = 1.0
 """How long a disturbed thread does not spin."""
 
@@ -198,10 +192,13 @@ class Spin:
         found = look()
         now = time.perf_counter()
         end = now + self._most_seconds
+        # A spinning thread that loses its core for so long shares it with another process. Its own libzmq threads take
+        # less.
+        disturbed_seconds = 1e-3
         while not found and self._rests_until < now < end:
             os.sched_yield()
             before, now = now, time.perf_counter()
             found = look()
-            if not found and now - before > DISTURBED_SECONDS:
+            if not found and now - before > disturbed_seconds:
                 self._rests_until = now + REST_SECONDS
         return found

@@ -18,10 +18,8 @@ from typing import Any, Protocol
 
 import mpi4py
 
-LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""Variables that launchers set for every rank. Without them Open MPI starts a job of this process alone."""
-
-if not any(name in os.environ for name in LAUNCHED):
+# Variables that launchers set for every rank. Without them Open MPI starts a job of this process alone.
+if not any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")):
     # for a single process, Open MPI would create a segment of shared memory that nothing removes
     os.environ.setdefault("OMPI_MCA_btl", "self")
 
@@ -30,18 +28,9 @@ mpi4py.rc.thread_level = "serialized"  # SERIALIZED costs nothing, while MULTIPL
 from mpi4py import MPI  # noqa: E402
 
 NAP_SECONDS, IDLE_NAP_SECONDS = 20e-6, 1e-3
-IDLE_SECONDS = 1.0
-"""A rank that has received nothing for so long sleeps longer between tests."""
-
-PROGRESS_SECONDS = 200e-6
-"""Seconds between two tests while q, k, v are being sent. Each test takes about 50 µs of the S-worker's core."""
-
-SWITCH_SECONDS = 1e-4
-"""How long one thread may hold the GIL while another waits. Python's default of 5 ms is as long as several layers."""
 
 _WORD_TAG = 0
 _WORD = struct.Struct("=Q")
-_PR_SET_TIMERSLACK = 29
 
 
 class MpiJob:
@@ -136,8 +125,10 @@ class MpiPeer:
         start = now = time.monotonic()
         if self._idle_since is None:
             self._idle_since = start
+        # A rank that has received nothing for so long sleeps longer between tests
+        idle_seconds = 1.0
         while now < start + timeout_seconds:
-            time.sleep(NAP_SECONDS if now - self._idle_since < IDLE_SECONDS else IDLE_NAP_SECONDS)
+            time.sleep(NAP_SECONDS if now - self._idle_since < idle_seconds else IDLE_NAP_SECONDS)
             if self.done(requests):
                 return True
             now = time.monotonic()
@@ -185,7 +176,10 @@ class SendProgress:
         self._stopped = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastdecode-mpi", daemon=True)
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        # How long one thread may hold the GIL while another waits. Python's default of 5 ms is as long as several
+        # layers.
+        switch_seconds = 1e-4
+        sys.setswitchinterval(min(sys.getswitchinterval(), switch_seconds))
         self._thread.start()
 
     def watch(self, link: Watched) -> None:
@@ -207,12 +201,14 @@ class SendProgress:
         self._thread.join()
 
     def _run(self) -> None:
+        # Seconds between two tests while q, k, v are being sent. Each test takes about 50 µs of the S-worker's core.
+        progress_seconds = 200e-6
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            time.sleep(PROGRESS_SECONDS)  # by then most have arrived
+            time.sleep(progress_seconds)  # by then most have arrived
             while not self._stopped and self._move_on():
-                time.sleep(PROGRESS_SECONDS)
+                time.sleep(progress_seconds)
 
     def _move_on(self) -> bool:
         moved = [link.move_on() for link in self._watched]
@@ -225,4 +221,5 @@ def _lost(error: MPI.Exception) -> ConnectionError:
 
 def _sleep_precisely() -> None:
     """Turn off the up to 50 µs that Linux adds to every sleep of a thread; threads started later inherit this."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+    pr_set_timerslack = 29
+    ctypes.CDLL(None).prctl(pr_set_timerslack, 1000, 0, 0, 0)

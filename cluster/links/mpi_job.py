@@ -36,11 +36,6 @@ S_RANK = 0
 LEAVE_SECONDS = 10
 """Most seconds until a rank answers that the job is over."""
 
-LISTEN_SECONDS = 300.0
-"""Most seconds until a prefill worker has loaded its model and listens."""
-
-LOOPBACK = "127.0.0.1"
-
 RIGHT_LINE = (
     "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi "
     "(`fastdecode launch --print` writes it for your hosts)"
@@ -103,7 +98,8 @@ class SWorkerRank(JobRanks):
         self._check(Role.PREFILL_WORKER, f"prefill_workers: mpi:{num_prefill_workers}", num_prefill_workers)
         if self._has_begun:
             return
-        host = LOOPBACK if self.is_on_one_machine else own_address()
+        loopback = "127.0.0.1"
+        host = loopback if self.is_on_one_machine else own_address()
         if num_prefill_workers:
             check_key("prefill_workers: mpi over several machines", [host], key_file)
         for rank in self.of(Role.PREFILL_WORKER):
@@ -126,13 +122,15 @@ class SWorkerRank(JobRanks):
 
         Raise BackendError if it takes too long.
         """
-        peer, deadline = self.job.peer(rank), time.monotonic() + LISTEN_SECONDS
+        # Most seconds until a prefill worker has loaded its model and listens
+        listen_seconds = 300.0
+        peer, deadline = self.job.peer(rank), time.monotonic() + listen_seconds
         while rank not in self._addresses:
             if peer.word_is_there(TICK_SECONDS):
                 host, port = divmod(peer.take_word(), 1 << _PORT_BITS)
                 self._addresses[rank] = f"{ipaddress.IPv4Address(host)}:{port}"
             elif time.monotonic() > deadline:
-                raise BackendError(f"prefill worker rank-{rank} did not listen within {LISTEN_SECONDS:g} s")
+                raise BackendError(f"prefill worker rank-{rank} did not listen within {listen_seconds:g} s")
         return self._addresses[rank]
 
     def leave(self) -> None:

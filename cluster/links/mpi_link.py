@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 MESSAGE_SECONDS = 30.0
 """Most seconds between a word and the message that it announces."""
 
-HANG_UP_SECONDS = 5.0
 _CONTROL_TAG, _PAYLOAD_TAG = 2, 3
 
 
@@ -134,7 +133,8 @@ class MpiLink(Link):
         if self._progress:
             self._progress.forget(self)
             self._peer.send_word(HANG_UP)
-        self._drain(HANG_UP_SECONDS if self._progress else math.inf)
+        hang_up_seconds = 5.0
+        self._drain(hang_up_seconds if self._progress else math.inf)
         if not self._progress:
             self._peer.send_word(self._last_word)
         self._messages.close()

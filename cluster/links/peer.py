@@ -9,9 +9,6 @@ from typing import Any, Protocol
 MOST_LOGGED = 100
 """Most unknown peers of a socket that are logged one by one."""
 
-DEPARTURE_SECONDS = 2.0
-"""Seconds after the end of any connection until the listener checks the served peer."""
-
 
 class PeerListener(Protocol):
     """The listener of a ``PeerChannel``, such as ``ZmqListener``."""
@@ -72,7 +69,9 @@ class PeerChannel:
     def _look_at_connection(self) -> None:
         """Test the served peer after the end of any connection. Raise ConnectionError if it is gone."""
         has_ended, now = self._listener.look_at_connections(), time.monotonic()
+        # Seconds after the end of any connection until the listener checks the served peer
+        departure_seconds = 2.0
         if has_ended:
-            self._probe_until = now + DEPARTURE_SECONDS
+            self._probe_until = now + departure_seconds
         if now < self._probe_until:
             self.send([b""])

@@ -33,10 +33,6 @@ A row of keys of the largest layer fits. The queue holds a full window three tim
 the queue as waiting after it was read. A peer that ignores the window fills 1.1 GiB, and then blocks.
 """
 
-MOST_PEERS = 1024
-"""Peers whose frame numbers and proofs are remembered; beyond these, the oldest are forgotten."""
-
-
 log = logging.getLogger("fastdecode.port")
 
 
@@ -275,6 +271,8 @@ class Port:
 
 
 def _remember(peers: dict[bytes, Any], identity: bytes, value: Any) -> None:
-    while len(peers) >= MOST_PEERS:
+    # Peers whose frame numbers and proofs are remembered; beyond these, the oldest are forgotten
+    most_peers = 1024
+    while len(peers) >= most_peers:
         peers.pop(next(iter(peers)))
     peers[identity] = value

@@ -23,15 +23,9 @@ from fastdecode.cluster.wire.frames import HEADER, Frame, Kind
 from fastdecode.cluster.wire.payload import PayloadSlots
 from fastdecode.core.errors import FrameError
 
-PART_SECONDS = 5.0
-"""Most seconds between two pieces of one frame, whose sender is on this machine."""
-
 BEAT_SECONDS = 0.2
 HEAD_BYTES = 1 << 16
 """Both rings, and the R-worker's heartbeat in the last word, rounded to a page; the payload follows."""
-
-FRAME_SECONDS = 5.0
-"""Most seconds from a word to its frame, which the sender writes right after it."""
 
 
 def make_memory() -> int:
@@ -99,9 +93,11 @@ class SharedMemoryLink(Link):
         return Frame(kind, self.epoch, 0, word >> 32, word & 0xFFFFFFFF, (0, 0, 0))
 
     def _announced(self) -> Frame:
-        frame = super().receive(FRAME_SECONDS)
+        # Most seconds from a word to its frame, which the sender writes right after it
+        frame_seconds = 5.0
+        frame = super().receive(frame_seconds)
         if frame is None:
-            raise ConnectionError(f"a frame that it announced did not come within {FRAME_SECONDS:g} s")
+            raise ConnectionError(f"a frame that it announced did not come within {frame_seconds:g} s")
         return frame
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
@@ -154,9 +150,11 @@ class StreamChannel(PartChannel):
 
     def _fill(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")
+        # Most seconds between two pieces of one frame, whose sender is on this machine
+        part_seconds = 5.0
         while len(view):
-            if not self._poll.poll(PART_SECONDS * 1000):
-                raise ConnectionError(f"a frame that it began did not go on within {PART_SECONDS:g} s")
+            if not self._poll.poll(part_seconds * 1000):
+                raise ConnectionError(f"a frame that it began did not go on within {part_seconds:g} s")
             try:
                 received = self._socket.recv_into(view)
             except OSError as error:

@@ -12,9 +12,6 @@ from fastdecode.cluster.links.zeromq import ZmqChannel
 from fastdecode.cluster.links.zmq_socket import PATIENCE_SECONDS, Beats
 from fastdecode.cluster.wire.handshake import Security, proven
 
-GREETING_BYTES = 10
-
-
 GREETING_SECONDS = 2.0
 """Most seconds until a ZeroMQ socket's greeting, which needs no Python on the other end."""
 
@@ -52,13 +49,14 @@ def _diagnose(address: str) -> str:
 
     A ZeroMQ socket greets every connection at once with 0xFF, eight bytes, 0x7F (ZMTP 3.1, section 3.2).
     """
+    greeting_bytes = 10
     try:
         with socket.create_connection(split_address("r_workers", address), GREETING_SECONDS) as probe:
-            greeting = probe.recv(GREETING_BYTES, socket.MSG_WAITALL)
+            greeting = probe.recv(greeting_bytes, socket.MSG_WAITALL)
     except TimeoutError:
         return "it accepts connections and sends nothing: no R-worker listens there, or its process hangs"
     except OSError:
         return ""
-    if len(greeting) == GREETING_BYTES and (greeting[0], greeting[-1]) == (0xFF, 0x7F):
+    if len(greeting) == greeting_bytes and (greeting[0], greeting[-1]) == (0xFF, 0x7F):
         return ""
     return "no R-worker listens there: what answers does not use FastDecode's protocol"

@@ -34,12 +34,8 @@ from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER
 from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER
 from fastdecode.core.errors import BackendError
 
-RETRY_SECONDS = 0.02  # between two attempts to send to a full queue
-
 HANDSHAKE_SECONDS = 2.0
 """A ZeroMQ handshake takes milliseconds. If it takes longer, the other end may be no ZeroMQ socket."""
-
-_ZAP_DOMAIN = "fastdecode"
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -79,6 +75,7 @@ class ZmqChannel(ZmqSocket):
 
     def send(self, parts: Sequence[Any]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
+        retry_seconds = 0.02  # between two attempts to send to a full queue
         while True:
             try:
                 self.send_message(parts, zmq.NOBLOCK)
@@ -87,7 +84,7 @@ class ZmqChannel(ZmqSocket):
                 self.look_at_connection()
             if time.monotonic() > deadline:
                 raise ConnectionError("it takes no more messages")
-            self.poll(RETRY_SECONDS)
+            self.poll(retry_seconds)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
         """See ``Channel.receive``. An empty message only tests the connection."""
@@ -235,8 +232,9 @@ class ZmqListener(ZmqSocket):
         """Accept only peers with the other role's key. A peer that does not know this role's key cannot connect."""
         accepted = use_curve(self.socket, secret, role)
         self.socket.curve_server = True
-        self.socket.zap_domain = _ZAP_DOMAIN.encode()
+        zap_domain = "fastdecode"
+        self.socket.zap_domain = zap_domain.encode()
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
         self._authenticator.start()
         callback = SimpleNamespace(callback=lambda domain, key: key == accepted)
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, callback)
+        self._authenticator.configure_curve_callback(zap_domain, callback)

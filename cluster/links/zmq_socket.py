@@ -17,12 +17,6 @@ from fastdecode.core.errors import BackendError, FrameError
 PATIENCE_SECONDS = 30.0
 """How long an R-worker waits for an S-worker without heartbeats. Meanwhile it serves no other S-worker."""
 
-HEARTBEAT_SECONDS = 0.1
-"""Seconds between heartbeats.
-
-A silent peer is noticed up to so much later than its limit, which counts from the next heartbeat.
-"""
-
 MAX_QUEUED = 256
 """Most queued messages to one peer, or from one to a listener, mostly parts of a few hundred KiB.
 
@@ -157,7 +151,10 @@ def send_heartbeats(socket: zmq.Socket, silence_seconds: float, patience_seconds
     This end closes the connection after ``silence_seconds`` without a sign of life, the other end after
     ``patience_seconds``.
     """
-    socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1000)
+    # Seconds between heartbeats. A silent peer is noticed up to so much later than its limit, which counts from the
+    # next heartbeat.
+    heartbeat_seconds = 0.1
+    socket.heartbeat_ivl = int(heartbeat_seconds * 1000)
     socket.heartbeat_timeout = int(silence_seconds * 1000)
     socket.heartbeat_ttl = int(patience_seconds * 1000)
 

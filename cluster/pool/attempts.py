@@ -6,15 +6,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-FIRST_SECONDS, MOST_SECONDS = 1.0, 30.0
-"""First and longest delay after a failed attempt at the same address; it doubles each time."""
-
-
 MOST_ADDRESSES = 1024
-
-
-MOST_REASONS = 16
-"""Most failure reasons remembered per address."""
 
 
 @dataclass
@@ -38,9 +30,13 @@ class Attempts:
     def failed(self, address: str, reason: str) -> bool:
         """Record a failure; return True if ``reason`` is new for this address, and so worth logging."""
         failures = self.remembered.pop(address, None) or _Failures()
-        failures.seconds = min(max(FIRST_SECONDS, 2 * failures.seconds), MOST_SECONDS)
+        # First and longest delay after a failed attempt at the same address; it doubles each time
+        first_seconds, most_seconds = 1.0, 30.0
+        failures.seconds = min(max(first_seconds, 2 * failures.seconds), most_seconds)
         failures.next_time = time.monotonic() + failures.seconds
-        is_new = reason not in failures.reasons and len(failures.reasons) < MOST_REASONS
+        # Most failure reasons remembered per address
+        most_reasons = 16
+        is_new = reason not in failures.reasons and len(failures.reasons) < most_reasons
         if is_new:
             failures.reasons.add(reason)
         self.remembered[address] = failures

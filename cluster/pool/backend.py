@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import methodcaller
+from typing import TypeVar
 
 import numpy as np
 
 from fastdecode.cluster.pool.members import PoolMembers
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
-from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
+from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import StepPlan, StepReport, WorkerReport
+from fastdecode.core.weighing import Queries, WeighedRow, Weighing
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
 """Errors of a ``PoolWorker``: a refusal, or its loss."""
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +91,9 @@ class PoolBackend(PoolMembers):
                 self._failed(index, "what its ranges pick", error)
         return o
 
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        return weigh_rows(self._layout, rows, queries, self._ask_to_weigh)
+
     def end_step(self) -> StepReport:
         for index in range(len(self.workers)):
             try:
@@ -120,6 +129,26 @@ class PoolBackend(PoolMembers):
             yield self.workers[index]
         except (ValueError, KeyError) as error:
             raise _refusal(self.workers[index], f"to {what} a sequence", error) from error
+
+    def _ask_to_weigh(self, asked: Sequence[Weighing]) -> list[np.ndarray | None]:
+        """Return the R-workers' answers in order; None for one that is lost."""
+        answers: list[np.ndarray | None] = [None] * len(asked)
+        for turn in in_turns(asked):
+            waits = [(at, self._unless_lost(asked[at].part.worker, methodcaller("weigh", asked[at]))) for at in turn]
+            for at, wait in waits:
+                if wait is not None:
+                    answers[at] = self._unless_lost(asked[at].part.worker, lambda _, wait=wait: wait())
+        return answers
+
+    def _unless_lost(self, index: int, ask: Callable[[PoolWorker], Answer]) -> Answer | None:
+        """Return the answer of worker ``index``; None if it is lost."""
+        if isinstance(self.workers[index], LostWorker):
+            return None
+        try:
+            return ask(self.workers[index])
+        except FAILURES as error:
+            self._failed(index, "to weigh attention", error)
+            return None
 
     def _is_ready(self, index: int, mini_batch: int) -> bool:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,14 @@ from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
-from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port
+from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port, weigh
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.machine import host_id
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -104,6 +105,10 @@ class InprocWorker(PoolWorker):
 
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         self._open.share(mini_batch, layer, counts)
+
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
+        found = weigh(self._open, asked)
+        return lambda: found
 
     def ended(self) -> WorkerReport:
         report = end_step(self._open)

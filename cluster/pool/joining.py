@@ -26,14 +26,6 @@ DISMISSED_SECONDS = 10.0
 A later request from its address is from another one.
 """
 
-MOST_ADDRESSES = 4096
-"""Most remembered addresses. JOINs cost their sender nothing, so their number must be limited here."""
-
-MOST_JOIN_BYTES = 1 << 12
-
-MOST_AT_ONCE = 64
-"""Most JOINs read between two steps, so that a flood of them does not delay the job."""
-
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +59,10 @@ class JoinListener:
 
     def joined(self) -> list[Joined]:
         """Return the R-workers that became ready since the last call; never waits."""
-        for _ in range(MOST_AT_ONCE):
+        most_join_bytes = 1 << 12
+        # Most JOINs read between two steps, so that a flood of them does not delay the job
+        most_at_once = 64
+        for _ in range(most_at_once):
             if self._layout is None or (channel := self._listener.accept(0.0)) is None:
                 break
             conversation = Conversation(channel)
@@ -75,7 +70,7 @@ class JoinListener:
                 frame = conversation.receive(0.0)
                 if frame is None or frame.kind is not Kind.JOIN:
                     raise FrameError("it sent something else than JOIN")
-                self._connect_to(*decode_join(conversation.body(frame, MOST_JOIN_BYTES)), self._layout)
+                self._connect_to(*decode_join(conversation.body(frame, most_join_bytes)), self._layout)
             except FrameError as error:
                 self._log_once(str(error))
             channel.close()
@@ -121,8 +116,10 @@ class JoinListener:
                 raise FrameError(f"{address} is a prefill worker, and this job was started without --prefill-workers")
             self.invite_prefill_worker(address)
             return
-        if len(self._known) >= MOST_ADDRESSES:
-            raise FrameError(f"{MOST_ADDRESSES} R-workers have joined already")
+        # Most remembered addresses. JOINs cost their sender nothing, so their number must be limited here.
+        most_addresses = 4096
+        if len(self._known) >= most_addresses:
+            raise FrameError(f"{most_addresses} R-workers have joined already")
         self._known.add(address)
         threading.Thread(target=self._open, args=(address, layout), name=f"join {address}", daemon=True).start()
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.pool.remote import RemoteWorker
 
-MOST_NAMES = 1000
-
 logger = logging.getLogger(__name__)
 
 
@@ -34,7 +32,8 @@ class PoolMembers:
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         self.workers = list(workers)
-        self.joined: deque[str] = deque(maxlen=MOST_NAMES)
+        most_names = 1000
+        self.joined: deque[str] = deque(maxlen=most_names)
         self.join_listener: JoinListener | None = None
         self._newcomers: Newcomers | None = None
         self._takes_back = False

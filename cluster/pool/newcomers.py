@@ -16,9 +16,6 @@ if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.pool.remote import RemoteWorker
 
-RETURN_SECONDS = 1.0
-"""Seconds between two attempts to open a lost R-worker."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -52,7 +49,9 @@ class Returns:
             joined.worker.close()
 
     def _await(self, make: Callable[[], RemoteWorker]) -> None:
-        while not self._is_closed.wait(RETURN_SECONDS):
+        # Seconds between two attempts to open a lost R-worker
+        return_seconds = 1.0
+        while not self._is_closed.wait(return_seconds):
             worker = make()
             try:
                 worker.open(self._layout)

@@ -14,6 +14,7 @@ from fastdecode.cluster.pool.calls import TICK_SECONDS, Calls
 from fastdecode.cluster.pool.disks import Disk, RemoteDisk
 from fastdecode.cluster.pool.remote_journal import RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.weighing import weigh_by
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.pool.worker_info import clock_offset, worker_info
 from fastdecode.cluster.wire.frames import Frame, Kind
@@ -45,6 +46,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.machine import process_name
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 OPEN_SECONDS = 30.0
@@ -52,8 +54,6 @@ OPEN_SECONDS = 30.0
 
 TAKE_SECONDS = 5.0
 """How long to ask for a named session that another S-worker has. A silent one loses it in less time."""
-
-RETRY_SECONDS = 0.3
 
 
 class RemoteWorker(PoolWorker):
@@ -123,6 +123,7 @@ class RemoteWorker(PoolWorker):
 
         If the session's S-worker is still served, it may be silent; so ask again for a while.
         """
+        retry_seconds = 0.3
         while True:
             try:
                 return self.calls.answer(Kind.WELCOME, OPEN_SECONDS)
@@ -132,7 +133,7 @@ class RemoteWorker(PoolWorker):
                 if self._lease is None or self._lease.epoch or time.monotonic() > deadline:
                     raise
             self.close()
-            time.sleep(RETRY_SECONDS)
+            time.sleep(retry_seconds)
             self.open(self._layout)
 
     def _send_weights(self) -> None:
@@ -190,6 +191,10 @@ class RemoteWorker(PoolWorker):
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         with self.calls.losses as link:
             link.send(Kind.PICKS, counts.astype("<i4").tobytes(), mini_batch=mini_batch, layer=layer)
+
+    @interrupts_deferred()
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
+        return weigh_by(self.calls, self._layout, asked)
 
     @interrupts_deferred()
     def end_step(self) -> None:

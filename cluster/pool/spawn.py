@@ -23,12 +23,6 @@ from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
-END_SECONDS = 10.0
-"""Most seconds for an R-worker to end after its socket is closed; then the S-worker kills it."""
-
-EXIT_SECONDS = 0.1
-"""Seconds that a process takes to end after closing its socket."""
-
 
 class SpawnBackend(PoolBackend):
     """An ``AttentionBackend`` over one process per entry of ``sizes``, with payload in shared memory."""
@@ -95,8 +89,10 @@ class _SpawnedLink(SharedMemoryLink):
     def close(self) -> None:
         """See ``Link.close``. The process ends when it sees its socket close."""
         super().close()
+        # Most seconds for an R-worker to end after its socket is closed; then the S-worker kills it
+        end_seconds = 10.0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
+            self.process.wait(end_seconds)
             return
         self.process.kill()
         self.process.wait()
@@ -108,8 +104,10 @@ class _SpawnedLink(SharedMemoryLink):
         return how_it_ended or str(error)
 
     def _how_it_ended(self) -> str:
+        # Seconds that a process takes to end after closing its socket
+        exit_seconds = 0.1
         try:
-            status = self.process.wait(EXIT_SECONDS)
+            status = self.process.wait(exit_seconds)
         except subprocess.TimeoutExpired:
             return ""
         return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"

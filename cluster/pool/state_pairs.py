@@ -8,6 +8,7 @@ nothing above the pool distinguishes pairs from R-workers.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, make_rworker
 from fastdecode.core.state_room import COUNTED_BLOCKS
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 
@@ -133,6 +135,10 @@ class StatePair(PoolWorker):
 
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         self.r_worker.share(mini_batch, self._parts.places[layer][1], counts)
+
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
+        layers = tuple(self._parts.places[layer][1] for layer in asked.layers)
+        return self.r_worker.weigh(replace(asked, layers=layers))
 
     def end_step(self) -> None:
         self.r_worker.end_step()

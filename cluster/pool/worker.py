@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -62,6 +64,13 @@ class PoolWorker:
 
         ``counts``: int32 [rows of partial results, heads that pick], for a row's first node.
         """
+
+    def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
+        """Ask, once all layers of the step are done, how a query's attention is shared among blocks.
+
+        Return a function that waits for the answer: float32, weights [num_blocks], or norms [1, heads, 2].
+        """
+        raise NotImplementedError
 
     def end_step(self) -> None:
         """Ask the worker to commit the step."""

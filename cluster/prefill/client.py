@@ -12,11 +12,6 @@ from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.messages import decode_refusal
 from fastdecode.core.errors import BackendError, FrameError
 
-OPEN_SECONDS = 300.0
-"""Most seconds from HELLO to WELCOME, since a starting prefill worker loads its model first."""
-
-TICK_SECONDS = 0.1
-
 
 class PrefillClient:
     """The client of one prefill worker over a link."""
@@ -45,11 +40,14 @@ class PrefillClient:
 
     def opened(self, model: str) -> None:
         """Wait for the answer. Raise BackendError if it is a refusal, or does not come."""
-        link, deadline = self._open_link, time.monotonic() + OPEN_SECONDS
+        # Most seconds from HELLO to WELCOME, since a starting prefill worker loads its model first
+        open_seconds = 300.0
+        link, deadline = self._open_link, time.monotonic() + open_seconds
+        tick_seconds = 0.1
         try:
-            while (frame := link.receive(TICK_SECONDS)) is None:
+            while (frame := link.receive(tick_seconds)) is None:
                 if time.monotonic() > deadline:
-                    raise BackendError(f"prefill worker {self.name} did not answer within {OPEN_SECONDS:g} s")
+                    raise BackendError(f"prefill worker {self.name} did not answer within {open_seconds:g} s")
             if frame.kind is Kind.REFUSED:
                 raise BackendError(f"prefill worker {self.name} refused: {refusal(link, frame)}")
             if frame.kind is not Kind.WELCOME:

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 ANSWER = "fastdecode prefill-worker: "
 """The beginning of the line that tells a prefill worker's address."""
 
-END_SECONDS = 5.0
-"""Most seconds for a spawned prefill worker to end; then it is killed."""
-
 
 def listening_workers(addresses: Sequence[str], security: Security) -> PrefillPool:
     """Return a pool of prefill workers that listen at ``addresses``, "host:port"."""
@@ -108,8 +105,10 @@ class _Spawned:
     def end(self) -> None:
         """End the process; may be called twice."""
         self.process.send_signal(signal.SIGTERM)
+        # Most seconds for a spawned prefill worker to end; then it is killed
+        end_seconds = 5.0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
+            self.process.wait(end_seconds)
         self.process.kill()
         self.process.wait()
         if self.process.stdout:

@@ -20,9 +20,6 @@ from fastdecode.kinds.layout import KVLayout
 TICK_SECONDS = 0.2
 """Seconds of a wait for others' keys and values before the S-worker's connection is checked again."""
 
-KV_BYTES = 1 << 22
-"""Most bytes of keys in one KV frame. Many are under way at once, and a decode step waits for at most one."""
-
 LAYERS_AHEAD = 2
 """Layers of a prefix requested before the layer that is computed, so that transfers overlap."""
 
@@ -224,14 +221,17 @@ class PromptJob:
 
     def _pass(self, layer: int, rows: LayerRows, part: int) -> None:
         if self._send_on is not None:
-            self.sent_bytes += self._send(self._send_on, *self._bounds[part : part + 2], layer, rows)
+            first, end = self._bounds[part : part + 2]
+            self.sent_bytes += self._send(self._send_on, first, end, layer, rows)
 
     def _send(self, send: Send, first: int, end: int, layer: int, rows: LayerRows) -> int:
         """Send rows ``first`` to ``end`` in pieces, if there are any; return the number of bytes."""
         if first >= end:
             return 0
         arrays = rows.of(first, end)
-        step = max(1, KV_BYTES // max(1, arrays[0][:1].nbytes))
+        # Most bytes of keys in one KV frame. Many are under way at once, and a decode step waits for at most one.
+        kv_bytes = 1 << 22
+        step = max(1, kv_bytes // max(1, arrays[0][:1].nbytes))
         return sum(
             send(layer, first + start, tuple(each[start : start + step] for each in arrays))
             for start in range(0, end - first, step)

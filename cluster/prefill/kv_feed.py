@@ -15,12 +15,6 @@ from fastdecode.cluster.wire.json_bodies import MAX_JSON_BYTES
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MOST_IN_FLIGHT, decode_refusal
 from fastdecode.core.errors import FrameError
 
-PIECE_BYTES = 1 << 19
-"""Approximate bytes of keys and values per frame. An R-worker stores or reads them in a fraction of a millisecond."""
-
-ANSWER_SECONDS = 30.0
-"""Most seconds for an answer. A lost host of an R-worker is noticed sooner, by its heartbeats."""
-
 TICK_SECONDS = 0.1
 
 
@@ -126,7 +120,10 @@ class KvFeed:
     def _call(self, kind: Kind, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> None:
         """Send ``arrays`` in pieces."""
         num_rows = len(arrays[0])
-        most = max(1, PIECE_BYTES * num_rows // sum(each.nbytes for each in arrays))
+        # Approximate bytes of keys and values per frame. An R-worker stores or reads them in a fraction of a
+        # millisecond.
+        piece_bytes = 1 << 19
+        most = max(1, piece_bytes * num_rows // sum(each.nbytes for each in arrays))
         begins = range(0, num_rows, most)
         call = _Call(kind, job_id, layer, start, num_rows, len(begins))
         for begin in begins:
@@ -143,12 +140,14 @@ class KvFeed:
 
     def _hear(self, timeout_seconds: float) -> bool:
         """Take the next answer, if it comes in time. Answers come in the order of the frames."""
+        # Most seconds for an answer. A lost host of an R-worker is noticed sooner, by its heartbeats.
+        answer_seconds = 30.0
         try:
             frame = self._conversation.receive(timeout_seconds)
             if frame is None:
                 self._channel.look_at_connection()
-                if time.monotonic() - self._heard > ANSWER_SECONDS:
-                    raise ConnectionError(f"it did not answer within {ANSWER_SECONDS:g} s")
+                if time.monotonic() - self._heard > answer_seconds:
+                    raise ConnectionError(f"it did not answer within {answer_seconds:g} s")
                 return False
             self._take(frame)
         except FrameError as error:

@@ -37,9 +37,6 @@ from fastdecode.core.remote_prefill import Prefilled, PrefillOutcomes, RemotePre
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
-LOOK_SECONDS = 0.001
-"""Seconds between two looks at all links, for an engine without other work."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -128,8 +125,10 @@ class PrefillPool:
 
     def wait(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
+        # Seconds between two looks at all links, for an engine without other work
+        look_seconds = 0.001
         while not self._hear() and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(look_seconds)
 
     def outcomes(self) -> PrefillOutcomes:
         self._hear()

@@ -20,8 +20,6 @@ from fastdecode.core.errors import BackendError
 POLL_SECONDS = 0.002
 """Seconds between two looks for answers."""
 
-MOST_REMEMBERED = 64
-"""Most jobs that fail with the next prefill worker: the latest that have sent to it."""
 
 OnFailure = Callable[[list[int], Place, str, bool], None]
 """A function called if something cannot be sent: its numbers, the place, the reason, and whether the place is gone."""
@@ -162,12 +160,14 @@ class ChainSender(Sender):
 
     def _serve(self, jobs: dict[int, None]) -> None:
         feed = KvFeed(self.place.address, self.place.epoch, self._security)
+        # Most jobs that fail with the next prefill worker: the latest that have sent to it
+        most_remembered = 64
         try:
             while not self._is_closed:
                 item = self._next(bool(feed.num_in_flight))
                 if isinstance(item, Rows):
                     jobs[item.job_id] = None
-                    while len(jobs) > MOST_REMEMBERED:
+                    while len(jobs) > most_remembered:
                         del jobs[next(iter(jobs))]
                     feed.store(item.job_id, item.layer, item.start, *item.arrays)
                 for stored in feed.poll(0.0):

@@ -37,11 +37,6 @@ from fastdecode.core.errors import FrameError
 from fastdecode.core.machine import host_id
 from fastdecode.kinds.layout import KVLayout
 
-MOST_ENDED = 1 << 12
-"""Most ended jobs that are remembered, so that late frames for them are dropped."""
-
-MOST_JOBS = 1 << 12
-
 log = logging.getLogger("fastdecode.prefills.worker")
 
 
@@ -185,8 +180,9 @@ class PrefillServer:
         reader.read_into(body)
         tokens = reader.array((num_tokens,), np.dtype(np.int64)).copy()
         prompt = decode_prompt(body, tokens, self.model.max_model_len, self.model.vocab_size)
-        if len(self._jobs) >= MOST_JOBS or prompt.job_id in self._jobs:
-            raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {MOST_JOBS:,} that wait")
+        most_jobs = 1 << 12
+        if len(self._jobs) >= most_jobs or prompt.job_id in self._jobs:
+            raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {most_jobs:,} that wait")
         send_on = partial(self._senders.of(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
         for each in (*prompt.stores, *prompt.prefix):
             self._heads.check(len(each.places))
@@ -252,7 +248,9 @@ class PrefillServer:
         """Forget a job, so that late frames for it are dropped; return it, or None."""
         self._early.take(job_id)
         self._ended[job_id] = None
-        if len(self._ended) > MOST_ENDED:
+        # Most ended jobs that are remembered, so that late frames for them are dropped
+        most_ended = 1 << 12
+        if len(self._ended) > most_ended:
             self._ended.popitem(last=False)
         return self._jobs.pop(job_id, None)
 

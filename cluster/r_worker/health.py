@@ -25,8 +25,6 @@ POLL_SECONDS = 0.1
 MOST_CLIENTS = 16
 """Most concurrent connections; further ones are closed."""
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 class HealthPort(ThreadingHTTPServer):
     """Answers GET /health, /live (200, or 503 with the reason) and /metrics until ``close``.
@@ -133,8 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer /health, /live or /metrics."""
         path = self.path.partition("?")[0]
         vitals = self.server.vitals
+        content_type = "text/plain; version=0.0.4; charset=utf-8"
         if path == "/metrics":
-            self._answer(HTTPStatus.OK, vitals.metrics(), CONTENT_TYPE)
+            self._answer(HTTPStatus.OK, vitals.metrics(), content_type)
         elif path in ("/health", "/live"):
             wrong = vitals.complaint() if path == "/health" else vitals.illness()
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.OK, f"{wrong or 'ok'}\n")

@@ -29,13 +29,11 @@ from fastdecode.core.machine import (
 )
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import WorkerPlan, WorkerReport
+from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
-
-LAYER_CACHE_BLOCK = 256
-"""Tokens of a block in a cache for one layer of one prompt. The size changes no token."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,9 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
     layout = layout.absorbed
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
-    block_size = math.gcd(LAYER_CACHE_BLOCK, *(layer.block_tokens for layer in layout.layers))
+    # Tokens of a block in a cache for one layer of one prompt. The size changes no token.
+    layer_cache_block = 256
+    block_size = math.gcd(layer_cache_block, *(layer.block_tokens for layer in layout.layers))
     of_block = block_bytes(layout, block_size)
     states = [layout.sequence_bytes(layer) for layer in range(len(layout.layers))]
     state_blocks = sum(2 * each // of_block + 1 for each in states if each)
@@ -203,6 +203,18 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
     """Commit the step; return busy times on this machine's clock, with ``transfer_seconds`` 0."""
     busy_start, busy_end, bytes_read, blocks_free = worker.end_step()
     return WorkerReport(busy_start, busy_end, 0.0, bytes_read, blocks_free, leaving)
+
+
+def weigh(worker: _rworker.RWorker, asked: Weighing) -> np.ndarray:
+    """Return how a query's attention is shared, or its norms; ValueError or KeyError if that is impossible."""
+    part, queries = asked.part, list(asked.queries)
+    found = worker.weigh(
+        sequence_id=part.sequence_id, position=part.position, offset=part.offset, block=asked.block,
+        layers=list(asked.layers), queries=queries, norms=asked.norms, finds_norms=asked.finds_norms,
+    )  # fmt: skip
+    if not asked.finds_norms and len(found) != asked.num_blocks:
+        raise ValueError(f"weigh: {part.num_tokens} tokens make {asked.num_blocks} blocks, and {len(found)} are here")
+    return found
 
 
 def _columns(records: np.ndarray) -> np.ndarray:

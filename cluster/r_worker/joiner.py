@@ -17,13 +17,6 @@ from fastdecode.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-ASK_SECONDS = 1.0
-"""Seconds between two JOINs. The S-worker may not listen yet, or not have noticed that this R-worker was lost."""
-
-
-TROUBLE_SECONDS = 3.0
-"""Seconds of fruitless asking after which a worker reports trouble."""
-
 
 class Joiner:
     """Asks the S-worker at ``pool`` repeatedly to connect to ``address``; both are "host:port".
@@ -44,7 +37,9 @@ class Joiner:
             return
         self._look()
         self.close()
-        self._next = time.monotonic() + ASK_SECONDS
+        # Seconds between two JOINs. The S-worker may not listen yet, or not have noticed that this R-worker was lost.
+        ask_seconds = 1.0
+        self._next = time.monotonic() + ask_seconds
         self._channel = ZmqChannel(self._pool, self._secret, role=R_WORKER)
         with contextlib.suppress(ConnectionError):
             Conversation(self._channel).send(Kind.JOIN, encode_join(self._address, self._role))
@@ -61,7 +56,9 @@ class Joiner:
         reason = self._channel.failure() if self._channel else ""
         if not self._channel or not reason:
             self._failing_since = now
-        self.trouble = f"cannot join {self._pool}: {reason}" if now - self._failing_since > TROUBLE_SECONDS else ""
+        # Seconds of fruitless asking after which a worker reports trouble
+        trouble_seconds = 3.0
+        self.trouble = f"cannot join {self._pool}: {reason}" if now - self._failing_since > trouble_seconds else ""
         if self.trouble and self.trouble not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(self.trouble)
             log.warning("%s", self.trouble)

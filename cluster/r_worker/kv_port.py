@@ -22,9 +22,6 @@ On a core shared with threads that attend, they get about a tenth of it. Rows co
 a prompt, and a step must not take so much longer.
 """
 
-MOST_READ_BYTES = 1 << 21
-"""Most bytes of keys and values that one READ asks for; others' frames wait no longer than that takes."""
-
 
 class RowStore:
     """The rows behind a KV port.
@@ -67,8 +64,10 @@ class RowStore:
         if frame.layer >= len(self._layers):
             raise FrameError(f"READ: layer is {frame.layer}; there are {len(self._layers)}")
         row_bytes = self._stored_bytes[frame.layer]
-        if not 0 < num_rows <= max(1, MOST_READ_BYTES // row_bytes):
-            raise FrameError(f"READ: {num_rows} rows; of {row_bytes:,} bytes each, {MOST_READ_BYTES:,} at most")
+        # Most bytes of keys and values that one READ asks for; others' frames wait no longer than that takes
+        most_read_bytes = 1 << 21
+        if not 0 < num_rows <= max(1, most_read_bytes // row_bytes):
+            raise FrameError(f"READ: {num_rows} rows; of {row_bytes:,} bytes each, {most_read_bytes:,} at most")
         stored = self._worker.read_prefix(job_id, frame.layer, start, num_rows)
         port.send(identity, Kind.KV, KV_ROWS.pack(job_id, start, num_rows), stored, layer=frame.layer)
 

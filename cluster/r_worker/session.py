@@ -19,6 +19,7 @@ from fastdecode.cluster.r_worker.move_door import MoveDoor
 from fastdecode.cluster.r_worker.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
+from fastdecode.cluster.r_worker.weigh_door import WeighDoor
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.leases import LEASE_SECONDS, encode_held
@@ -40,12 +41,6 @@ from fastdecode.kinds.latent import FRAME_BYTES
 
 if TYPE_CHECKING:
     from fastdecode.cluster.r_worker.kv_port import KvPort
-
-IDLE_SECONDS = 1.0
-"""A working S-worker pauses less than this between two steps."""
-
-PAYLOAD_LIMIT = 8 * FRAME_LIMIT
-"""Most bytes of q, k, v and o of all mini-batches of a step, one layer of each."""
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -140,13 +135,15 @@ class Session:
                 Kind.REFUSED, encode_refusal("superseded", f"its session goes on with {self._gives_way_to}")
             )
             raise ConnectionError(f"{self._gives_way_to} takes its place")
+        # A working S-worker pauses less than this between two steps
+        idle_seconds = 1.0
         try:
             frame = self._next()
             self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
             if frame is not None:
                 self._heard = time.monotonic()
                 self._handler(frame)(frame)
-            elif self.leaving and self._slots is None and self._idle_seconds > IDLE_SECONDS:
+            elif self.leaving and self._slots is None and self._idle_seconds > idle_seconds:
                 self._over = True
         except LeaseError as error:
             self._refuse(error.kind, str(error))
@@ -190,6 +187,7 @@ class Session:
             self._handlers |= self._park_door.handlers
         if hello.lease and hello.lease.keep_seconds:
             self._handlers |= JournalDoor(self._link, self._lease.journal).handlers
+        self._handlers |= WeighDoor(self._link, worker, hello.layout).handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(
@@ -234,10 +232,12 @@ class Session:
     def _plan(self, frame: Frame) -> None:
         plan = decode_plan(self._link.body(frame))
         slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > PAYLOAD_LIMIT:
+        # Most bytes of q, k, v and o of all mini-batches of a step, one layer of each
+        payload_limit = 8 * FRAME_LIMIT
+        if slots.largest_part > FRAME_LIMIT or slots.num_bytes > payload_limit:
             raise FrameError(
                 f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
-                f"{PAYLOAD_LIMIT:,} and {FRAME_LIMIT:,} at most"
+                f"{payload_limit:,} and {FRAME_LIMIT:,} at most"
             )
         self._is_untouched = False
         begin_step(self._open_worker, plan)

@@ -19,9 +19,6 @@ from fastdecode.core.machine import cpu_identity
 from fastdecode.core.types import READ_AHEAD
 from fastdecode.kinds import Dense
 
-ROUNDS = 5
-"""Measurements of each kind in turn. The fastest counts, since other processes only slow a measurement down."""
-
 MARGIN = 0.95
 """Another choice must take less than this part of the default's time, so that no machine alternates between two."""
 
@@ -33,9 +30,6 @@ CONTEXT, HEADS, HEAD_DIM = 1024, 8, 128
 
 SEQUENCES, KV_HEADS = 12, 8
 """Sizes of a trial of reading: 48 MiB of keys and values, most of which the trials between evict from caches."""
-
-EDITION = 2
-"""Version of the measurement; stored results of another version are ignored."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +110,10 @@ def fastest_read_ahead() -> str:
 
 
 def _in_turns(trials: Iterable[_Trial]) -> list[tuple[float, ...]]:
-    """Return the ``ROUNDS`` times of each trial."""
-    return list(zip(*([trial.seconds() for trial in trials] for _ in range(ROUNDS)), strict=True))
+    """Return the ``rounds`` times of each trial."""
+    # Measurements of each kind in turn. The fastest counts, since other processes only slow a measurement down.
+    rounds = 5
+    return list(zip(*([trial.seconds() for trial in trials] for _ in range(rounds)), strict=True))
 
 
 class _Trial:
@@ -165,7 +161,9 @@ def _cache_path() -> Path:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode"
     except RuntimeError:  # a user without an entry in the system's table, as in containers
         folder = Path(os.devnull)
-    return folder / f"tuning-{EDITION}-{__version__}-{cpu_identity()}-{_rworker.supported_isas()[-1]}.json"
+    # Version of the measurement; stored results of another version are ignored
+    edition = 2
+    return folder / f"tuning-{edition}-{__version__}-{cpu_identity()}-{_rworker.supported_isas()[-1]}.json"
 
 
 def _keep(path: Path, measured: Tuning) -> None:

@@ -23,13 +23,8 @@ from fastdecode.core.machine import has_cpu_quota, numa_nodes
 WATCH_SECONDS = 1.0
 """Seconds between two checks whether this node's raylet lives, and whether Ray drains the node."""
 
-RETRY_SECONDS = 1.0
-"""Seconds between two attempts of a restarted R-worker to take its memory, which its predecessor may still hold."""
-
 LEFT = 3
 """Exit status of an R-worker that has left a draining node; Ray restarts it elsewhere."""
-
-MOST_SLOTS = 4096
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -98,6 +93,8 @@ class ActorServer:
         return Server(listener, machine, joiner, order.security, mine), f"{address}, {machine.describe()}"
 
     def _take_host(self, cores: list[int] | None) -> Host:
+        # Seconds between two attempts of a restarted R-worker to take its memory, which its predecessor may still hold
+        retry_seconds = 1.0
         while True:
             try:
                 return take_host(cores, self._order.num_threads, self._order.kv_cache_bytes)
@@ -105,7 +102,7 @@ class ActorServer:
                 if not self._is_restarted:
                     raise
                 log.warning("%s; trying again", error)
-                time.sleep(RETRY_SECONDS)
+                time.sleep(retry_seconds)
 
     def _watch(self) -> None:
         """End when the raylet ends, since Ray then restarts its actors elsewhere; leave a node that Ray drains."""
@@ -128,7 +125,8 @@ def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None
     """
     if has_cpu_quota():
         return None, None
-    for slot in range(MOST_SLOTS):
+    most_slots = 4096
+    for slot in range(most_slots):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claim.bind(f"\0fastdecode-ray-r-worker-{slot}")  # in Linux's abstract namespace, so that no file remains

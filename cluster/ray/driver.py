@@ -39,19 +39,6 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError, FastDecodeError
 from fastdecode.core.machine import usable_cores
 
-PROBE_SECONDS = 5.0
-"""Most seconds to connect to the cluster's head over TCP."""
-
-POLL_SECONDS = 0.2
-
-OBJECT_STORE_BYTES = 80 << 20
-"""Object store of a cluster started here: near Ray's minimum, since no payload uses it."""
-
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "fastdecode"}
-
-ERRORS = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
-"""The names of errors in messages to the engine."""
-
 
 class RWorkerActor:
     """An R-worker as a Ray actor. Ray calls it once, and carries none of its data."""
@@ -133,9 +120,10 @@ def connect(stack: contextlib.ExitStack) -> bool:
         )
     if address not in ("", "auto", "local"):
         _probe(address)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "fastdecode"}
     if address != "local":
         try:
-            ray.init(address="auto", **QUIET)
+            ray.init(address="auto", **quiet)
             stack.callback(ray.shutdown)
             return False
         except (ConnectionError, ValueError) as error:
@@ -145,14 +133,16 @@ def connect(stack: contextlib.ExitStack) -> bool:
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     stack.callback(ray.shutdown)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Object store of a cluster started here: near Ray's minimum, since no payload uses it
+    object_store_bytes = 80 << 20
     ray.init(
         address="local",
         num_cpus=len(usable_cores()),
         include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
+        object_store_memory=object_store_bytes,
         _node_ip_address="127.0.0.1",
         _temp_dir=folder,
-        **QUIET,
+        **quiet,
     )
     return True
 
@@ -186,8 +176,9 @@ def _serve(stack: contextlib.ExitStack, orders: TextIO, out: TextIO) -> None:
     order = json.loads(line)
     answers = job.start(order["pool"], Security(order["secret"].encode(), order["encrypts"]))
     pending = {answer: index for index, answer in enumerate(answers)}
+    poll_seconds = 0.2
     while pending and not select.select([orders], [], [], 0)[0]:
-        for answer in ray.wait(list(pending), timeout=POLL_SECONDS)[0]:
+        for answer in ray.wait(list(pending), timeout=poll_seconds)[0]:
             index = pending.pop(answer)
             outcome = job.outcome(index, answer)
             if outcome is None:
@@ -237,14 +228,18 @@ def _seconds(given: str | None) -> float:
 def _probe(address: str) -> None:
     """Raise BackendError if nothing listens at ``address``; Ray would try for a minute."""
     host, _, port = address.rpartition(":")
+    # Most seconds to connect to the cluster's head over TCP
+    probe_seconds = 5.0
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), probe_seconds).close()
     except (OSError, ValueError) as error:
         raise BackendError(f"RAY_ADDRESS: no Ray cluster answers at {address}: {error}") from None
 
 
 def _refusal(error: FastDecodeError) -> dict[str, str]:
-    kind = next((name for name, each in ERRORS.items() if isinstance(error, each)), "backend")
+    # The names of errors in messages to the engine
+    errors = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
+    kind = next((name for name, each in errors.items() if isinstance(error, each)), "backend")
     return {"refused": kind, "message": str(error)}
 
 

@@ -23,17 +23,6 @@ from fastdecode.core.errors import BackendError, CapacityError, ConfigError, Fas
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
-CODE = "from fastdecode.cluster.ray.driver import main; main()"
-
-ERRORS: dict[str, type[FastDecodeError]] = {
-    "config": ConfigError,
-    "capacity": CapacityError,
-    "backend": BackendError,
-}
-
-END_SECONDS = 30.0
-"""Most seconds for the process that speaks with Ray to end. A cluster that it has started ends with it."""
-
 START_SECONDS = 120.0
 """Most seconds from the start of the actors until all have joined."""
 
@@ -67,8 +56,9 @@ class RayJob:
         secret = read_secret(key_file) if key_file else secrets.token_hex(32).encode()
         self.count = count
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        code = "from fastdecode.cluster.ray.driver import main; main()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CODE],
+            [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
@@ -103,8 +93,10 @@ class RayJob:
         if self.process.stdin:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
+        # Most seconds for the process that speaks with Ray to end. A cluster that it has started ends with it.
+        end_seconds = 30.0
         try:
-            self.process.wait(END_SECONDS)
+            self.process.wait(end_seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -122,8 +114,13 @@ class RayJob:
         said = self._said.get(timeout=timeout_seconds)
         if said is None:
             raise BackendError(f"the process that speaks with Ray has ended with status {self.process.wait()}")
+        errors: dict[str, type[FastDecodeError]] = {
+            "config": ConfigError,
+            "capacity": CapacityError,
+            "backend": BackendError,
+        }
         if "refused" in said:
-            raise ERRORS.get(said["refused"], BackendError)(said["message"])
+            raise errors.get(said["refused"], BackendError)(said["message"])
         return said
 
 

@@ -20,16 +20,11 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 28
+VERSION = 29
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
 """Most bytes of one part. A peer that announces more is refused before anything is allocated."""
-
-MAX_PARTS = 3
-
-MOST_SKIPPED = 1 << 16
-"""Most numbers that may be skipped. After a larger skip every following frame would count as late."""
 
 
 class Kind(IntEnum):
@@ -79,9 +74,8 @@ class Kind(IntEnum):
     RECORDED = 42  # R: bytes that the journal has now (int64)
     RECALL = 43  # S: asks for the journal, which an S-worker of this session before it may have written
     RECALLED = 44  # R: the journal
-
-
-_KINDS = frozenset(Kind)
+    WEIGH = 45  # S, in a step whose layers are done: a query (int64); what it asks in each layer; max and sum of scores
+    WEIGHED = 46  # R: the share of its attention that each block of tokens has, or max and sum of scores (float32)
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,9 @@ class Conversation:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
             )
-        if frame.sequence - self._least_received > MOST_SKIPPED:
+        # Most numbers that may be skipped. After a larger skip every following frame would count as late.
+        most_skipped = 1 << 16
+        if frame.sequence - self._least_received > most_skipped:
             raise FrameError(
                 f"a {frame.kind.name} frame from far ahead: number {frame.sequence}, not {self._least_received}"
             )
@@ -176,7 +172,8 @@ class Conversation:
         return data
 
     def _header(self, kind: Kind, mini_batch: int, layer: int, lengths: Sequence[int]) -> bytes:
-        padded = (*lengths, *(0,) * (MAX_PARTS - len(lengths)))
+        max_parts = 3
+        padded = (*lengths, *(0,) * (max_parts - len(lengths)))
         return HEADER.pack(MAGIC, VERSION, kind, self.epoch, self.next_sent, mini_batch, layer, *padded)
 
 
@@ -189,7 +186,8 @@ def decode(header: bytes) -> Frame:
         raise FrameError("a frame that is not FastDecode's: its magic is wrong")
     if version != VERSION:
         raise FrameError(f"a frame of protocol version {version}; this side speaks {VERSION}")
-    if kind not in _KINDS:
+    kinds = frozenset(Kind)
+    if kind not in kinds:
         raise FrameError(f"a frame of unknown kind {kind}")
     if max(lengths) > FRAME_LIMIT:
         raise FrameError(f"a frame that announces {max(lengths):,} bytes; {FRAME_LIMIT:,} is the limit")

@@ -34,15 +34,9 @@ from fastdecode.core.errors import BackendError, ConfigError, FrameError, Worker
 S_WORKER, R_WORKER = "s-worker", "r-worker"
 """The roles of the two ends of a connection; each has its own keys and proofs."""
 
-LEAST_BYTES = 32
-MOST_BYTES = 4096
-
 NONCE_BYTES = PROOF_BYTES = 32
 MOST_PENDING = 64
 """Most challenges that wait for their proof; beyond these the oldest is dropped."""
-
-PROOF_SECONDS = 30.0
-"""Most seconds for each answer, as long as an R-worker may take to start."""
 
 TICK_SECONDS = 0.1
 BOTH_SIDES = "--key-file with --security authenticate must be on both sides, or on neither"
@@ -86,19 +80,21 @@ def read_secret(path: str) -> bytes:
 
     Raise ConfigError unless the file is private and long enough.
     """
+    most_bytes = 4096
     try:
         with Path(path).open("rb") as file:
             status = os.fstat(file.fileno())
-            secret = file.read(MOST_BYTES + 1).strip()
+            secret = file.read(most_bytes + 1).strip()
     except OSError as error:
         raise ConfigError(f"key_file: cannot read {path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o177:
         raise ConfigError(f"key_file: {path} must be a file that only its owner can use: chmod 600 {path}")
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"key_file: {path} must be owned by the user of this process, not by user {status.st_uid}")
-    if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
+    least_bytes = 32
+    if not least_bytes <= len(secret) <= most_bytes:
         raise ConfigError(
-            f"key_file: {path} holds {len(secret)} bytes; it takes {LEAST_BYTES} to {MOST_BYTES} random ones, such as "
+            f"key_file: {path} holds {len(secret)} bytes; it takes {least_bytes} to {most_bytes} random ones, such as "
             f"`openssl rand -hex 32` gives"
         )
     return secret
@@ -159,10 +155,12 @@ def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
 
 
 def _answer(conversation: Conversation, kind: Kind) -> Frame:
-    deadline = time.monotonic() + PROOF_SECONDS
+    # Most seconds for each answer, as long as an R-worker may take to start
+    proof_seconds = 30.0
+    deadline = time.monotonic() + proof_seconds
     while (frame := conversation.receive(TICK_SECONDS)) is None:
         if time.monotonic() > deadline:
-            raise ConnectionError(f"it did not answer within {PROOF_SECONDS:g} s")
+            raise ConnectionError(f"it did not answer within {proof_seconds:g} s")
     if frame.kind is Kind.REFUSED:
         raise FrameError(f"refused: {decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1]}")
     if frame.kind is not kind:

@@ -14,8 +14,6 @@ MAX_JSON_BYTES = 1 << 22
 """Most bytes of a JSON body. As Python objects it may take thirty times that, which stays below a frame's limit."""
 
 MAX_TEXT = 4096
-MAX_ERROR = 200
-"""Most characters of an error about malformed JSON, which may quote it."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -31,10 +29,12 @@ def encode_json(message: msgspec.Struct) -> bytes:
 
 def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Message:
     """Return the message in ``data``. Raise FrameError for invalid JSON, another form, or unprintable texts."""
+    # Most characters of an error about malformed JSON, which may quote it
+    max_error = 200
     try:
         message: Message = _decoder(form).decode(data)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"{kind}: {printable(str(error)[:MAX_ERROR])}") from None
+        raise FrameError(f"{kind}: {printable(str(error)[:max_error])}") from None
     for name, value in msgspec.structs.asdict(message).items():
         if isinstance(value, str) and not value.isprintable():
             raise FrameError(f"{kind}: {name} must be a text that can be printed")

@@ -46,10 +46,6 @@ class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     any_run: bool = False
 
 
-HEAD_NUMBERS = 4
-"""Numbers of a sequence in HELD, before its blocks."""
-
-
 def encode_held(held: Iterable[HeldSequence]) -> bytes:
     """Return the HELD body, int64: per sequence its id, tokens, least tokens, number of blocks, and the blocks."""
     rows = ((each.cache_id, each.num_tokens, each.least, len(each.blocks), *each.blocks) for each in held)
@@ -66,14 +62,16 @@ def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tu
     numbers = np.frombuffer(data, "<i8").tolist()
     found: dict[int, HeldSequence] = {}
     start = 0
+    # Numbers of a sequence in HELD, before its blocks
+    head_numbers = 4
     while start < len(numbers):
-        head = numbers[start : start + HEAD_NUMBERS]
-        cache_id, num_tokens, least, count = head if len(head) == HEAD_NUMBERS else (0, -1, 0, -1)
-        blocks = tuple(numbers[start + HEAD_NUMBERS : start + HEAD_NUMBERS + max(count, 0)])
+        head = numbers[start : start + head_numbers]
+        cache_id, num_tokens, least, count = head if len(head) == head_numbers else (0, -1, 0, -1)
+        blocks = tuple(numbers[start + head_numbers : start + head_numbers + max(count, 0)])
         enough = 0 <= num_tokens <= len(blocks) * block_size and len(blocks) == count == len(set(blocks))
         enough &= 0 <= least <= num_tokens + 1
         if not enough or cache_id in found or not all(0 <= block < num_blocks for block in blocks):
             raise FrameError(f"HELD: number {len(found)} is no sequence that an R-worker can hold")
         found[cache_id] = HeldSequence(cache_id, num_tokens, blocks, least)
-        start += HEAD_NUMBERS + count
+        start += head_numbers + count
     return tuple(found.values())

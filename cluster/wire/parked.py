@@ -28,8 +28,6 @@ Patience, also in WAKE, is how long the R-worker may take before it reports prog
 WAKE = struct.Struct(f"<qqq{MARK_BYTES}s")
 """The body of WAKE: patience, the new sequence id, blocks, the chain's name."""
 
-MOST_PATIENCE_MS = 1000
-
 _PARKED = struct.Struct("<qqqq")
 """The beginning of PARKED: progress, tokens done, bytes on the disk, number of dropped chains; their names follow."""
 
@@ -109,8 +107,9 @@ def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
 
 
 def _check_patience(kind: str, patience_ms: int) -> None:
-    if not 0 <= patience_ms <= MOST_PATIENCE_MS:
-        raise FrameError(f"{kind}: patience of {patience_ms} ms; {MOST_PATIENCE_MS} at most")
+    most_patience_ms = 1000
+    if not 0 <= patience_ms <= most_patience_ms:
+        raise FrameError(f"{kind}: patience of {patience_ms} ms; {most_patience_ms} at most")
 
 
 def _start(kind: str, form: struct.Struct, data: bytes | bytearray) -> tuple[int, ...]:

@@ -22,9 +22,6 @@ from fastdecode.kinds.layout import KVLayout
 ALIGNMENT = 64
 """Bytes of a cache line."""
 
-MAX_MINI_BATCHES = 1024
-MAX_POSITION = 1 << 40
-
 _COUNTS = struct.Struct("<QQ")
 _REPORT = struct.Struct("<qqQ")
 
@@ -175,7 +172,8 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
     if len(data) < _COUNTS.size:
         raise FrameError(f"PLAN: {len(data)} bytes are too few")
     num_controls, num_mini_batches = _COUNTS.unpack_from(data)
-    if num_mini_batches > MAX_MINI_BATCHES or len(data) < _COUNTS.size + 8 * num_mini_batches:
+    max_mini_batches = 1024
+    if num_mini_batches > max_mini_batches or len(data) < _COUNTS.size + 8 * num_mini_batches:
         raise FrameError(f"PLAN: {num_mini_batches} mini-batches in {len(data)} bytes")
     counts = np.frombuffer(data, "<u8", num_mini_batches, _COUNTS.size).tolist()
     start = _COUNTS.size + 8 * num_mini_batches
@@ -188,8 +186,9 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
         raise FrameError(f"PLAN: a span must have 0 to {MAX_ROWS:,} rows")
     if len(spans) and not 0 <= spans["mode"].min() <= spans["mode"].max() < len(SpanMode):
         raise FrameError(f"PLAN: a span's mode must be 0 to {len(SpanMode) - 1}")
-    if len(spans) and not 0 <= spans["context_len"].min() <= spans["context_len"].max() <= MAX_POSITION:
-        raise FrameError(f"PLAN: a span must have a context of 0 to {MAX_POSITION:,} tokens")
+    max_position = 1 << 40
+    if len(spans) and not 0 <= spans["context_len"].min() <= spans["context_len"].max() <= max_position:
+        raise FrameError(f"PLAN: a span must have a context of 0 to {max_position:,} tokens")
     return WorkerPlan(controls, tuple(np.split(spans, np.cumsum(counts)[:-1])) if counts else ())
 
 

@@ -85,7 +85,7 @@ def check_nothing_is_left_out(messages: Sequence[Message], text: str, render: Ca
         position = max(position, found)
         if found < 0 and said not in text and _leaves_out(messages, index, render):
             raise RequestError(
-                f"messages: the chat template leaves out those of role {message['role']!r:.80}: give their text "
+                f"messages: the chat template leaves out messages of role {message['role']!r:.80}: give their text "
                 "another role, such as user"
             )
 

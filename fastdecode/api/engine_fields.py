@@ -43,6 +43,11 @@ class EngineFields:
     trust_remote_code: bool = setting(False, "run code that comes with the model", MODEL)
     skip_tokenizer_init: bool = setting(False, "prompts are token ids, outputs too", MODEL)
     load_format: str = setting("auto", "dummy: random weights", MODEL, choices=("auto", "dummy"))
+    model_impl: str = setting(
+        "auto", "library whose model code computes all but attention; vllm: by its kernels, with packed weights left "
+        "packed (pip install 'fastdecode[vllm]')", MODEL, choices=("auto", "transformers", "vllm"),
+        unset="auto: transformers",
+    )  # fmt: skip
     lora_modules: list[str] = setting(
         list, "a LoRA adapter that is merged into the weights as they are loaded; it is served as NAME", MODEL,
         metavar="NAME=FOLDER", unset="none",

@@ -31,11 +31,6 @@ FOREIGN: Mapping[str, Foreign] = OF_ENGINES | OF_SERVERS
 IGNORED = frozenset(name for name, each in FOREIGN.items() if not each.refused)
 REFUSED = {name: each.text for name, each in FOREIGN.items() if each.refused}
 
-OF_THE_SERVER = frozenset({
-    "enable_auto_tool_choice", "max_num_queued_reqs", "otlp_traces_endpoint", "reasoning_parser", "served_model_name",
-    "shutdown_timeout", "tool_call_parser",
-})  # fmt: skip
-"""Settings of vLLM's engine that are flags of ``fastdecode serve`` here."""
 
 _ADVICE = ("gpu_memory_utilization", "numa_bind")
 """Ignored settings for which the log also names the flag to use instead."""
@@ -51,9 +46,21 @@ def EngineArgs(**settings: Any) -> EngineConfig:
 
     Raise ConfigError for a setting that is not supported.
     """
-    if sentence := environment.said():
+    if settings.get("model_impl") != "vllm" and (sentence := environment.said()):
         logger.warning("%s", sentence)
-    found, known = as_ours(settings, also_ignored=OF_THE_SERVER), EngineConfig.__dataclass_fields__
+    # Settings of vLLM's engine that are flags of ``fastdecode serve`` here
+    of_the_server = frozenset(
+        {
+            "enable_auto_tool_choice",
+            "max_num_queued_reqs",
+            "otlp_traces_endpoint",
+            "reasoning_parser",
+            "served_model_name",
+            "shutdown_timeout",
+            "tool_call_parser",
+        }
+    )
+    found, known = as_ours(settings, also_ignored=of_the_server), EngineConfig.__dataclass_fields__
     unknown = sorted(found.keys() - known.keys())
     if unknown:
         raise ConfigError(f"LLM: unknown setting {unknown[0]!r}; known are {', '.join(known)}")

@@ -8,7 +8,6 @@ from typing import Any
 EXACT = 2**53
 """The largest exact integer of double precision, in which grammars compute bounds."""
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else")
 """Keywords whose subschemas describe the same value as the schema around them."""
@@ -27,12 +26,13 @@ def _numbers(schema: Any) -> Iterator[float]:
             yield from _numbers(each)
     if not isinstance(schema, Mapping):
         return
+    bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
             yield from _numbers(list(value.values()))
         elif key in ("const", "enum"):
             yield from _numbers_in(value)
-        elif key in _BOUNDS and isinstance(value, int | float):
+        elif key in bounds and isinstance(value, int | float):
             yield value
         elif key not in _PROSE:
             yield from _numbers(value)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, overload
 
+from fastdecode.core.weighing import AttentionSource
+
 Item = TypeVar("Item")
 
 
@@ -72,15 +74,19 @@ class CompletionOutput(_Snapshot):
     """One of a request's ``n`` texts, growing or finished. This snapshot does not change as the text grows.
 
     ``finish_reason``: "stop", "length", "abort", "error", or None while it runs. ``stop_reason``: the stop string or
-    token id, None for end of text, or the reason of an error. ``tokens``, ``all_logprobs``: sources of ``token_ids``
-    and ``logprobs``, which are made when first read. ``text_ends``: characters that could be shown after each token.
+    token id, None for end of text, or the reason of an error. ``tokens``, ``all_logprobs``, ``all_sources``: origins of
+    ``token_ids``, ``logprobs`` and ``attention_sources``, which are made when first read. ``text_ends``: characters
+    that could be shown after each token.
     """
 
     __slots__ = (
-        "_logprobs", "_token_ids", "all_logprobs", "finish_reason", "index", "stop_reason", "text", "text_ends",
-        "tokens",
+        "_logprobs", "_token_ids", "all_logprobs", "all_sources", "finish_reason", "index", "stop_reason", "text",
+        "text_ends", "tokens",
     )  # fmt: skip
-    SEEN = ("index", "text", "token_ids", "cumulative_logprob", "finish_reason", "stop_reason", "logprobs")
+    SEEN = (
+        "index", "text", "token_ids", "cumulative_logprob", "finish_reason", "stop_reason", "logprobs",
+        "attention_sources",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -91,10 +97,11 @@ class CompletionOutput(_Snapshot):
         stop_reason: int | str | None = None,
         logprobs: Sequence[dict[int, Logprob]] | None = None,
         text_ends: Sequence[int] = (),
+        attention_sources: Sequence[tuple[AttentionSource, ...] | None] | None = None,
     ) -> None:
         self.index, self.text, self.text_ends = index, text, text_ends
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        self.tokens, self.all_logprobs = token_ids, logprobs
+        self.tokens, self.all_logprobs, self.all_sources = token_ids, logprobs, attention_sources
         self._token_ids: tuple[int, ...] | None = None
         self._logprobs: tuple[dict[int, Logprob], ...] | None = None
 
@@ -102,14 +109,23 @@ class CompletionOutput(_Snapshot):
         """Return the snapshot as it was after the first ``num_tokens`` tokens, unfinished."""
         num_shown = self.text_ends[num_tokens - 1] if num_tokens and self.text_ends else 0
         logprobs = None if self.all_logprobs is None else self.all_logprobs[:num_tokens]
+        sources = None if self.all_sources is None else self.all_sources[:num_tokens]
         text, ends = self.text[:num_shown], self.text_ends[:num_tokens]
-        return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends)
+        return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends, sources)
 
     def cut(self) -> CompletionOutput:
         """Return the snapshot without its tokens, finished because of its length."""
         ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
         reason = self.stop_reason if ended == "error" else None
         return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())
+
+    @property
+    def attention_sources(self) -> tuple[tuple[AttentionSource, ...] | None, ...] | None:
+        """Per token the blocks of context with the most attention, the strongest first; None where not asked for.
+
+        None of a token that came before this engine, or whose R-worker was lost right after it.
+        """
+        return None if self.all_sources is None else tuple(self.all_sources)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from fastdecode.api.outputs import CompletionOutput, Grown, Logprob, RequestMetr
 from fastdecode.api.sampling_params import NO_TOKEN, SamplingParams
 from fastdecode.api.structured_outputs import UNFOLLOWED
 from fastdecode.api.text import TextStream, Tokenizer
+from fastdecode.core.weighing import AttentionSource
 from fastdecode.scheduler import TokenSequence
 from fastdecode.sworker import SModel
 from fastdecode.sworker.sampling import SampledToken, SamplingRow, sample_seed
@@ -30,6 +31,7 @@ class Completion:
     grammar: Matcher | None = None
     grammar_ahead: list[Matcher] = field(default_factory=list)
     text_ends: list[int] = field(default_factory=list)
+    sources: list[tuple[AttentionSource, ...] | None] = field(default_factory=list)
 
     def fitting(self, draft_token_ids: list[int]) -> list[int]:
         """Return the longest prefix of ``draft_token_ids`` that the grammar allows; without a grammar, all of them."""
@@ -50,6 +52,8 @@ class Completion:
         if sampled.logprob is not None:
             text = self.text.decode_one if self.text else lambda token: None
             self.logprobs.append({t: Logprob(*found, text(t)) for t, found in sampled.logprob.items()})
+        if params.attention_sources:
+            self.sources.append(sampled.sources)
         ends = token in eos_token_ids and not params.ignore_eos
         stopped = token in (params.stop_token_ids or ())
         hidden = (ends or stopped) and not params.include_stop_str_in_output
@@ -86,6 +90,7 @@ class Completion:
             self.stop_reason,
             Grown(self.logprobs) if self.logprobs else None,
             Grown(self.text_ends),
+            Grown(self.sources) if self.sources else None,
         )
 
 
@@ -236,11 +241,12 @@ def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_tok
 
 
 class InFlight:
-    """The requests in flight, by request id and by the sequences that still grow."""
+    """The requests in flight, by id and by growing sequence. ``asking``: sequences that ask for attention sources."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._growing: dict[int, tuple[Request, Completion]] = {}
+        self.asking: set[int] = set()
 
     def __len__(self) -> int:
         """Return the number of requests that wait or run."""
@@ -255,6 +261,8 @@ class InFlight:
         self._requests[request.request_id] = request
         for completion in request.completions:
             self._growing[completion.sequence.sequence_id] = (request, completion)
+            if request.params.attention_sources:
+                self.asking.add(completion.sequence.sequence_id)
 
     def remove(self, request_id: str) -> Request | None:
         """Remove and return a request; None if it is unknown."""
@@ -263,6 +271,7 @@ class InFlight:
     def end(self, completion: Completion) -> None:
         """Stop tracking the sequence of ``completion``."""
         request, _ = self._growing.pop(completion.sequence.sequence_id)
+        self.asking.discard(completion.sequence.sequence_id)
         request.num_growing -= 1
 
     def completion(self, sequence_id: int) -> Completion:

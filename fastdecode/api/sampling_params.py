@@ -13,14 +13,14 @@ from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.api.vllm.python import takes_vllms_fields
 from fastdecode.core.errors import ConfigError, RequestError
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM. Dividing logits by them would give infinities."""
-
 MAX_SAMPLES = 16384
 """Most samples of one prompt, as in vLLM."""
 
 NO_TOKEN = "no token is left to choose"
 """The beginning of the reason when limits of a request exclude each other."""
+
+MAX_SOURCES = 1024
+"""Most blocks of context that are told of each token."""
 
 MAX_MAGNITUDE = 1e6
 """Largest magnitude of a bias or penalty. Beyond it float32 logits lose precision, or overflow."""
@@ -85,6 +85,12 @@ class SamplingParams:
     """Keep the stop string at the end of the text."""
     detokenize: bool = True
     """Produce text, not only token ids."""
+    attention_sources: int | None = None
+    """Blocks of context with the most attention to report per token; None tells none."""
+    attention_source_block: int = 16
+    """Tokens of such a block."""
+    attention_source_layers: Sequence[int] | None = None
+    """Layers whose attention counts, among those that attend, from 0; None is all that see the whole context."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the text must have, such as a JSON schema. The text ends when the form is complete."""
 
@@ -107,7 +113,9 @@ class SamplingParams:
     @cached_property
     def greedy(self) -> bool:
         """True if the likeliest token is taken instead of a random draw."""
-        return self.temperature < GREEDY_BELOW
+        # Temperatures below this are greedy, as in vLLM. Dividing logits by them would give infinities.
+        greedy_below = 1e-5
+        return self.temperature < greedy_below
 
     @cached_property
     def changes_logits(self) -> bool:
@@ -151,6 +159,10 @@ class SamplingParams:
             self._set("seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
             self._integer("max_tokens", 1, None, "an integer of at least 1, or None for up to the model's length")
+        wanted = f"an integer from 1 to {MAX_SOURCES}"
+        self._integer("attention_source_block", 1, None, "an integer of at least 1")
+        if self.attention_sources is not None:
+            self._integer("attention_sources", 1, MAX_SOURCES, f"{wanted}, or None")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, -1, None, "an integer of at least 0, -1 for the whole vocabulary, or None")
@@ -167,6 +179,12 @@ class SamplingParams:
             raise _refusal("allowed_token_ids", self.allowed_token_ids, f"{wanted}, not an empty one, or None")
         self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, wanted))
         self._set("logit_bias", _bias(self.logit_bias))
+        if self.attention_source_layers is not None:
+            wanted = "a list of layers' numbers from 0, not an empty one, or None for all that see the whole context"
+            layers = _token_ids("attention_source_layers", self.attention_source_layers, wanted)
+            if not layers:
+                raise _refusal("attention_source_layers", self.attention_source_layers, wanted)
+            self._set("attention_source_layers", tuple(sorted(layers)))
 
     def _check_flags(self) -> None:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):

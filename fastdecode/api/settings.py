@@ -13,16 +13,6 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.parked import PARK_AFTER, ParkPlace
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-
-MOST_PARK_AFTER = 30 * 86400.0
-"""Longest ``--park-after`` in seconds; more would mean never."""
-
-LEAST_KV_CACHE_BYTES = 1000
-"""Fewest bytes of an R-worker's cache; fewer means that the unit was forgotten."""
-
-
 ON_R_WORKERS = "r-workers"
 """The value of ``--journal`` that keeps the journal in the R-workers' memory instead of a folder."""
 
@@ -70,7 +60,9 @@ def parse_bytes(name: str, value: int | str) -> int:
     """Return the bytes that "4GiB", "512MB", "1.5G" or 4294967296 stand for. A ConfigError names the setting."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(value), re.IGNORECASE)
     unit = (match.group(2) or "").upper() if match else ""
-    size = int(float(match.group(1)) * (_BINARY_UNITS[unit + "i"] if match.group(3) else _UNITS[unit])) if match else 0
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    binary_units = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+    size = int(float(match.group(1)) * (binary_units[unit + "i"] if match.group(3) else units[unit])) if match else 0
     if size < 1:
         raise ConfigError(f"{name} must be a positive number of bytes such as 4GiB or 512MB, not {value!r}")
     return size
@@ -79,9 +71,11 @@ def parse_bytes(name: str, value: int | str) -> int:
 def parse_kv_cache_memory(value: int | str) -> int:
     """Return the bytes of an R-worker's cache. Raise ConfigError if the unit was forgotten."""
     size = parse_bytes("kv_cache_memory", value)
-    if size < LEAST_KV_CACHE_BYTES:
+    # Fewest bytes of an R-worker's cache; fewer means that the unit was forgotten
+    least_kv_cache_bytes = 1000
+    if size < least_kv_cache_bytes:
         raise ConfigError(
-            f"kv_cache_memory must be at least {LEAST_KV_CACHE_BYTES} bytes, not {value}; give a unit, such as 4GiB"
+            f"kv_cache_memory must be at least {least_kv_cache_bytes} bytes, not {value}; give a unit, such as 4GiB"
         )
     return size
 
@@ -97,8 +91,10 @@ def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int 
                 raise ConfigError(f"{name}: there is no folder to park in: give --park-dir DIR as well")
         return None
     after = PARK_AFTER if after_seconds is None else after_seconds
-    if not 0 <= after <= MOST_PARK_AFTER:
-        raise ConfigError(f"park_after must be 0 to {MOST_PARK_AFTER:g} seconds, not {after_seconds!r}")
+    # Longest ``--park-after`` in seconds; more would mean never
+    most_park_after = 30 * 86400.0
+    if not 0 <= after <= most_park_after:
+        raise ConfigError(f"park_after must be 0 to {most_park_after:g} seconds, not {after_seconds!r}")
     return ParkPlace(
         Path(folder).absolute(), None if most_bytes is None else parse_bytes("park_bytes", most_bytes), after
     )

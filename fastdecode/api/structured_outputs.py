@@ -17,8 +17,6 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 UNFOLLOWED = "structured_outputs cannot be followed"
 """The beginning of the reason when a grammar is refused, or fails at some token."""
 
-_LONG_NUMBER = re.compile(r"[0-9]{16}|[0-9.][eE]\+?[0-9]{2}")
-
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
@@ -88,7 +86,8 @@ class StructuredOutputsParams:
 
     def _check_grammar(self) -> None:
         self._check_text("grammar", "a grammar in Lark's notation or in GBNF")
-        if "%json" in str(self.grammar) and _LONG_NUMBER.search(str(self.grammar)):
+        long_number = re.compile(r"[0-9]{16}|[0-9.][eE]\+?[0-9]{2}")
+        if "%json" in str(self.grammar) and long_number.search(str(self.grammar)):
             raise ConfigError(f"structured_outputs: grammar: numbers in %json may be up to {EXACT}")
 
     def _check_choice(self) -> None:

@@ -12,9 +12,6 @@ from tokenizers.decoders import DecodeStream
 from fastdecode.api.text_limits import TextBound, check_can_fit
 from fastdecode.core.errors import RequestError
 
-PROMPT_CONTEXT = 6
-"""Prompt tokens that are decoded in front of the first output token."""
-
 
 class Tokenizer(Protocol):
     """The interface that the engine needs of a tokenizer."""
@@ -64,7 +61,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._hidden = hidden
-        self._stream = DecodeStream(ids=list(prompt_token_ids[-PROMPT_CONTEXT:]), skip_special_tokens=skip_special)
+        # Prompt tokens that are decoded in front of the first output token
+        prompt_context = 6
+        self._stream = DecodeStream(ids=list(prompt_token_ids[-prompt_context:]), skip_special_tokens=skip_special)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._longest_stop = max((len(string) for string in stop), default=0)

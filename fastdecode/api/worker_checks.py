@@ -43,7 +43,7 @@ def _check_r_workers(config: EngineSettings) -> None:
         placed = spec.kind == "ray" and name in ("kv_cache_memory", "r_threads")
         if not spec.on_this_machine and not placed and getattr(config, name) is not None:
             raise ConfigError(
-                f"{name}: R-workers that this process does not start have their own; give it to `fastdecode r-worker`"
+                f"{name}: this process does not start these R-workers; give {name} to `fastdecode r-worker`"
             )
     if spec.kind == "join":
         _check_joining(config)
@@ -71,7 +71,7 @@ def _check_parking(config: EngineSettings) -> None:
     ):
         if refused:
             raise ConfigError(
-                f"park_dir: prefixes that lie whole on one R-worker of one S-worker process are parked so far: leave "
+                f"park_dir: parking needs prefixes that lie whole on one R-worker of one S-worker process: leave "
                 f"out park_dir, or {name}={getattr(config, name)}"
             )
 

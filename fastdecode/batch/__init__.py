@@ -1,1 +1,1 @@
-"""OpenAI batch files: a request per line in, an answer per line out, and where a run was broken off it goes on."""
+"""OpenAI batch files: a request per line in, an answer per line out; an interrupted run continues."""

@@ -1,4 +1,4 @@
-"""A batch's two files: what is asked, and what has been answered, by this run or one before it."""
+"""A batch's two files: the requests, and the answers of this run or an earlier one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from typing import Any, BinaryIO
 from fastdecode.batch.lines import BatchLine, read_line
 from fastdecode.core.errors import ConfigError
 
-HALF_WRITTEN = b'{"id": "batch_req-'
-"""How every answer begins: of a file that ends in anything else nothing is cut off."""
-
-OK = 200
-
 
 class BatchInput:
     """The requests of an input file, read line by line, since it may be larger than memory."""
 
     def __init__(self, path: str) -> None:
-        """Read the file once, for ``custom_ids`` and ``problems``: one sentence for each line that has no answer, since
-        it is no JSON object with a custom_id, or one whose custom_id came before.
+        """Read the file once, for ``custom_ids`` and ``problems``.
+
+        ``problems`` has a sentence for each line that gets no answer: one that is no JSON object with a custom_id, or
+        repeats a custom_id.
 
         Raises:
-            ConfigError: no regular file, not readable, or no line of it can be answered.
+            ConfigError: no regular file, not readable, or without a line that can be answered.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: must be a regular file: it is read twice")
@@ -43,11 +40,11 @@ class BatchInput:
             raise ConfigError("; ".join(self.problems[:3]) or f"{path}: holds no request")
 
     def __iter__(self) -> Iterator[BatchLine]:
-        """Requests in order, each custom_id once."""
+        """Yield the requests in order, each custom_id once."""
         return (found for _, found in self._lines() if isinstance(found, BatchLine))
 
     def _lines(self) -> Iterator[tuple[int, BatchLine | str]]:
-        """Number of each line, and its request or what keeps it from being one."""
+        """Yield the number of each line, and its request or what is wrong with it."""
         seen: set[str] = set()
         try:
             with Path(self._path).open("rb") as file:
@@ -59,13 +56,13 @@ class BatchInput:
 
 
 class BatchOutput:
-    """Answers, each written as soon as it is there: after a crash all but the last, half-written one are kept.
+    """The answers. Each is written at once, so that a crash loses at most the last, half-written one.
 
-    ``done``: custom_ids that are answered; ``failed``: those of them whose answer is an error.
+    ``done``: custom_ids with an answer. ``failed``: those whose answer is an error.
     """
 
     def __init__(self, path: str, custom_ids: set[str], model: str, retry_failed: bool = False) -> None:
-        """Go on with ``path`` where it exists; with ``retry_failed`` answers that are errors are taken out of it.
+        """Continue ``path`` if it exists. With ``retry_failed``, answers that are errors are removed first.
 
         Raises:
             ConfigError: no regular file, not writable, or it answers other requests than ``custom_ids`` or with another
@@ -86,7 +83,7 @@ class BatchOutput:
             raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one output line; it survives the end of this process, however that comes."""
+        """Append one output line; it survives the end of this process in any form."""
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         self._count(line)
@@ -100,25 +97,28 @@ class BatchOutput:
         self._file.close()
 
     def _read(self, path: str, custom_ids: set[str], model: str) -> int:
-        """Return bytes of whole answers in the file."""
+        """Return the bytes of complete answers in the file."""
         keep = 0
         self._file.seek(0)
+        # How every answer begins: of a file that ends in anything else nothing is cut off
+        half_written = b'{"id": "batch_req-'
         for number, text in enumerate(self._file, 1):
             if text.endswith(b"\n"):
                 self._count(_checked_answer(path, number, text, custom_ids, model))
                 keep += len(text)
-            elif not text.startswith(HALF_WRITTEN[: len(text)]):
+            elif not text.startswith(half_written[: len(text)]):
                 raise _no_answer(path, number)
         return keep
 
     def _count(self, line: dict[str, Any]) -> None:
         self.done.add(line["custom_id"])
-        if line["response"].get("status_code") != OK:
+        ok = 200
+        if line["response"].get("status_code") != ok:
             self.failed.add(line["custom_id"])
 
 
 def _first(text: bytes, number: int, seen: set[str]) -> BatchLine | str:
-    """Return the request of a line, or what keeps it from being one; its custom_id is then in ``seen``."""
+    """Return the request of a line, or what is wrong with it; add its custom_id to ``seen``."""
     try:
         line = read_line(text, number)
     except ConfigError as error:
@@ -151,12 +151,12 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
 
 
 def _same_model(one: Any, other: str) -> bool:
-    """Return whether both name the same model, where folders may be written in several ways."""
+    """Return whether both name the same model; folders may be written in several ways."""
     return one == other or (isinstance(one, str) and Path(one).resolve() == Path(other).resolve())
 
 
 def _without(file: BinaryIO, path: str, custom_ids: set[str]) -> BinaryIO:
-    """Return the file again, less the answers to ``custom_ids``; it takes the old one's place once it is whole."""
+    """Return the file without the answers to ``custom_ids``. It replaces the old one once it is complete."""
     new = f"{path}.retry"
     try:
         with file, Path(new).open("wb") as kept:

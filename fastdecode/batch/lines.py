@@ -1,4 +1,4 @@
-"""The lines of OpenAI batch files, in and out; the requests in them are those of the server."""
+"""The lines of OpenAI batch files, in and out. Their requests are those of the server."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, read_body
 from fastdecode.server.responses_answer import ResponseForm, whole_response
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of, messages_of
+from fastdecode.server.sources import SourceForm
 
 Asked = CompletionRequest | ChatRequest | ResponsesRequest
-
-_KINDS: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
 
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request: ``url`` says which kind, ``body`` is as OpenAI's API takes it."""
+    """One request. ``url`` says which kind; ``body`` is as in OpenAI's API."""
 
     custom_id: str
     url: Any
@@ -36,7 +35,10 @@ class BatchLine:
 
 
 def read_line(text: str | bytes, number: int) -> BatchLine:
-    """Line ``number`` of an input file. Raise ConfigError if it is no JSON object with a custom_id to answer."""
+    """Return line ``number`` of an input file.
+
+    Raise ConfigError if it is no JSON object with a custom_id.
+    """
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -51,7 +53,8 @@ def read_request(line: BatchLine) -> Asked:
 
     Raise RequestError for an endpoint or a field that is unknown: a refusal now is better than hours of wrong work.
     """
-    kind = _KINDS.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
+    kinds: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
+    kind = kinds.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
     if kind is None:
         raise RequestError(f"must POST to {COMPLETIONS}, {CHAT} or {RESPONSES}, not {line.url!r:.80}")
     request, unknown = read_body(line.body, kind)
@@ -65,7 +68,7 @@ def read_request(line: BatchLine) -> Asked:
 
 
 def chat_asked(request: Asked) -> CompletionRequest | ChatRequest:
-    """Return the chat that a response is the answer of; other requests as they are. RequestError."""
+    """Return the chat whose answer is the response; other requests unchanged. Raise RequestError."""
     return chat_of(request, messages_of(request.input)) if isinstance(request, ResponsesRequest) else request
 
 
@@ -77,21 +80,22 @@ def answer(
     reading: AnswerReading | None = None,
     logprobs: LogprobForm | None = None,
     params: SamplingParams | None = None,
+    sources: SourceForm | None = None,
 ) -> dict[str, Any]:
-    """Return the output line of a finished request; ``outputs``: of its prompts, in order.
+    """Return the output line of a finished request. ``outputs``: of its prompts, in order.
 
-    ``reading``: of its answers.
+    ``reading``: how its answers are read. ``sources``: tells attention sources.
     """
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
         echoes = tuple(output.prompt or "" for output in outputs)
     chat, reading = chat_asked(request), reading or AnswerReading()
     if isinstance(request, ResponsesRequest):
-        known = (reading, logprobs or LogprobForm())
-        response = ResponseForm(request, params or SamplingParams(), model, new_id(), *known)
+        known = {"reading": reading, "logprobs": logprobs or LogprobForm(), "sources": sources or SourceForm()}
+        response = ResponseForm(request, params or SamplingParams(), model, new_id(), **known)
         body: dict[str, Any] = msgspec.to_builtins(whole_response(response, outputs[0]))
     else:
-        body = whole_answer(answer_form(chat, model, new_id(), echoes, None, reading, logprobs), outputs)
+        body = whole_answer(answer_form(chat, model, new_id(), echoes, None, reading, logprobs, sources), outputs)
     ends = [each for output in outputs for each in output.outputs]
     failed = [str(each.stop_reason) for each in ends if each.finish_reason == "error"]
     return _output_line(line, (400 if all(map(is_refusal, failed)) else 500) if failed else 200, body)

@@ -15,11 +15,6 @@ from fastdecode.cli.flags import add_common_flags
 from fastdecode.core.machine import available_memory_bytes, cpu_name, total_memory_bytes, usable_cores
 from fastdecode.engine.compose.backends import tuning
 
-READ_PEAK_BYTES = 512 * 2**20
-"""Bytes read to measure the read bandwidth: far more than the last-level cache holds."""
-
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py", "ray")
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("collect-env", help="print versions and what this process may use of the machine")
@@ -47,12 +42,14 @@ def machine_facts() -> dict[str, Any]:
     from fastdecode import _rworker
 
     cores = usable_cores()
+    # Bytes read to measure the read bandwidth: far more than the last-level cache holds
+    read_peak_bytes = 512 * 2**20
     return {
         "cpu": cpu_name(),
         "isa": chosen_isa(),
         "cores": len(cores),
         "memory_bytes": total_memory_bytes(),
-        "read_peak_gb_per_s": _rworker.read_peak(len(cores), READ_PEAK_BYTES, 5),
+        "read_peak_gb_per_s": _rworker.read_peak(len(cores), read_peak_bytes, 5),
         "platform": platform.platform(),
     }
 
@@ -74,7 +71,8 @@ def facts() -> dict[str, str]:
         "gpu": _first_line("nvidia-smi", "-L") or "none found",
         "mpirun": _first_line("mpirun", "--version") or "none found",
     }
-    return found | {package: _version(package) for package in PACKAGES}
+    packages = ("torch", "transformers", "tokenizers", "numpy", "greenlet", "pyzmq", "mpi4py", "ray")
+    return found | {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str:

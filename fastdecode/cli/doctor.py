@@ -30,8 +30,6 @@ from fastdecode.engine.compose.backends import make_backend
 from fastdecode.kinds import Dense
 from fastdecode.kinds.layout import KVLayout
 
-MARKS = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
@@ -56,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.port <= 65535:
         raise ConfigError(f"port must be 1 to 65535, not {args.port}")
     broken = False
+    marks = {"ok": "ok     ", "note": "note   ", "broken": "BROKEN "}
     for finding in _findings(args):
         broken = broken or finding.level == "broken"
-        print(f"{MARKS[finding.level]}{finding.what}", flush=True)
+        print(f"{marks[finding.level]}{finding.what}", flush=True)
         if finding.cure:
             print(f"{'':7}  → {finding.cure}", flush=True)
     return int(broken)
@@ -80,16 +79,11 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     return [*machine, *links, *journal, *parking]
 
 
-MPI_SECONDS = 60
 LIBRARY_CODE = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version().splitlines()[0])"
 )
 """Prints the MPI library's version without MPI_Init, which would leave shared memory behind."""
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Variables in which launchers give a job's number of ranks."""
-
-_LEAST_LOCK = 64 << 20
 
 
 def check_machine() -> Iterator[Finding]:
@@ -107,7 +101,8 @@ def check_machine() -> Iterator[Finding]:
     free = available_memory_bytes()
     yield Finding("ok" if free > 1 << 30 else "note", f"memory: {free / 2**30:.1f} GiB free")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY or limit >= _LEAST_LOCK:
+    least_lock = 64 << 20
+    if limit == resource.RLIM_INFINITY or limit >= least_lock:
         yield Finding("ok", f"memory lock: {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 20} MiB'}")
     else:
         yield Finding(
@@ -190,11 +185,13 @@ def _match(mpiexec: Mpiexec, library: str) -> Finding:
 
 def _check_world() -> Iterator[Finding]:
     """Yield a finding under a launcher: does MPI see as many ranks as were started?"""
-    started = next((int(os.environ[name]) for name in SIZE_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+    # Variables in which launchers give a job's number of ranks
+    size_variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+    started = next((int(os.environ[name]) for name in size_variables if os.environ.get(name, "").isdigit()), 0)
     if started == 1:
         cure = "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi"
         yield Finding("note", "world size: this job has one rank, and no R-worker", cure)
-    elif started > 1 and not any(name in os.environ for name in SIZE_VARIABLES[:2]):
+    elif started > 1 and not any(name in os.environ for name in size_variables[:2]):
         yield Finding(
             "broken",
             f"world size: srun started {started} tasks, but gave them no MPI job: each would be alone",
@@ -209,26 +206,21 @@ def _python(code: str) -> tuple[str, str]:
     launcher = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     command = [sys.executable, "-c", code]
+    mpi_seconds = 60
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=MPI_SECONDS, check=False, env=environment
+            command, capture_output=True, text=True, timeout=mpi_seconds, check=False, env=environment
         )
     except subprocess.TimeoutExpired:
-        return "", f"no answer in {MPI_SECONDS} s"
+        return "", f"no answer in {mpi_seconds} s"
     if done.returncode:
         return "", (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     return done.stdout.strip(), ""
 
 
 LAYOUT = KVLayout((Dense(8, 8, 128, 128, 1.0),), "float32", "float32")
-NUM_STEPS = 50
 NUM_TOKENS = 2048
 """Tokens of the test sequence, with 16 MiB of keys and values."""
-
-SLOW_SECONDS = 2e-3
-"""An empty step that takes longer slows every layer noticeably."""
-
-SLOW_GB_PER_S = 1.0
 
 
 def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
@@ -269,7 +261,10 @@ def _check(address: str, key_file: str | None, security: str | None, hosts: list
         f"R-worker {address}: {info.num_threads} thread(s), {info.isa}, reads {info.read_gb_per_s:.1f} GB/s; "
         f"round trip {seconds * 1e6:.0f} µs, link {rate:.2f} GB/s"
     )
-    if seconds > SLOW_SECONDS or rate < SLOW_GB_PER_S:
+    # An empty step that takes longer slows every layer noticeably
+    slow_seconds = 2e-3
+    slow_gb_per_s = 1.0
+    if seconds > slow_seconds or rate < slow_gb_per_s:
         return Finding("note", what, "a slow link shows in every layer: `fastdecode plan --link` says what yours needs")
     return Finding("ok", what)
 
@@ -278,7 +273,8 @@ def _step_seconds(backend: AttentionBackend) -> float:
     """Return the median seconds to begin an empty step, which takes one round trip."""
     nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
     seconds = []
-    for _ in range(NUM_STEPS):
+    num_steps = 50
+    for _ in range(num_steps):
         start = time.perf_counter()
         backend.begin_step(nothing)
         seconds.append(time.perf_counter() - start)

@@ -13,9 +13,6 @@ from fastdecode.cli.findings import Finding
 from fastdecode.cluster.r_worker.parking.directory import chain_files
 from fastdecode.core.machine import advise_cache, force_to_disk
 
-PROBE_BYTES = 32 << 20
-"""Bytes that the probe writes, syncs and reads back: enough to show the disk's speed within about a second."""
-
 
 def check_parking(folder: str) -> Iterator[Finding]:
     """Yield findings about ``folder``. It may be in use by an R-worker, and nothing is left behind."""
@@ -39,10 +36,12 @@ def check_parking(folder: str) -> Iterator[Finding]:
 def _speeds(folder: Path) -> tuple[float, float]:
     """Return bytes per second of writing to the disk and of reading back, without the page cache where possible."""
     path, data = folder / f"doctor-{secrets.token_hex(4)}.tmp", os.urandom(1 << 20)
+    # Bytes that the probe writes, syncs and reads back: enough to show the disk's speed within about a second
+    probe_bytes = 32 << 20
     try:
         start = time.perf_counter()
         with path.open("wb", buffering=0) as file:
-            for _ in range(PROBE_BYTES // len(data)):
+            for _ in range(probe_bytes // len(data)):
                 file.write(data)
             force_to_disk(file.fileno())
             written = time.perf_counter() - start
@@ -51,6 +50,6 @@ def _speeds(folder: Path) -> tuple[float, float]:
         with path.open("rb", buffering=0) as file:
             while file.read(len(data)):
                 pass
-        return PROBE_BYTES / written, PROBE_BYTES / (time.perf_counter() - start)
+        return probe_bytes / written, probe_bytes / (time.perf_counter() - start)
     finally:
         path.unlink(missing_ok=True)

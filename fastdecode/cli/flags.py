@@ -37,11 +37,6 @@ SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", 
 PLACING = ("kv_shard_tokens", "kv_replicas")
 """Settings of where a sequence's cache is placed, for engine, planner and simulator."""
 
-SHORTS = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
-"""vLLM's short flags of settings."""
-
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-
 PREFILL_MODEL = tuple(name for name in prefill_settings() if name != "seed" and "tokenizer" not in name)
 """Flags of prefill workers; ``--seed`` is a common flag."""
 
@@ -62,9 +57,10 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--log-level``, ``--debug`` and ``--seed``."""
     group = parser.add_argument_group("common")
     told = os.environ.get(environment.LOG_LEVEL, "").lower()
-    level = told if told in LOG_LEVELS else "warning"
+    log_levels = ("debug", "info", "warning", "error", "critical")
+    level = told if told in log_levels else "warning"
     group.add_argument(
-        "--log-level", type=str.lower, default=level, choices=LOG_LEVELS, help=f"({environment.LOG_LEVEL}, or warning)"
+        "--log-level", type=str.lower, default=level, choices=log_levels, help=f"({environment.LOG_LEVEL}, or warning)"
     )
     group.add_argument("--debug", action="store_true", help="print a traceback on failure")
     group.add_argument(
@@ -102,7 +98,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
     check_output_files(getattr(args, "trace", None))
-    if sentence := environment.said():
+    if args.model_impl != "vllm" and (sentence := environment.said()):
         logger.warning("%s", sentence)
     names = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in as_ours(vars(args)).items() if name in names})
@@ -201,7 +197,9 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     if str(field.type).startswith("list"):
         settings |= {"nargs": "+", "action": "extend"}
     group.add_argument(*map(flag_of, (field.name, *told["also"])), dest=field.name, **settings)
-    for short in SHORTS.get(field.name, ()):
+    # vLLM's short flags of settings
+    shorts = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
+    for short in shorts.get(field.name, ()):
         group.add_argument(short, dest=field.name, **settings | HIDDEN)
 
 
@@ -211,7 +209,20 @@ def _reader(field: Field[Any]) -> Callable[[str], Any]:
         return partial(_translated, field.name)
     if field.name in COUNTS:
         return auto_count if "None" in str(field.type) else count
-    return _READERS[str(field.type)]
+    # Converters from a flag's text to a field's type, by annotation
+    readers: dict[str, Callable[[str], Any]] = {
+        "str": str,
+        "str | None": str,
+        "int | str | None": str,
+        "int": int,
+        "int | None": auto_int,
+        "float": float,
+        "float | None": float,
+        "dict[str, Any]": json_object,
+        "list[str]": str,
+        "list[str] | None": str,
+    }
+    return readers[str(field.type)]
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -260,18 +271,3 @@ def auto_int(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be auto or a whole number, not {text!r}") from None
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    "str": str,
-    "str | None": str,
-    "int | str | None": str,
-    "int": int,
-    "int | None": auto_int,
-    "float": float,
-    "float | None": float,
-    "dict[str, Any]": json_object,
-    "list[str]": str,
-    "list[str] | None": str,
-}
-"""Converters from a flag's text to a field's type, by annotation."""

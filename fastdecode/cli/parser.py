@@ -18,7 +18,6 @@ from fastdecode.cli.essentials import TEXTS
 from fastdecode.cli.words import plain_words
 
 SHORT_HELP_WIDTH, NAMES_WIDTH, MOST_CHOICES = 100, 28, 40
-_INVERSES = {"--enable-": "--disable-", "--disable-": "--enable-"}
 
 
 def add_switch(group: Any, *flags: str, dest: str, default: Any = None, help: str | None = None) -> None:
@@ -28,7 +27,8 @@ def add_switch(group: Any, *flags: str, dest: str, default: Any = None, help: st
     """
     longs = [each for each in flags if each.startswith("--")]
     off = [f"--no-{each[2:]}" for each in longs]
-    inverse = [new + each.removeprefix(old) for each in longs for old, new in _INVERSES.items() if each.startswith(old)]
+    inverses = {"--enable-": "--disable-", "--disable-": "--enable-"}
+    inverse = [new + each.removeprefix(old) for each in longs for old, new in inverses.items() if each.startswith(old)]
     if default:
         group.add_argument(*flags, dest=dest, action=argparse.BooleanOptionalAction, default=default, help=help)
         off = []

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 LISTEN = "tcp://127.0.0.1:5590"
 
-ANY_PORT = 9
-"""A port used to find the route to a host; nothing is sent."""
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
@@ -120,7 +117,9 @@ def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
     given = listen_address(args.listen) if args.listen else None
 
     def serve(rank: PrefillRank, s_worker_host: str) -> None:
-        towards = s_worker_host if is_loopback(s_worker_host) else local_address(f"{s_worker_host}:{ANY_PORT}")
+        # A port used to find the route to a host; nothing is sent
+        any_port = 9
+        towards = s_worker_host if is_loopback(s_worker_host) else local_address(f"{s_worker_host}:{any_port}")
         host, port = given or (towards, 0)
         check_key("listen", [host], args.key_file)
         worker, address = setup.start(host, port, f"MPI rank {rank.job.rank}, ")

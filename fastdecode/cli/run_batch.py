@@ -24,6 +24,7 @@ from fastdecode.server.prompt_reader import PromptReader
 from fastdecode.server.protocol import COMPLETIONS
 from fastdecode.server.readings import Readings
 from fastdecode.server.server_settings import ServerSettings
+from fastdecode.server.sources import SourceForm, source_form
 
 if TYPE_CHECKING:
     from fastdecode.engine.engine import LLMEngine
@@ -33,9 +34,6 @@ OF_REQUESTS = (
     "reasoning_parser",
 )  # fmt: skip
 """Settings of a server that affect how requests are read."""
-
-QUEUED_PER_SEAT = 2
-"""Queued requests per running one. The scheduler sees which come next, and the file stays on disk."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Running:
     reading: AnswerReading
     logprobs: LogprobForm
     params: SamplingParams
+    sources: SourceForm
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
 
 
@@ -133,7 +132,9 @@ def _answer_all(
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
     rules = Rules.of(settings, engine.s_model.tokenizer)
-    most = QUEUED_PER_SEAT * engine.config.max_num_seqs
+    # Queued requests per running one. The scheduler sees which come next, and the file stays on disk.
+    queued_per_seat = 2
+    most = queued_per_seat * engine.config.max_num_seqs
     with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:
         while True:
             while len(running) < most and (line := next(waiting, None)):
@@ -151,7 +152,7 @@ def _answer_all(
                     owner.outputs[each.request_id] = each
                     outputs = [found for found in owner.outputs.values() if found]
                     if len(outputs) == len(owner.outputs):
-                        known = owner.reading, owner.logprobs, owner.params
+                        known = owner.reading, owner.logprobs, owner.params, owner.sources
                         output.write(answer(owner.line, owner.request, model, outputs, *known))
                         bar.update()
 
@@ -167,7 +168,8 @@ def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
     reader = PromptReader(model.tokenizer, model.vocab_size, model.max_model_len, rules.template)
     found = reader.read(request)
     reader.check_room(request, found)
-    added = Running(line, asked, rules.readings.of(request, found), logprob_form(model.tokenizer, params), params)
+    logprobs, sources = logprob_form(model.tokenizer, params), source_form(model.tokenizer, request, found, params)
+    added = Running(line, asked, rules.readings.of(request, found), logprobs, params, sources)
     try:
         for index, prompt in enumerate(found):
             request_id = f"{line.custom_id}/{index}"

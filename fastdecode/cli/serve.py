@@ -17,8 +17,6 @@ from fastdecode.cli.vllm_flags import add_server_flags, flag_of
 from fastdecode.core.errors import ConfigError
 from fastdecode.server.server_settings import SERVER, ServerSettings
 
-NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
@@ -33,7 +31,8 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve; return 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    needed = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {missing[0]}, which is not installed: pip install 'fastdecode[serve]'")
     config, settings = read_settings(args)

@@ -13,9 +13,6 @@ from fastdecode.cli.parser import add_switch
 HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
 """Arguments of ``add_argument`` for a further spelling of a flag."""
 
-_NARGS = {"many": "*", "maybe": "?"}
-"""argparse's nargs, by how many words follow a flag."""
-
 
 def flag_of(name: str) -> str:
     """Return the flag of a setting."""
@@ -37,6 +34,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> list[str]:
     """Add vLLM's flags, hidden from help, except those that the command defines itself; return their names."""
     added = []
+    # argparse's nargs, by how many words follow a flag
+    nargs = {"many": "*", "maybe": "?"}
     for each in foreign.values():
         flags = [flag for flag in (flag_of(each.name), *each.shorts) if flag not in parser._option_string_actions]
         if not flags or flags[0] != flag_of(each.name):
@@ -45,6 +44,6 @@ def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, For
         if each.values == "none":
             add_switch(parser, *flags, dest=each.name, help=argparse.SUPPRESS)
         else:
-            told: dict[str, Any] = {"nargs": _NARGS.get(each.values), "const": True if each.values == "maybe" else None}
+            told: dict[str, Any] = {"nargs": nargs.get(each.values), "const": True if each.values == "maybe" else None}
             parser.add_argument(*flags, dest=each.name, help=argparse.SUPPRESS, **told)
     return added

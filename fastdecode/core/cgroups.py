@@ -12,12 +12,6 @@ from pathlib import Path
 ROOT, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
 """Where groups are mounted by default (``mountinfo`` may differ), and where this process finds its own."""
 
-UNLIMITED = 1 << 60
-"""A limit of this many bytes or more counts as none; version 1 writes the largest multiple of a page."""
-
-RECLAIMABLE = ("inactive_file", "active_file")
-"""Lines of memory.stat about the page cache, which the kernel reclaims before it refuses memory."""
-
 
 def memory_limit() -> int | None:
     """Return the lowest memory limit in bytes; None if there is none."""
@@ -48,13 +42,17 @@ def _limit(folder: Path) -> int | None:
     """Return a group's memory limit: the lowest of its hard limit, throttling limit, and invisible parents' limits."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
-    return min((limit for limit in found if limit is not None and limit < UNLIMITED), default=None)
+    # A limit of this many bytes or more counts as none; version 1 writes the largest multiple of a page
+    unlimited = 1 << 60
+    return min((limit for limit in found if limit is not None and limit < unlimited), default=None)
 
 
 def _reclaimable(folder: Path) -> int:
     """Return the bytes of page cache of a group and those below it."""
     stat = _stat(folder)
-    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in RECLAIMABLE)  # "total_" is version 1's prefix
+    # Lines of memory.stat about the page cache, which the kernel reclaims before it refuses memory
+    reclaimable = ("inactive_file", "active_file")
+    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in reclaimable)  # "total_" is version 1's prefix
 
 
 def _stat(folder: Path) -> dict[str, int]:

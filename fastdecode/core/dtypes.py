@@ -12,12 +12,6 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 """Bits per element of each KV dtype, without scales."""
 
-INT4_GROUP_DIMS = 64
-"""Elements of a token and head that share one int4 scale and zero point."""
-
-INT4_FIFTH_BIT_DIMS = 32
-"""Elements of an int4 key whose fifth bits share a word of 4 bytes. Rounding harms keys more than values."""
-
 KV_ROTATION: dict[str, Literal["", "hadamard"]] = {"int4": "hadamard"}
 """The matrix that rotates keys, values and queries for caches of a dtype (kernels/rotate.hpp), if any."""
 
@@ -39,13 +33,17 @@ def row_bytes(dim: int, kv_dtype: str) -> int:
 
     int8 has a float32 scale; int4 has a bfloat16 scale and zero point per group.
     """
-    scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // INT4_GROUP_DIMS)}.get(kv_dtype, 0)
+    # Elements of a token and head that share one int4 scale and zero point
+    int4_group_dims = 64
+    scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // int4_group_dims)}.get(kv_dtype, 0)
     return -(-dim * KV_BITS[kv_dtype] // 8) + scales
 
 
 def key_bytes(dim: int, kv_dtype: str) -> int:
     """Return the bytes of one token's keys of one head; int4 keys have a fifth bit per element."""
-    fifth_bits = 4 * -(-dim // INT4_FIFTH_BIT_DIMS) if kv_dtype == "int4" else 0
+    # Elements of an int4 key whose fifth bits share a word of 4 bytes. Rounding harms keys more than values.
+    int4_fifth_bit_dims = 32
+    fifth_bits = 4 * -(-dim // int4_fifth_bit_dims) if kv_dtype == "int4" else 0
     return row_bytes(dim, kv_dtype) + fifth_bits
 
 

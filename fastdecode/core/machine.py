@@ -24,15 +24,6 @@ STATE_SHARE = 0.40
 DRAFT_CACHE_SHARE = 1 / 8
 """Part of the free memory for the KV cache of a draft model."""
 
-KIND_FIELDS = (
-    "vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part", "CPU revision",
-)  # fmt: skip
-"""Fields of /proc/cpuinfo that identify a kind of processor: four on x86, four on ARM."""
-
-MOST_RANKS = 2
-"""Open MPI binds each rank of a job of at most this many ranks to one core, and ranks of larger jobs to a NUMA node."""
-
-
 CAN_BIND = hasattr(os, "sched_setaffinity")
 """Whether this system binds processes to cores: Linux does, macOS does not."""
 
@@ -109,7 +100,11 @@ def cpu_identity() -> str:
     for line in _lines("/proc/cpuinfo"):
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    return "-".join(fields[name] for name in KIND_FIELDS if name in fields) or platform.machine()
+    # Fields of /proc/cpuinfo that identify a kind of processor: four on x86, four on ARM
+    kind_fields = (
+        "vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part", "CPU revision",
+    )  # fmt: skip
+    return "-".join(fields[name] for name in kind_fields if name in fields) or platform.machine()
 
 
 def _meminfo_bytes(key: str) -> int:
@@ -149,7 +144,9 @@ def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
 def is_trapped(environment: Mapping[str, str]) -> bool:
     """Return whether this is a rank of a job so small that Open MPI binds it to one core."""
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
-    return size.isdigit() and int(size) <= MOST_RANKS
+    # Open MPI binds each rank of a job of at most this many ranks to one core, and ranks of larger jobs to a NUMA node
+    most_ranks = 2
+    return size.isdigit() and int(size) <= most_ranks
 
 
 def return_free_memory() -> None:

@@ -86,8 +86,8 @@ class AskedPlacing:
             )
         if not self.may_cut:
             raise ConfigError(
-                f"kv_shard_tokens: schedule {self.schedule} stands for systems that keep the cache of the longest "
-                f"sequence in one piece, to compare with, and ranges are what they lack; leave one of them out"
+                f"kv_shard_tokens: schedule {self.schedule} imitates systems that keep the cache of a sequence in one "
+                f"piece, and these have no ranges; leave one of them out"
             )
 
     def check_r_workers(self, count: int) -> None:

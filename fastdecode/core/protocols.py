@@ -10,6 +10,7 @@ import numpy as np
 from fastdecode.core.remote_prefill import PrefillOutcomes, PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport
+from fastdecode.core.weighing import Queries, WeighedRow
 from fastdecode.kinds.layout import KVLayout
 
 
@@ -38,6 +39,13 @@ class AttentionBackend(Protocol):
 
     def collect(self, mini_batch: int) -> np.ndarray:
         """Wait for o, [attending rows, num_heads, value_head_dim]; valid until this mini-batch's next submit."""
+
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        """Once all layers of the open step are done, share the attention of ``rows`` among blocks: float32 [num_blocks]
+        of each, the mean over heads and then layers, which with the share of sinks sum to 1.
+
+        None of a row of which an R-worker that has a part is lost.
+        """
 
     def end_step(self) -> StepReport:
         """Commit the lengths of all sequences in the plan, and report."""

@@ -188,7 +188,8 @@ class ScheduledStep:
     ``num_starts``: requests that start for the first time. ``prefills``: prompts for prefill workers, to hand out once
     the R-workers have the controls. ``arrived``: sequences whose prompts they have computed. The controls commit their
     keys and values, and their first token is sampled in this step. ``drafts``: draft tokens after the last token of
-    decoding sequences, by sequence.
+    decoding sequences, by sequence. ``taps``: per mini-batch, the rows whose queries are kept until the step ends,
+    int64 [num_tapped]; empty if none are.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -197,6 +198,7 @@ class ScheduledStep:
     prefills: tuple[RemotePrefill, ...] = ()
     arrived: tuple[int, ...] = ()
     drafts: Mapping[int, list[int]] = field(default_factory=dict)
+    taps: tuple[np.ndarray, ...] = ()
 
     @property
     def num_tokens(self) -> int:

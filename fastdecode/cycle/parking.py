@@ -19,8 +19,6 @@ from fastdecode.scheduler.prefix.parked import Parked, Waking
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05
 """Seconds for disks in a turn with running sequences, and in a turn without."""
 
-LOOK_SECONDS = 0.25
-"""Seconds between two searches for prefixes to park."""
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +209,9 @@ class Parking(Companion):
             return None
         scheduler.store.parked.mark_parked(disk.index)
         found = scheduler.store.parked.next_to_park(disk.index, now - after if after else float("inf"))
-        disk.next_look = 0.0 if found else now + LOOK_SECONDS
+        # Seconds between two searches for prefixes to park
+        look_seconds = 0.25
+        disk.next_look = 0.0 if found else now + look_seconds
         return found
 
     def _refused(self, disk: _Disk, error: BackendError) -> None:

@@ -1,1 +1,1 @@
-"""Speculative decoding: what drafts tokens, and how drafts meet a step."""
+"""Speculative decoding: the drafters, and the verification of drafts in a step."""

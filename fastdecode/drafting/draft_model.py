@@ -1,4 +1,4 @@
-"""Draft tokens by a smaller model with a cache of its own."""
+"""Draft tokens by a smaller model with its own cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Control = tuple[int, int, int, int]
 
 @dataclass
 class Held:
-    """What is cached of a sequence: the first ``num_known`` tokens of its text, and then ``drafts``.
+    """A sequence's cached tokens on the draft model: the first ``num_known`` of its text, then ``drafts``.
 
-    ``num_blocks`` are set aside for it.
+    ``num_blocks`` are reserved for it.
     """
 
     num_known: int = 0
@@ -30,11 +30,11 @@ class Held:
 
     @property
     def num_cached(self) -> int:
-        """Tokens."""
+        """The number of cached tokens."""
         return self.num_known + len(self.drafts)
 
     def rewind(self, text: Draft) -> bool:
-        """Keep what is of ``text``, without its last token; True if that is less than there was."""
+        """Keep the tokens that agree with ``text`` without its last token; return True if some were dropped."""
         before, most = self.num_cached, text.num_tokens - 1
         while self.drafts and self.num_known < most and text.tokens(self.num_known, 1) == self.drafts[:1]:
             del self.drafts[0]
@@ -45,7 +45,7 @@ class Held:
 
 
 class DraftCache:
-    """Which tokens of which sequences the draft model's R-worker holds, and what it has yet to hear."""
+    """The draft model's cache: which tokens its R-worker holds, and its pending controls."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.free = num_blocks
@@ -54,11 +54,11 @@ class DraftCache:
         self._held: OrderedDict[int, Held] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return sequences of which something is held, or is about to be."""
+        """Return the number of sequences with cached or reserved tokens."""
         return len(self._held)
 
     def use(self, text: Draft) -> Held:
-        """Return what is held of a sequence, less what is not its text any more."""
+        """Return a sequence's cached tokens, without those that are not its text any more."""
         held = self._held.setdefault(text.sequence_id, Held())
         self._held.move_to_end(text.sequence_id)
         if held.rewind(text):
@@ -66,11 +66,11 @@ class DraftCache:
         return held
 
     def chunk(self, text: Draft, token_ids: list[int], samples: bool) -> Chunk:
-        """Return rows of the next tokens of a sequence, which are of its text or drafts of it."""
+        """Return the chunk of a sequence's next tokens, from its text or its drafts."""
         return Chunk(text.sequence_id, 0, self._held[text.sequence_id].num_cached, token_ids, samples=samples)
 
     def add(self, text: Draft, token_ids: list[int]) -> None:
-        """The tokens of ``chunk`` are cached."""
+        """Count the tokens of ``chunk`` as cached."""
         held = self._held[text.sequence_id]
         if held.num_known < text.num_tokens:
             held.num_known += len(token_ids)
@@ -78,10 +78,10 @@ class DraftCache:
             held.drafts += token_ids
 
     def reserve(self, sequence_id: int, num_tokens: int, in_use: Collection[int], after: Sequence[int]) -> bool:
-        """Set blocks for ``num_tokens`` of a sequence aside; False if there are too few.
+        """Reserve blocks for ``num_tokens`` of a sequence; return False if there are too few.
 
-        When the cache is full, sequences that are not ``in_use`` lose what they have, the one used least recently
-        first; for a sequence of which some is cached those that come ``after`` it do too, the last first.
+        When the cache is full, sequences that are not ``in_use`` lose theirs, least recently used first. For a sequence
+        with cached tokens, those ``after`` it lose theirs too, the last first.
         """
         held = self._held[sequence_id]
         more = max(0, -(-num_tokens // self.block_size) - held.num_blocks)
@@ -97,7 +97,7 @@ class DraftCache:
         return True
 
     def drop(self, sequence_id: int) -> None:
-        """Nothing is held of a sequence any more; unknown ones are ignored."""
+        """Drop all tokens of a sequence; unknown ones are ignored."""
         held = self._held.pop(sequence_id, None)
         if held is not None:
             self.free += held.num_blocks
@@ -106,33 +106,33 @@ class DraftCache:
 
 
 class DraftModelDrafter:
-    """Runs a draft model, whose R-worker is in this process, over the texts so far and then over its own drafts.
+    """Runs a draft model over the texts and then over its own drafts. Its R-worker is in this process.
 
-    Prompts are new to it: it computes at most ``most_rows`` of them in a step, and drafts for a sequence once it has
-    all of its text. ``cache``: what it counts of that R-worker's blocks.
+    Prompts are new to it. It computes at most ``most_rows`` of them per step, and drafts for a sequence once it has all
+    of its text. ``cache``: its count of that R-worker's blocks.
     """
 
     def __init__(self, s_worker: SWorker, num_blocks: int, block_size: int, most_rows: int) -> None:
-        """``s_worker``: of the draft model, over its one R-worker, which has ``num_blocks`` blocks."""
+        """``s_worker``: of the draft model, over one R-worker with ``num_blocks`` blocks."""
         self.s_worker = s_worker
         self.cache = DraftCache(num_blocks, block_size)
         self._most_rows = most_rows
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """See ``Drafter``; those whose text is still being computed are left out."""
+        """See ``Drafter``. Sequences whose text is still being computed are left out."""
         drafts = self._read([Draft(each) for each in requests])
         while growing := [each for each in drafts if each.wants_more]:
             self._pass([(each, [each.token_ids[-1]]) for each in growing], growing)
         return {each.sequence_id: each.token_ids for each in drafts}
 
     def forget(self, sequence_id: int) -> None:
-        """See ``Drafter``. When nothing is held any more, the R-worker hears of it at once."""
+        """See ``Drafter``. When nothing is cached any more, the R-worker gets the releases at once."""
         self.cache.drop(sequence_id)
         if not len(self.cache) and self.cache.controls:
             self._pass([], [])
 
     def _read(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Compute what is missing of the texts, the shortest rest first; those that have a first token then."""
+        """Compute missing parts of the texts, shortest first; return the drafts that then have a first token."""
         missing = {each.sequence_id: each.num_tokens - self.cache.use(each).num_cached for each in drafts}
         in_order = sorted(drafts, key=lambda each: (missing[each.sequence_id], each.sequence_id))
         ids = [each.sequence_id for each in in_order]
@@ -150,7 +150,7 @@ class DraftModelDrafter:
         return whole
 
     def _pass(self, parts: Sequence[tuple[Draft, list[int]]], growing: Sequence[Draft]) -> None:
-        """One step of the draft model: the tokens of ``parts`` are cached then, and each of ``growing`` grows."""
+        """Run one step of the draft model, which caches the tokens of ``parts`` and extends each of ``growing``."""
         cache, backend = self.cache, self.s_worker.backend
         sampled = {each.sequence_id for each in growing}
         chunks = [cache.chunk(each, tokens, each.sequence_id in sampled) for each, tokens in parts]

@@ -1,4 +1,4 @@
-"""Draft tokens by passes of a model: what both drafters that run one have in common, and the one that exits early."""
+"""Draft tokens by forward passes: what both such drafters share, and the early-exit drafter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastdecode.sworker.sampling import SampledToken, SamplingRow
 class Draft:
     """The tokens drafted so far for ``request``.
 
-    They are drawn as the model's own will be, with the same random numbers, so that they agree where the
-    probabilities nearly do. Grammars are left out: what they forbid is cut off afterwards.
+    They are drawn with the same random numbers as the model's own tokens, so that they agree if the probabilities
+    nearly do. Grammars are not applied here; forbidden tokens are cut off later.
     """
 
     request: DraftRequest
@@ -32,7 +32,7 @@ class Draft:
 
     @property
     def wants_more(self) -> bool:
-        """True until it has as many tokens as were asked for, or one that ends the text."""
+        """True until it has the requested number of tokens, or one that ends the text."""
         return not self.ended and len(self.token_ids) < self.request.num_drafts
 
     @property
@@ -42,20 +42,20 @@ class Draft:
 
     @property
     def sequence_id(self) -> int:
-        """The sequence's."""
+        """The sequence's id."""
         return self.request.sequence_id
 
     def tokens(self, start: int, count: int) -> list[int]:
-        """``count`` tokens of prompt and output from position ``start``, without drafts."""
+        """Return ``count`` tokens of prompt and output from position ``start``, without drafts."""
         return text_tokens(self.request.prompt_token_ids, self.request.output_token_ids, start, count)
 
     @property
     def sampling_row(self) -> SamplingRow:
-        """What the sampler needs for the next token."""
+        """The sampler's input for the next token."""
         return self._row.after(self.token_ids)
 
     def take(self, sampled: SampledToken) -> None:
-        """The next token."""
+        """Append the next token."""
         if sampled.failed:
             self.ended = True
             return
@@ -64,7 +64,7 @@ class Draft:
 
 
 def draw(s_worker: SWorker, step: ScheduledStep, drafts: Sequence[Draft]) -> None:
-    """Compute ``step``, which is open, and give each of ``drafts`` the token that its last row asks for."""
+    """Compute ``step``, which is open, and append to each of ``drafts`` the token sampled from its last row."""
     sampled = s_worker.run(step, {each.sequence_id: [each.sampling_row] for each in drafts})
     for each in drafts:
         each.take(sampled[each.sequence_id][0])
@@ -73,9 +73,9 @@ def draw(s_worker: SWorker, step: ScheduledStep, drafts: Sequence[Draft]) -> Non
 class EarlyExitDrafter:
     """Drafts with the model's own first layers, norm and head.
 
-    Keys and values of those layers are the model's, and where they are. A pass is a step of which R-workers see the
-    first layers and which is then abandoned, so that nothing of it stays: it computes the last token and all drafts
-    before it once more, over one read of the cache.
+    Keys and values of those layers are the model's own. A pass is a step in which R-workers see only the first layers.
+    It is abandoned afterwards, so that nothing of it stays. It recomputes the last token and all earlier drafts, over
+    one read of the cache.
     """
 
     def __init__(self, s_worker: SWorker, num_mini_batches: int) -> None:
@@ -84,7 +84,7 @@ class EarlyExitDrafter:
         self._num_mini_batches = num_mini_batches
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """See ``Drafter``. An R-worker that is lost meanwhile is named by the report of the next step."""
+        """See ``Drafter``. The next step's report names an R-worker that is lost meanwhile."""
         by_load = sorted(requests, key=lambda each: (each.worker, -each.num_cached))
         drafts = [Draft(each) for each in by_load]
         while growing := [each for each in drafts if each.wants_more]:
@@ -99,7 +99,7 @@ class EarlyExitDrafter:
         """See ``Drafter``."""
 
     def _begin(self, drafts: Sequence[Draft], pending: PendingControls) -> ScheduledStep:
-        """Open a step of ``drafts``' next rows; R-workers hear ``pending`` first."""
+        """Open a step of the next rows of ``drafts``, after sending ``pending`` controls."""
         decodes = MiniBatch.of(map(_chunk, drafts))
         with interrupts_deferred():
             told = pending.controls_alone()
@@ -113,7 +113,7 @@ class EarlyExitDrafter:
 
 
 def _chunk(draft: Draft) -> Chunk:
-    """Return the last token and the drafts so far."""
+    """Return the chunk of the last token and the drafts so far."""
     request = draft.request
     tokens = [request.output_token_ids[-1], *draft.token_ids]
     return Chunk(

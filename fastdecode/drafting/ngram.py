@@ -1,4 +1,4 @@
-"""Draft tokens by lookup: what followed the last tokens when they came before (vLLM's ngram, prompt lookup)."""
+"""Draft tokens by look-up: what followed an earlier occurrence of the last tokens (vLLM's ngram, prompt lookup)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import numpy as np
 from fastdecode.core.protocols import DraftRequest, PendingControls
 
 LOOK_BACK = 64
-"""Tokens by which earlier places are told apart: the one that agrees with the end furthest back is taken."""
-
-FEW = 32
-"""Places that are compared that far: the last ones, where more than so many agree in ``CLOSE`` tokens."""
-
-CLOSE = 8
+"""Tokens by which earlier places are compared; the longest agreement with the end wins."""
 
 
 class NgramDrafter:
-    """Looks in each sequence's own prompt and output."""
+    """Drafts from each sequence's own prompt and output."""
 
     def __init__(self, least: int, most: int) -> None:
-        """``least``, ``most``: tokens that have to agree; ``most`` is tried first, and is enough."""
+        """``least``, ``most``: tokens that must agree; ``most`` is tried first."""
         self._least, self._most = least, most
         self._histories: dict[int, History] = {}
 
@@ -40,7 +35,7 @@ class NgramDrafter:
 
 
 class History:
-    """A sequence's tokens as an array that grows."""
+    """A sequence's tokens as a growing array."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.num_tokens = 0
@@ -49,11 +44,11 @@ class History:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 [num_tokens]."""
+        """The tokens, int64 [num_tokens]."""
         return self._buffer[: self.num_tokens]
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """More tokens."""
+        """Append tokens."""
         end = self.num_tokens + len(token_ids)
         if end > len(self._buffer):
             self._buffer = np.append(self.tokens, np.zeros(end + 16, np.int64))
@@ -62,14 +57,19 @@ class History:
 
 
 def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[int]:
-    """``count`` tokens that followed the last ``least`` to ``most`` of ``tokens``, int64 [n], when they came before.
+    """Return ``count`` tokens that followed an earlier occurrence of the last ``least`` to ``most`` of ``tokens``.
 
-    Of several places the one that agrees furthest back is taken, and of equal ones the last. What follows a place close
-    to the end goes on in a circle. Empty where fewer than ``least`` agree anywhere.
+    The result is int64 [n].
+
+    The place with the longest agreement wins, and among equal ones the last. A continuation that reaches the end wraps
+    around. The result is empty if fewer than ``least`` tokens agree anywhere.
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
     agreeing, look_back = 1, max(most, LOOK_BACK)
-    while len(places) > FEW and agreeing < max(least, CLOSE):
+    # Places that are compared that far: the last ones, where more than so many agree in ``close`` tokens
+    few = 32
+    close = 8
+    while len(places) > few and agreeing < max(least, close):
         longer = places[places >= agreeing]
         longer = longer[tokens[longer - agreeing] == tokens[-1 - agreeing]]
         if not len(longer):
@@ -77,16 +77,19 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
         places, agreeing = longer, agreeing + 1
     if not len(places):
         return []
-    furthest = _agreeing(tokens, places[-FEW:], min(look_back, len(tokens)))
+    furthest = _agreeing(tokens, places[-few:], min(look_back, len(tokens)))
     if furthest.max() < least:
         return []
-    start = int(places[-FEW:][len(furthest) - 1 - furthest[::-1].argmax()]) + 1
+    start = int(places[-few:][len(furthest) - 1 - furthest[::-1].argmax()]) + 1
     period = len(tokens) - start
     return tokens[start + np.arange(count) % period].tolist()
 
 
 def _agreeing(tokens: np.ndarray, places: np.ndarray, look_back: int) -> np.ndarray:
-    """How many tokens up to each of ``places`` are those up to the end, at most ``look_back``: int64 [len(places)]."""
+    """Return how many tokens before each of ``places`` agree with the end: int64 [len(places)].
+
+    The count stops at ``look_back``.
+    """
     back = np.arange(look_back)
     at = places[:, None] - back
     same = (tokens[np.maximum(at, 0)] == tokens[-1 - back]) & (at >= 0)

@@ -1,4 +1,4 @@
-"""Drafting between two steps, a companion of the cycle, and the drafter that a configuration asks for."""
+"""Drafting between two steps, as a companion of the cycle, and the drafter for a configuration."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fastdecode.sworker.sampling import SampledToken
 
 
 class Speculation(Companion):
-    """Draft tokens for the next step of an engine.
+    """Drafts tokens for the next step of an engine.
 
-    A draft is accepted where the sampler draws the same token from the model's own logits: so tokens, seeds and
-    log-probabilities are those of decoding without drafts. For a drafter that names one token this is rejection
-    sampling (Leviathan et al., 2023; Chen et al., 2023): token d is accepted with the probability p(d) that the model
-    gives it, and otherwise another x is drawn with p(x) / (1 - p(d)).
+    A draft is accepted if the sampler draws the same token from the model's logits. So tokens, seeds and
+    log-probabilities equal those of decoding without drafts. For a drafter that names one token this is rejection
+    sampling (Leviathan et al., 2023; Chen et al., 2023). Token d is accepted with the model's probability p(d);
+    otherwise another x is drawn with p(x) / (1 - p(d)).
 
-    ``s_seconds``, ``wait_seconds``: model code and waiting for R-workers while the last drafts were made.
+    ``s_seconds``, ``wait_seconds``: seconds of model code, and of waiting for R-workers, for the last drafts.
     """
 
     def __init__(self, drafter: Drafter, in_flight: InFlight, clock: StateClock) -> None:
@@ -53,7 +53,7 @@ class Speculation(Companion):
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy
-        if policy and len(proposed) == len(wanted):  # else some of the time went to prompts
+        if policy and len(proposed) == len(wanted):  # otherwise some of the time went to prompts
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:
@@ -78,9 +78,9 @@ class Speculation(Companion):
 
 
 def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
-    """How many of a sequence's drafts are its next tokens: the first, and on as long as they are what was sampled.
+    """Return how many of a sequence's drafts are accepted: those before the first that differs from ``sampled``.
 
-    ``sampled``: one token more than drafts, each as if the drafts before it were right.
+    ``sampled``: one token more than drafts, each sampled as if the earlier drafts were right.
     """
     for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):
         if token.token_id != draft:
@@ -98,10 +98,10 @@ def make_drafter(
     cleanup: ExitStack,
     lead: Lead | None = None,
 ) -> Drafter:
-    """Return what ``speculative`` asks for; ``cleanup`` frees it in the end.
+    """Return the drafter for ``speculative``; ``cleanup`` frees it.
 
-    ``make_backend`` makes the R-worker of a draft model. ``lead``: has other ranks compute the first layers, too.
-    ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft for this one.
+    ``make_backend``: makes the R-worker of a draft model. ``lead``: lets other ranks compute the first layers too.
+    Raise ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft.
     """
     if speculative.method == "ngram":
         return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
@@ -117,7 +117,7 @@ def make_drafter(
 
 
 def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model: SModel) -> SModel:
-    """Return the model that drafts for ``model``, in its dtype and for texts as long; one line says why it cannot."""
+    """Return the draft model for ``model``, with its dtype and length limit. An error says why it cannot draft."""
     own = replace(
         config,
         model=speculative.model,

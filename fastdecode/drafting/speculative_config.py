@@ -1,4 +1,4 @@
-"""What ``--speculative-config`` may say: vLLM's names and JSON."""
+"""``--speculative-config`` in vLLM's names and JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 
-METHODS = ("ngram", "draft_model", "early_exit")
-MAX_SPECULATIVE_TOKENS = 64
-"""Draft tokens of a sequence in a step; more is a slip of the finger."""
-
 LOOKUP_TOKENS = 5
-"""vLLM's prompt_lookup_max and prompt_lookup_min where neither is given."""
+"""vLLM's prompt_lookup_max and prompt_lookup_min if neither is given."""
 
 _OF_METHOD = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "draft_model": ("model",)} | {
     "early_exit": ("num_layers",)
@@ -22,11 +18,11 @@ _OF_METHOD = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "draft_model"
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How tokens are drafted: at most ``num_speculative_tokens`` for a sequence in a step.
+    """The drafting method, with at most ``num_speculative_tokens`` per sequence and step.
 
-    ngram: what followed the last ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens when they came before.
-    draft_model: what ``model``, a smaller one with the same vocabulary, says. early_exit: what the model's own first
-    ``num_layers`` layers, norm and head say.
+    ngram: what followed an earlier occurrence of the last ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens.
+    draft_model: the output of ``model``, a smaller one with the same vocabulary. early_exit: the output of the model's
+    own first ``num_layers`` layers, norm and head.
     """
 
     method: str
@@ -38,12 +34,16 @@ class SpeculativeConfig:
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> SpeculativeConfig | None:
-        """Checked; None for an empty one. ConfigError names what is missing, unknown or out of its range."""
+        """Return the checked configuration; None if empty.
+
+        A ConfigError names what is missing, unknown or out of range.
+        """
         if not settings:
             return None
         method = settings.get("method")
-        if method not in METHODS:
-            raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, not {method!r}")
+        methods = ("ngram", "draft_model", "early_exit")
+        if method not in methods:
+            raise ConfigError(f"speculative_config: method must be one of {', '.join(methods)}, not {method!r}")
         known = {"method", "num_speculative_tokens", *_OF_METHOD[method]}
         if unknown := sorted(set(settings) - known):
             elsewhere = {each.name for each in fields(SpeculativeConfig)} & set(unknown)
@@ -52,7 +52,9 @@ class SpeculativeConfig:
                 f"speculative_config: method {method} takes {', '.join(sorted(known - {'method'}))}; "
                 f"{unknown[0]!r} {what}"
             )
-        count = _whole(settings, "num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
+        # Draft tokens of a sequence in a step; more is a slip of the finger
+        max_speculative_tokens = 64
+        count = _whole(settings, "num_speculative_tokens", 1, max_speculative_tokens)
         if method == "ngram":
             given = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if name in settings]
             lookup = {name: _whole(settings, name, 1, 1024) for name in given}

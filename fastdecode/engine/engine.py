@@ -28,8 +28,6 @@ from fastdecode.scheduler import Scheduler
 END_SECONDS = 10.0
 """Most seconds for parking remaining prefixes when an engine ends."""
 
-LOOK_SECONDS = 0.05
-"""Seconds between two checks for an R-worker while there is none."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +104,7 @@ class LLMEngine:
             prompt, self.s_model.tokenizer, self.s_model.vocab_size, self.s_model.max_model_len
         )
         params.check_token_ids(self.s_model.vocab_size)
+        self.world.sources.check(params)
         past = self._requests.journal.past(request_id, token_ids, params)
         first_id, *_ = [past.asked.sequence_id] if past else itertools.islice(self._ids, params.n)
         request = make_request(self.s_model, request_id, text, token_ids, params, first_id, self.config.seed)
@@ -205,7 +204,9 @@ class LLMEngine:
                 return True
         if time.monotonic() > self._deadline:
             raise WorkerLostError(f"{self.trouble}; none came within {self.config.wait_for_r_workers:g} s")
-        time.sleep(LOOK_SECONDS)
+        # Seconds between two checks for an R-worker while there is none
+        look_seconds = 0.05
+        time.sleep(look_seconds)
         return False
 
     def _park_rest(self) -> None:

@@ -19,6 +19,7 @@ from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
 from fastdecode.cycle import JoinedWorker, RunningCycle
 from fastdecode.drafting.speculation import num_accepted
+from fastdecode.engine.sources import AttentionSources, Sampled
 from fastdecode.journal.journal import Journal
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import TokenSequence, Transfer
@@ -29,9 +30,6 @@ from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 
 logger = logging.getLogger(__name__)
-
-Sampled = dict[int, list[SampledToken]]
-"""The sampled tokens of a step by sequence: one per completion, or one per draft token plus one."""
 
 
 class LiveRequests:
@@ -147,10 +145,6 @@ class LiveRequests:
         cycle.finish(completion.sequence, reason)
 
 
-PATIENCE_SECONDS = 0.05
-"""Longest wait of a step for prefill workers, since the caller may add requests."""
-
-
 class LiveWorld:
     """The ``World`` of an engine.
 
@@ -166,15 +160,17 @@ class LiveWorld:
         in_flight: InFlight,
         prefills: RemotePrefills | None = None,
         ranks: TensorParallelBackend | None = None,
+        in_ranges: bool = False,
     ) -> None:
         """R-workers that join are appended to ``r_workers``.
 
-        ``ranks``: ``backend`` if several ranks share the model.
+        ``ranks``: ``backend`` if several ranks share the model. ``in_ranges``: sequences may lie in ranges.
         """
         self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
         self.clock: StateClock = s_worker.clock
         self.tracer: Tracer | None = None
         self.overlap = True
+        self.sources = AttentionSources(s_worker.layout, in_flight, backend, in_ranges, prefills is not None)
         self._in_flight = in_flight
         self._prefills = prefills
         self._ranks = ranks
@@ -188,17 +184,21 @@ class LiveWorld:
 
     def compute(self, step: ScheduledStep) -> Sampled:
         """Return the sampled tokens of ``step``, and of the prompts that prefill workers have finished."""
+        step = self.sources.tapped(step)
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self._prefills.logits(step.arrived) if self._prefills else {}
         sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
         if not step.scored_prompts:
-            return self.s_worker.run(step, sampling, self.overlap, arrived)
+            return self._with_sources(step, self.s_worker.run(step, sampling, self.overlap, arrived))
         requests = {each: self._in_flight.family(each)[0] for each in step.scored_prompts}
         scored = {each: ScoredPrompt(it.prompt_token_ids, it.num_prompt_top) for each, it in requests.items()}
         tokens = self.s_worker.run(step, sampling, self.overlap, arrived, scored)
         for sequence_id, found in self.s_worker.prompt_scores.items():
             requests[sequence_id].take_prompt_scores(found)
-        return tokens
+        return self._with_sources(step, tokens)
+
+    def _with_sources(self, step: ScheduledStep, tokens: Sampled) -> Sampled:
+        return self.sources.found(step, tokens, self.s_worker.taps)
 
     def score(self, step: ScheduledStep) -> np.ndarray:
         """Return the log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
@@ -218,9 +218,11 @@ class LiveWorld:
         self.backend.abandon_step()
 
     def wait(self) -> None:
-        """Wait until the state of a prompt at the prefill workers changes, or for ``PATIENCE_SECONDS``."""
+        """Wait until the state of a prompt at the prefill workers changes, or for ``patience_seconds``."""
+        # Longest wait of a step for prefill workers, since the caller may add requests
+        patience_seconds = 0.05
         if self._prefills:
-            self._prefills.wait(PATIENCE_SECONDS)
+            self._prefills.wait(patience_seconds)
 
     def transfer(self, transfer: Transfer) -> float:
         start, first, count = time.perf_counter(), transfer.num_copied, transfer.num_tokens

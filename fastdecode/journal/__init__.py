@@ -1,1 +1,1 @@
-"""What only the engine knows of its requests: after its end, however that came, the next one goes on."""
+"""The journal: what only the engine knows of its requests, so that a later engine continues after any end."""

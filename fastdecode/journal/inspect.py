@@ -1,4 +1,4 @@
-"""What lies in a journal's folder, read beside an engine that may write it."""
+"""The content of a journal's folder, read while an engine may write it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fastdecode.journal.records import Began, read
 
 @dataclass(frozen=True)
 class JournalLook:
-    """``num_bytes`` of the file, of which ``num_whole`` are whole records; requests in it, and those that have ended.
+    """A journal file of ``num_bytes``, ``num_whole`` of them complete records; its requests, and those that have ended.
 
-    ``pulse_seconds``: since a session's engine gave a sign of life here, None if none ever did.
+    ``pulse_seconds``: time since the last sign of life of a session's engine; None if there never was one.
     """
 
     num_bytes: int
@@ -27,7 +27,7 @@ class JournalLook:
 
 
 def look_at(folder: str) -> JournalLook | None:
-    """None if there is no journal of this format."""
+    """Return the journal's content; None if there is no journal of this format."""
     try:
         data = (Path(folder) / FILE).read_bytes()
     except OSError:

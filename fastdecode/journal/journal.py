@@ -1,4 +1,4 @@
-"""The journal of an engine: its requests, and the tokens of each committed step before they are handed out."""
+"""An engine's journal: its requests, and the tokens of each committed step before they are sent."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from fastdecode.journal.places import FILE
 from fastdecode.journal.records import Began, Kept, Run, read
 from fastdecode.scheduler.names import NO_NOTES, Notes
 
-HEAD_BYTES = 4096
-"""At the beginning of a file: more than its first record takes."""
-
 
 def next_run(folder: str | None) -> Run:
-    """That of the engine which is about to open the journal in ``folder``."""
+    """Return the run of the engine that will open the journal in ``folder``."""
     before = ""
+    # At the beginning of a file: more than its first record takes
+    head_bytes = 4096
     if folder is not None:
         with contextlib.suppress(OSError), (Path(folder) / FILE).open("rb") as file:
-            records, _ = read(file.read(HEAD_BYTES))
+            records, _ = read(file.read(head_bytes))
             before = records[0].run if records and isinstance(records[0], Began) else ""
     return Run(secrets.token_hex(16), before)
 
 
 class Journal:
-    """Of an engine that keeps none: nothing is known, and nothing is written.
+    """The journal of an engine without one: nothing is known, and nothing is written.
 
-    ``num_bytes``: of the file; ``write_seconds``: in which steps have waited for it. ``before``: the name of the
-    run that wrote what was found, "" where nothing of this model was; ``was_found``: whether anything was. ``kept``:
-    what ``keep`` was given, by name, the oldest first.
+    ``num_bytes``: of the file. ``write_seconds``: seconds that steps have waited for it. ``before``: the name of the
+    run that wrote what was found; "" if nothing of this model was. ``was_found``: whether anything was. ``kept``: what
+    ``keep`` was given, by name, oldest first.
     """
 
     next_sequence_id = 0
@@ -47,35 +46,39 @@ class Journal:
         self.kept: dict[str, Kept] = {}
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
-        """What an engine before this one has made of the same request; known once."""
+        """Return what an earlier engine has produced for the same request, once; None if nothing."""
         return None
 
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
-        """By the names that R-workers know them by the tokens that these may have cached, of the engine before this
-        one. ``whole_prompts``: see ``Past.cached_tokens``."""
+        """Return the tokens that R-workers may have cached for the earlier engine, by cache id.
+
+        ``whole_prompts``: see ``Past.cached_tokens``.
+        """
         return {}
 
     def enter(self, request: Request) -> None:
-        """``request`` is under way, with what was replayed of it."""
+        """Record ``request``, with what was replayed of it."""
 
     def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
-        """A step was committed, and these requests have got tokens, or an end; what lies where is in ``notes``."""
+        """Record a committed step: the new tokens or ends of ``requests``, and in ``notes`` where their caches are."""
 
     def settle(self) -> None:
-        """What ``grew`` was told is there, whatever becomes of this process: it may be handed out."""
+        """Make the records of ``grew`` survive this process, so that the tokens may be sent."""
 
     def reached(self, counts: Mapping[int, int]) -> None:
-        """So many tokens of sequences of the engine before this one are cached, and right: what this one computes is
-        said as it does."""
+        """Record how many tokens of the earlier engine's sequences are cached and right.
+
+        Those of this engine are recorded as they are computed.
+        """
 
     def dropped(self, request: Request) -> None:
-        """``request`` was aborted."""
+        """Record that ``request`` was aborted."""
 
     def keep(self, name: str, data: bytes) -> None:
-        """Have ``data`` outlive this engine under ``name``, in place of what is there; it means nothing here."""
+        """Keep ``data`` for a later engine under ``name``, replacing older data. The engine does not interpret it."""
 
     def forget(self, name: str) -> None:
-        """What was kept under ``name`` is not wanted any more; no effect where nothing was."""
+        """Drop the data kept under ``name``, if any."""
 
     def close(self) -> None:
-        """The engine ends by itself."""
+        """Close the journal at an orderly end."""

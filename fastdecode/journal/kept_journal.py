@@ -32,23 +32,20 @@ from fastdecode.journal.records import (
 )
 from fastdecode.scheduler.names import NO_NOTES, Notes
 
-KEPT_TOKENS = 1 << 20
-"""Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
-once more."""
-
 logger = logging.getLogger(__name__)
 
 
 class KeptJournal(Journal):
-    """A journal in a place that outlives this process, however that ends: each step is there before its tokens are
-    handed out. ``next_sequence_id``: above all ids in it; ``lowest_name``: of all that its sequences have on R-workers,
-    or 0.
+    """A journal in a place that outlives this process.
+
+    Each step is recorded before its tokens are sent. ``next_sequence_id``: above all ids in it. ``lowest_name``: the
+    lowest cache id of its sequences, or 0.
     """
 
     def __init__(self, place: Place, fingerprint: str, run: str, epoch: int = 0) -> None:
-        """Read what is in ``place``, which is closed with this.
+        """Read the journal in ``place``, which is closed with this object.
 
-        ``fingerprint``: of all that tokens depend on beside their requests; what is of another is not used.
+        ``fingerprint``: of all that tokens depend on besides their requests; a journal with another one is not used.
         ``run``: see ``Run``. ``epoch``: at least that of every lease under which another engine may have written there.
 
         Raises:
@@ -127,7 +124,10 @@ class KeptJournal(Journal):
             self._write([Forgot(name)])
 
     def close(self) -> None:
-        """Where nothing is left to go on with the journal is empty: all that was asked has ended, or none ever was."""
+        """Close the journal.
+
+        It is emptied if nothing is left to continue: all requests have ended, or there were none.
+        """
         with contextlib.suppress(OSError, FastDecodeError):
             is_over = not (self._written or self.kept) and (self._was_asked or not self._known)
             if self._is_kept and is_over and self._place.is_own:
@@ -136,7 +136,7 @@ class KeptJournal(Journal):
         self._place.close()
 
     def _add(self, completion: Completion, step: Stepped) -> None:
-        """Enter in ``step`` what ``completion`` has got since it was last asked."""
+        """Add to ``step`` what is new of ``completion``."""
         sequence_id, token_ids = completion.sequence.sequence_id, completion.sequence.output_token_ids
         before = self._written.get(sequence_id)
         if before is None:
@@ -151,7 +151,7 @@ class KeptJournal(Journal):
             del self._written[sequence_id]
 
     def _write(self, records: list[Record], settles: bool = True) -> None:
-        """Append ``records`` at once; ``settles``: and have them there."""
+        """Append ``records`` in one write; with ``settles``, make them durable."""
         self._try(self._append, records)
         if settles:
             self.settle()
@@ -162,7 +162,7 @@ class KeptJournal(Journal):
             self._write_anew(_without_oldest(_pasts(read(self._place.written())[0])))
 
     def _try(self, act: Callable[..., None], *values: Any) -> None:
-        """Where ``act`` fails the engine goes on, and keeps no journal from here on."""
+        """Call ``act``. If it fails, the engine continues without a journal."""
         if not self._is_kept:
             return
         start = time.perf_counter()
@@ -175,7 +175,7 @@ class KeptJournal(Journal):
         self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
 
     def _found(self) -> list[Past]:
-        """The requests that are there, by age; of another fingerprint none. This run is to follow the one there."""
+        """Return the recorded requests by age; none of another fingerprint. This run then follows the recorded one."""
         records = self._newest()
         if not records:
             return []
@@ -189,13 +189,12 @@ class KeptJournal(Journal):
         return _pasts(records)
 
     def _newest(self) -> list[Record]:
-        """The records of that copy which was written last."""
+        """Return the records of the copy that was written last."""
         found = [read(data) for data in self._place.copies()]
         return max(found, key=_age, default=([], Chain()))[0]
 
     def _write_anew(self, pasts: list[Past]) -> None:
-        """Have the place hold ``pasts`` alone, and what is kept; without those that have ended where that fills half of
-        it."""
+        """Rewrite the place with ``pasts`` and kept data; ended ones are dropped if they would fill half of it."""
         self._began = msgspec.structs.replace(self._began, edition=self._began.edition + 1)
         growth, most = self._place.growth_bytes, self._place.most_bytes
         data = self._encoded_anew(pasts)
@@ -205,7 +204,7 @@ class KeptJournal(Journal):
         self._limit = min(2 * len(data) + growth, max(most - growth / 4, len(data) + growth / 4))
 
     def _encoded_anew(self, pasts: Iterable[Past]) -> bytes:
-        """A whole journal."""
+        """Return a complete journal."""
         self._chain = Chain()
         return self._chain.encode(
             [self._began, *self.kept.values(), *(record for past in pasts for record in past.records())]
@@ -213,33 +212,36 @@ class KeptJournal(Journal):
 
 
 def _age(found: tuple[list[Record], Chain]) -> tuple[int, int, int]:
-    """Of a copy of a journal, as it was read: the later it was written the larger."""
+    """Return a sort key of a journal's copy, larger for one written later."""
     records, chain = found
     began = records[0] if records else None
     return (began.epoch, began.edition, chain.num_bytes) if isinstance(began, Began) else (-1, 0, 0)
 
 
 def _pasts(records: list[Record]) -> list[Past]:
-    """The requests in ``records``, by age."""
+    """Return the requests in ``records``, by age."""
     return sorted(pasts_of(records).values(), key=lambda past: past.asked.sequence_id)
 
 
 def _placed(notes: Notes) -> list[Record]:
-    """The record of ``notes``, if there is something in them."""
+    """Return the record of ``notes``; none if they are empty."""
     return [Placed(*notes)] if notes.named or notes.reached else []
 
 
 def _plain(completion: Completion, start: int) -> TokenLogprobs:
-    """Log-probabilities of the tokens from ``start`` on, less their texts."""
+    """Return the log-probabilities of tokens from ``start`` on, without texts."""
     return [{token: (each.logprob, each.rank) for token, each in row.items()} for row in completion.logprobs[start:]]
 
 
 def _without_oldest(pasts: list[Past]) -> list[Past]:
-    """``pasts``, by age, less those that have ended and are followed by ``KEPT_TOKENS`` tokens of others that have."""
+    """Return ``pasts`` without old ended ones: those followed by ``kept_tokens`` tokens of other ended ones."""
     kept: list[Past] = []
     num_tokens = 0
+    # Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
+    # once more
+    kept_tokens = 1 << 20
     for past in reversed(pasts):
         num_tokens += past.num_tokens if past.ended else 0
-        if not past.ended or num_tokens <= KEPT_TOKENS:
+        if not past.ended or num_tokens <= kept_tokens:
             kept.append(past)
     return kept[::-1]

@@ -1,4 +1,4 @@
-"""What a journal says of requests, and how a request is brought to where it was."""
+"""A journal's account of requests, and the replay of a request."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Ended = tuple[str, int | str | None]
 
 @dataclass
 class Sample:
-    """One output of a request: tokens, log-probabilities where they were asked for, and how it ended, if it has.
+    """One output of a request: tokens, log-probabilities if requested, and how it ended.
 
-    ``reached``: tokens that were cached when its prompt was computed last, None if none were said since its last token.
-    ``names``: what R-workers may have of it beside what has its own name.
+    ``reached``: cached tokens when its prompt was last computed; None if none were recorded since its last token.
+    ``names``: cache ids that R-workers may have of it, other than its own id.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -36,19 +36,19 @@ class Sample:
 
 @dataclass
 class Past:
-    """A request as it was asked, and its ``samples``, by number."""
+    """A recorded request, and its ``samples`` by number."""
 
     asked: Asked
     samples: list[Sample]
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and outputs."""
+        """The number of prompt and output tokens."""
         return len(self.asked.prompt_token_ids) + sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def ended(self) -> bool:
-        """True if all its outputs have."""
+        """True if all its outputs have ended."""
         return all(sample.ended for sample in self.samples)
 
     @property
@@ -57,30 +57,33 @@ class Past:
         return self.asked.sequence_id + len(self.samples)
 
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
-        """What R-workers may have cached, by the name that they know it by: of prompt and output all but the last
-        token, whose row samples the next. ``whole_prompts``: also of a prompt of which it was not said how much.
+        """Return what R-workers may have cached, by cache id: prompt and output without the last token.
 
-        What R-workers have beyond these are draft tokens that were refused, or rows of a step that is not written here.
+        The last token's row samples the next one. ``whole_prompts``: include prompts whose progress is not recorded.
+        Anything else on R-workers is a rejected draft token, or a row of an unrecorded step.
         """
         found: dict[int, KnownTokens] = {}
         for sequence_id, sample in enumerate(self.samples, self.asked.sequence_id):
             reached = sample.reached if whole_prompts or sample.token_ids else sample.reached or 0
             reached = None if sample.ended else reached
             tokens = (self.asked.prompt_token_ids + sample.token_ids)[:-1][:reached]
-            if not sample.ended:  # else no sequence will have it again
+            if not sample.ended:  # otherwise no sequence will have it again
                 found[sequence_id] = KnownTokens(sequence_id, 0, tokens)
             found |= {each.cache_id: KnownTokens(sequence_id, each.start, tokens) for each in sample.names.values()}
         return found
 
     def is_of(self, prompt_token_ids: list[int], params: SamplingParams) -> bool:
-        """Return whether this is what is asked now."""
+        """Return whether this is the same request."""
         try:
             return self.asked.prompt_token_ids == prompt_token_ids and _params_of(self.asked.params) == params
         except (ConfigError, TypeError):  # of another version
             return False
 
     def replay(self, request: Request) -> list[TokenSequence]:
-        """Bring ``request``, just made of the same prompt and parameters, to where it was; returns what is to run."""
+        """Bring ``request``, newly made with the same prompt and parameters, to its recorded state.
+
+        Return the sequences to run.
+        """
         for completion, sample in zip(request.completions, self.samples, strict=True):
             for index, token_id in enumerate(sample.token_ids):
                 logprob = sample.logprobs[index] if sample.logprobs else None
@@ -94,7 +97,7 @@ class Past:
         return [each.sequence for each in request.completions if each.finish_reason is None]
 
     def records(self) -> list[Record]:
-        """Return what says the same as all that was read of it."""
+        """Return records equivalent to all that was read of it."""
         ids = range(self.asked.sequence_id, self.end_id)
         by_id = list(zip(ids, self.samples, strict=True))
         step = Stepped(
@@ -113,7 +116,7 @@ class Past:
 
 
 def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
-    """Return the requests of a journal's records that were not dropped, by the id of their first sequence."""
+    """Return the requests in a journal's records that were not dropped, by the id of their first sequence."""
     pasts: dict[int, Past] = {}
     samples: dict[int, Sample] = {}
     for record in records:
@@ -136,7 +139,7 @@ def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
 
 
 def _place(record: Record, samples: dict[int, Sample]) -> None:
-    """Enter what ``record`` says of places; of requests that were dropped it is of no use."""
+    """Add what ``record`` says about caches; ignore it for dropped requests."""
     if isinstance(record, Placed):
         for each in record.named:
             if each.sequence_id in samples:
@@ -149,12 +152,10 @@ def _place(record: Record, samples: dict[int, Sample]) -> None:
 def asked(request: Request) -> Asked:
     """Return the record of ``request``."""
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
-    given = {name: value for name, value in params.items() if value != getattr(_DEFAULTS, name)}
+    defaults = SamplingParams()
+    given = {name: value for name, value in params.items() if value != getattr(defaults, name)}
     first = request.completions[0].sequence.sequence_id
     return Asked(first, request.request_id, request.prompt, request.prompt_token_ids, given)
-
-
-_DEFAULTS = SamplingParams()
 
 
 def _params_of(given: dict[str, Any]) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Places of a journal: a folder here; ``fastdecode.cluster.pool.journal_copies`` keeps one in R-workers' memory."""
+"""Places for a journal: a local folder here; ``fastdecode.cluster.pool.journal_copies`` uses R-workers' memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """Keeps the bytes of one journal. OSError or CapacityError if it cannot.
+    """Keeps the bytes of one journal. Raise OSError or CapacityError if it cannot.
 
-    ``name``: for logs. ``growth_bytes``: a journal is written again, without what ended long ago, when it has grown by
-    so much and to twice its size. ``most_bytes``: of a journal, math.inf where there is no bound. ``is_own``: False
-    once another process has taken the place over.
+    ``name``: for logs. ``growth_bytes``: a journal is rewritten, without what ended long ago, when it has grown by so
+    much and to twice its size. ``most_bytes``: of a journal; math.inf for no limit. ``is_own``: False once another
+    process has taken the place over.
     """
 
     name: str
@@ -33,39 +33,37 @@ class Place(Protocol):
     def is_own(self) -> bool: ...
 
     def copies(self) -> list[bytes]:
-        """Return what was found, each perhaps older or shorter than another, or damaged."""
+        """Return the copies found; each may be older or shorter than another, or damaged."""
 
     def written(self) -> bytes:
-        """Return what this process has written, once it has."""
+        """Return what this process has written."""
 
     def replace(self, data: bytes) -> None:
-        """Have ``data`` alone."""
+        """Replace all content by ``data``."""
 
     def append(self, data: bytes) -> None:
-        """Have ``data`` at the end, on its way at least."""
+        """Append ``data``; it may still be on its way."""
 
     def settle(self) -> None:
-        """What was appended is there, whatever becomes of this process from here on."""
+        """Wait until what was appended survives this process."""
 
     def end(self, data: bytes) -> None:
-        """Nothing is left to go on with, which ``data``, a whole journal, says."""
+        """Store ``data``, a complete journal that says that nothing is left to continue."""
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the place; may be called twice."""
 
 
 class Folder:
-    """``Place`` in a folder, which one process at a time may write."""
+    """A ``Place`` in a folder, which one process at a time may write."""
 
     growth_bytes = 1 << 26
     most_bytes: float = math.inf
 
     def __init__(self, folder: str, takes_over: bool = False) -> None:
-        """``folder`` is made where there is none. ``takes_over``: the process that writes it, if there is one, has lost
-        its R-workers to this one.
+        """Open ``folder``, which is made if missing.
 
-        Raises:
-            ConfigError: no folder, not to be written, or another process writes it.
+        ``takes_over``: the process that writes it, if any, has lost its R-workers to this one.
         """
         self.name = folder
         self._path = Path(folder) / FILE
@@ -101,7 +99,7 @@ class Folder:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, data: bytes) -> None:
-        """In one write. It is not forced to the disk, so a machine that loses its power may lose some last steps."""
+        """Append in one write. It is not synced to the disk, so a power failure may lose some last steps."""
         self._is_used = True
         if (written := os.write(self._fd, data)) < len(data):
             raise OSError(0, f"{written} of {len(data)} bytes were written")
@@ -113,8 +111,8 @@ class Folder:
         self.replace(data)
 
     def close(self) -> None:
-        """May be called twice. The folder goes where it was made for a run that has entered nothing: it was refused."""
-        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # no other has taken it over
+        """Close it; may be called twice. A folder made for a run that recorded nothing is removed."""
+        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # no process has taken it over
             leave_folder(self._path.parent, FILE, "lock", "pulse")
         for fd in (self._fd, self._lock):
             if fd >= 0:
@@ -123,9 +121,9 @@ class Folder:
 
 
 def _locked(path: Path, takes_over: bool) -> int:
-    """``path``, open and locked for as long as this process lives.
+    """Open and lock ``path`` for the life of this process; return its descriptor.
 
-    A ConfigError names the one that has it, unless this one ``takes_over``.
+    A ConfigError names the process that has the lock, unless this one ``takes_over``.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -138,7 +136,7 @@ def _locked(path: Path, takes_over: bool) -> int:
             path.unlink()
             return _locked(path, takes_over=False)
         raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
-    if not os.fstat(fd).st_nlink:  # a run that was refused has removed its folder since
+    if not os.fstat(fd).st_nlink:  # a refused run has removed its folder since
         os.close(fd)
         make_folder(path.parent)
         return _locked(path, takes_over)

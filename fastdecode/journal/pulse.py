@@ -1,4 +1,4 @@
-"""The sign of life of an engine beside its journal: one that stands by tells a stopped engine from a busy one."""
+"""An engine's sign of life beside its journal. A standby uses it to tell a stopped engine from a busy one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import threading
 import time
 from pathlib import Path
 
-BEAT_SECONDS = 0.25
-
 SILENT_SECONDS = 2.0
-"""Without a beat, after which an engine counts as stopped: as long as R-workers wait for a frame of it."""
+"""Seconds without a beat after which an engine counts as stopped, as long as R-workers wait for its frames."""
 
 FILE = "pulse"
 
 
 class Pulse:
-    """Touches a file in ``folder`` from a thread of its own, until ``close``."""
+    """Touches a file in ``folder`` from its own thread, until ``close``."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / FILE
@@ -25,25 +23,26 @@ class Pulse:
         self._thread.start()
 
     def close(self) -> None:
-        """Beat no more."""
+        """Stop the beats."""
         self._ended.set()
         self._thread.join(SILENT_SECONDS)
 
     def _run(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
+        beat_seconds = 0.25
+        while not self._ended.wait(beat_seconds):
             with contextlib.suppress(OSError):
                 self._path.touch()
 
 
 class Listening:
-    """To the pulse in ``folder``, by the clock of this machine alone."""
+    """Watches the pulse in ``folder``, by this machine's clock alone."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / FILE
         self._last, self._heard = self._beat(), time.monotonic()
 
     def is_silent(self) -> bool:
-        """Return whether there was no beat for ``SILENT_SECONDS``; to be asked again and again."""
+        """Return whether there was no beat for ``SILENT_SECONDS``. Call it repeatedly."""
         beat = self._beat()
         if beat != self._last:
             self._last, self._heard = beat, time.monotonic()

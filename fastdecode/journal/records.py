@@ -1,8 +1,8 @@
-"""The format of a journal: records in a chain of checksums, so that all up to the first damage is true.
+"""The format of a journal: records in a chain of checksums, so that all before the first damage is right.
 
-A file is ``MAGIC`` and then records. Each has a head (the length of its body, and a CRC-32 of that length and the body,
-continued from the record before) and a body in MessagePack. A write that was broken off, a flipped bit, or bytes of
-another file end the chain: what is before is whole steps, and what follows is not read.
+A file is ``MAGIC`` and then records. Each has a head and a body in MessagePack. The head has the length of the body,
+and a CRC-32 of length and body, continued from the previous record. An interrupted write, a flipped bit, or bytes of
+another file end the chain. What precedes is complete steps, and what follows is not read.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ Tokens = list[tuple[int, list[int]]]
 """Sequence ids, each with token ids."""
 
 TokenLogprobs = list[dict[int, tuple[float, int]]]
-"""For each token the log-probabilities and ranks that were asked for, by token id."""
+"""For each token its requested log-probabilities and ranks, by token id."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One engine's time with a journal, by a name that no other has, and the run ``before`` it ("": none)."""
+    """One engine's run with a journal, with a unique name, and the run ``before`` it ("" for none)."""
 
     name: str
     before: str
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """The first record; ``fingerprint``: of all that tokens depend on beside their requests; ``run``: the name of the
-    engine's run that wrote last. Of several copies that of the latest ``epoch`` of a session counts, and in it the last
-    ``edition``, which is counted each time that all is written anew."""
+    """The first record.
+
+    ``fingerprint``: of all that tokens depend on besides their requests. ``run``: the name of the run that wrote last.
+    Among copies, the one with the highest ``epoch`` of a session wins, then the one with the highest ``edition``, which
+    counts rewrites.
+    """
 
     fingerprint: str
     run: str
@@ -49,8 +52,10 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """A request has come; its samples are the sequences from ``sequence_id`` on. ``params``: those fields of
-    ``SamplingParams`` that are not as by default."""
+    """A new request, whose samples are the sequences from ``sequence_id`` on.
+
+    ``params``: fields of ``SamplingParams`` that differ from the default.
+    """
 
     sequence_id: int
     request_id: str
@@ -60,9 +65,9 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """A step was committed: output tokens by sequence, and their log-probabilities where these were asked for.
+    """A committed step: output tokens by sequence, and log-probabilities if requested.
 
-    ``ended``: sequences that got no more, with finish reason and stop reason.
+    ``ended``: sequences that have ended, with finish reason and stop reason.
     """
 
     tokens: Tokens
@@ -77,14 +82,17 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="dropped"):
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
-    """Where R-workers have tokens under other names than their sequence's, and how much of prompts is right there."""
+    """Cache ids that differ from their sequence's id, and how much of each prompt is cached and right."""
 
     named: list[Named]
     reached: list[Reached]
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
-    """``data``, which means nothing to an engine, is to outlive it under ``name``; since ``seconds`` of Unix."""
+    """``data`` that outlives the engine under ``name``, which it does not interpret.
+
+    ``seconds``: Unix time of writing.
+    """
 
     name: str
     seconds: float
@@ -92,7 +100,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
 
 
 class Forgot(msgspec.Struct, frozen=True, array_like=True, tag="forgot"):
-    """What was kept under ``name`` is not wanted any more."""
+    """The data kept under ``name`` was dropped."""
 
     name: str
 
@@ -104,13 +112,13 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class Chain:
-    """Writes records; ``checksum`` is the last one's, ``num_bytes`` the length of all so far, ``MAGIC`` included."""
+    """Writes records. ``checksum``: of the last one. ``num_bytes``: the length of all so far, with ``MAGIC``."""
 
     def __init__(self, num_bytes: int = 0, checksum: int = 0) -> None:
         self.num_bytes, self.checksum = num_bytes, checksum
 
     def encode(self, records: Iterable[Record]) -> bytes:
-        """Return the bytes that are to follow those so far."""
+        """Return the bytes to append for ``records``."""
         parts = [] if self.num_bytes else [MAGIC]
         for record in records:
             body = _encoder.encode(record)
@@ -122,7 +130,7 @@ class Chain:
 
 
 def read(data: bytes) -> tuple[list[Record], Chain]:
-    """Return the whole records at the beginning of ``data``, and the chain that goes on after them."""
+    """Return the valid records at the beginning of ``data``, and the chain that continues after them."""
     records, chain = [], Chain()
     if data.startswith(MAGIC):
         chain.num_bytes = len(MAGIC)
@@ -133,7 +141,7 @@ def read(data: bytes) -> tuple[list[Record], Chain]:
 
 
 def kept_in(records: Iterable[Record]) -> dict[str, Kept]:
-    """Return what is kept by ``records``, by name, the oldest first."""
+    """Return the data kept by ``records``, by name, oldest first."""
     found: dict[str, Kept] = {}
     for record in records:
         if isinstance(record, Kept | Forgot):
@@ -144,7 +152,7 @@ def kept_in(records: Iterable[Record]) -> dict[str, Kept]:
 
 
 def _whole(data: memoryview) -> Iterator[tuple[Record, int, int]]:
-    """Yield each record with its checksum and its end, up to the first that is not as it was written."""
+    """Yield each record with its checksum and end, up to the first damaged one."""
     start, checksum = len(MAGIC), 0
     while start + _HEAD.size <= len(data):
         length, expected = _HEAD.unpack_from(data, start)

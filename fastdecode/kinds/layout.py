@@ -78,7 +78,7 @@ class KVLayout:
             return "no layer of this model is recurrent, so it keeps no states; leave it out"
         if way == "states here" and not self.attends:
             return (
-                "no layer of this model attends, so with its states at the S-worker R-workers would have nothing to "
+                "no layer of this model attends; with its states at the S-worker, R-workers would have nothing to "
                 "keep and nothing to do: give r, auto or nothing"
             )
         if way == "prefill workers" and not self.attends:

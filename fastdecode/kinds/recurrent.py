@@ -10,23 +10,20 @@ from msgspec.structs import force_setattr
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, Shape, Way
 
-LINE_BYTES = 64
-"""Rows of states are multiples of this cache line."""
-
 KEEPS = "this model keeps a state per sequence"
 BESIDE = f"{KEEPS} beside its cache"
-HERE = "states that lie with the S-worker (state_on s)"
+HERE = "states that the S-worker keeps (state_on s)"
 
 CANNOT: dict[Way, str] = {
-    "ranges": f"{BESIDE}: a state is that of all tokens of a sequence, so no range of them has one; leave it out",
-    "tsp": f"{BESIDE}: prefill workers hand it on from part to part, as kvr does; leave it out",
-    "parking": f"{BESIDE}: a prefix is of use only with its state, which is not written to disks; leave it out",
-    "states here, sessions": f"{HERE} end with it, and keys and values are of no use to the next one without them; "
+    "ranges": f"{BESIDE}: a state covers all tokens of a sequence, so no range of them has its own; leave it out",
+    "tsp": f"{BESIDE}: prefill workers pass it from part to part, as kvr does; leave it out",
+    "parking": f"{BESIDE}: a prefix is useful only with its state, which is not written to disks; leave it out",
+    "states here, sessions": f"{HERE} end with it, and the next one cannot use keys and values without them; "
     "give state_on r, or leave it out",
-    "states here, prefill workers": "they hand states on to R-workers, and with state_on s these lie with the "
-    "S-worker, which has no port for them; give state_on r, or leave it out",
-    "states here, ranks": f"{HERE} are those of one process, and ranks are several; give state_on r, or leave it out",
-    "states there, memory here": "it is for states that lie with the S-worker (state_on s); leave it out",
+    "states here, prefill workers": "they send states to R-workers; with state_on s the S-worker keeps them, "
+    "and it has no port for them; give state_on r, or leave it out",
+    "states here, ranks": f"{HERE} belong to one process, and ranks are several; give state_on r, or leave it out",
+    "states there, memory here": "it is for states that the S-worker keeps (state_on s); leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
 }
 """Features that states do not support, and why."""
@@ -85,7 +82,9 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     @property
     def state_row_bytes(self) -> int:
         """Bytes of a row of the state, in whole cache lines."""
-        return -(-self.value_head_dim * WIRE_DTYPE[self.dtype].itemsize // LINE_BYTES) * LINE_BYTES
+        # Rows of states are multiples of this cache line
+        line_bytes = 64
+        return -(-self.value_head_dim * WIRE_DTYPE[self.dtype].itemsize // line_bytes) * line_bytes
 
     def sequence_bytes(self, row_bytes: int) -> int:
         """Return the bytes of one sequence's state in rows of ``row_bytes``: see rworker/state_places.hpp."""

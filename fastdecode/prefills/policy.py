@@ -1,4 +1,4 @@
-"""What decides which prompts prefill workers compute: the scheduler's policy, and the times it goes by."""
+"""The policy that decides which prompts prefill workers compute, and its step times."""
 
 from __future__ import annotations
 
@@ -19,13 +19,6 @@ from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.sworker import SModel, SWorker
 from fastdecode.sworker.part.attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
 
-TIMED_TOKENS = 256
-"""Of the prompts that are timed at the start, on the S-worker."""
-
-UNMEASURED_LINK = PrefillLink(1e9)
-"""Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
-with the S-worker, whose R-worker has that prefix."""
-
 
 def make_prefill_policy(
     config: EngineConfig,
@@ -35,16 +28,19 @@ def make_prefill_policy(
     num_workers: int,
     make_cache: MakeCache,
 ) -> PrefillPolicy:
-    """Return what decides which of ``num_workers`` prefill workers compute a prompt, or that the S-worker does.
+    """Return the policy that assigns prompts to ``num_workers`` prefill workers or the S-worker.
 
     ``make_cache``: makes caches of 2 * TIMED_ROWS tokens on the S-worker's threads.
     """
     here = timed_prefill_model(config, model, s_worker, r_workers, make_cache)
     profile = load_profile(config.profile) if config.profile else None
+    # Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
+    # with the S-worker, whose R-worker has that prefix
+    unmeasured_link = PrefillLink(1e9)
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel, config.kv_cache_dtype)
     else:
-        linked = replace(_with_threads(here, config), link=UNMEASURED_LINK)
+        linked = replace(_with_threads(here, config), link=unmeasured_link)
         forecast = Forecast(linked, method=config.prefill_parallel)
     return LeastWaiting(forecast, _s_seconds(here), range(num_workers))
 
@@ -52,10 +48,12 @@ def make_prefill_policy(
 def timed_prefill_model(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], make_cache: MakeCache
 ) -> PrefillTimes:
-    """Return the S-worker as a prefill worker: its products as a short prompt takes them, and its attention."""
+    """Return times of the S-worker as a prefill worker: its products for a short prompt, and its attention."""
     layout = model.layout
     room = max(worker.room_tokens for worker in r_workers)
-    num_tokens = min(TIMED_TOKENS, model.max_model_len, room, config.max_num_batched_tokens)
+    # Of the prompts that are timed at the start, on the S-worker
+    timed_tokens = 256
+    num_tokens = min(timed_tokens, model.max_model_len, room, config.max_num_batched_tokens)
     seconds = profile_steps(s_worker, r_workers, num_tokens)(num_tokens, 0) / len(layout.layers)
     attention = PromptAttentionTimes(_pair_seconds(model, make_cache), TILE_ROWS)
     per_row = max(seconds - attention.seconds(num_tokens, 0), seconds / 2) / num_tokens
@@ -68,7 +66,7 @@ def timed_prefill_model(
 
 
 def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
-    """Of the attention of prompts' parts."""
+    """Return the attention seconds of a prompt part per pair of query and key."""
     layout = model.layout.absorbed
     attention = (TorchAttention if model.on_gpu else StoredAttention)(layout, make_cache)
     try:
@@ -78,13 +76,19 @@ def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
 
 
 def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
-    """The same with the threads of spawned prefill workers, each of which has the whole model, and not a rank's part;
-    those elsewhere count as equal to a rank's process until they have computed."""
+    """Return the times with the threads of spawned prefill workers.
+
+    Each of these has the whole model, and not a rank's part. Remote ones count as equal to a rank's process until they
+    have computed.
+    """
     spec = config.prefill_worker_spec
     slower = s_thread_count(config) / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
     return model.times(slower * config.tensor_parallel_size)
 
 
 def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:
-    """Of a prompt on the S-worker; over a prefix the R-worker attends, which is taken to be as fast."""
+    """Return the seconds of a prompt on the S-worker.
+
+    Over a prefix the R-worker attends, which is assumed to be as fast.
+    """
     return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

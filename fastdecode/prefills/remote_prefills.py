@@ -1,4 +1,4 @@
-"""The engine's prompts at prefill workers: handed out after a plan, taken back once computed, given up if lost."""
+"""The engine's prompts at prefill workers: handed out after a plan, taken back when computed, dropped when lost."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePrefills(Companion):
-    """Prefill workers beside the steps; the scheduler decides which prompts are theirs.
+    """The companion for prefill workers. The scheduler decides which prompts are theirs.
 
-    ``on_prefilled`` is called with each prompt that was computed; ``method`` may change between prompts.
+    ``on_prefilled``: called with each computed prompt. ``method`` may change between prompts.
     """
 
     def __init__(self, backend: PrefillBackend, r_workers: Sequence[RWorkerInfo], method: str) -> None:
@@ -32,11 +32,11 @@ class RemotePrefills(Companion):
 
     @property
     def num_under_way(self) -> int:
-        """Prompts that are being computed."""
+        """Prompts in computation."""
         return len(self.backend.jobs)
 
     def before(self, cycle: Cycle) -> None:
-        """Tell the scheduler what has become of its prompts."""
+        """Tell the scheduler the state of its prompts."""
         scheduler, now = cycle.scheduler, cycle.world.now()
         policy = scheduler.remote_prompts.policy
         outcomes = self.backend.outcomes()
@@ -57,25 +57,25 @@ class RemotePrefills(Companion):
         self.cancel_unwanted(scheduler)
 
     def begun(self, step: ScheduledStep) -> None:
-        """The R-workers have reserved blocks for the prompts that this step hands out."""
+        """Hand out the prompts of this step, for which R-workers have reserved blocks."""
         for each in step.prefills:
-            method = "kvr" if each.context_len else self.method  # those that gather all have no way to a prefix
+            method = "kvr" if each.context_len else self.method  # workers that gather everything cannot read a prefix
             self.backend.submit(replace(each, method=method), self._r_workers)
 
     def cancel_unwanted(self, scheduler: Scheduler) -> None:
-        """Have prefill workers give up prompts that ``scheduler`` does not wait for any more, within a layer."""
+        """Cancel prompts that ``scheduler`` does not wait for any more; prefill workers stop within a layer."""
         for job_id in self.backend.jobs:
             if scheduler.remote_prompts.end_if_left(job_id):
                 self.backend.cancel(job_id)
 
     def ended(self, cycle: Cycle, report: StepReport) -> None:
-        """The prompts that had arrived are sampled: their logits are dropped."""
+        """Drop the logits of arrived prompts, which are sampled now."""
         self._logits.clear()
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
-        """The logits of prompts that have arrived: [vocab_size] each, in the model's dtype; kept until a step ends."""
+        """Return the logits of arrived prompts: [vocab_size] each, in the model's dtype; kept until a step ends."""
         return {sequence_id: self._logits[sequence_id] for sequence_id in sequence_ids}
 
     def wait(self, timeout_seconds: float) -> None:
-        """Until something has become of a prompt."""
+        """Wait until the state of a prompt changes."""
         self.backend.wait(timeout_seconds)

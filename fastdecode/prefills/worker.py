@@ -1,6 +1,6 @@
-"""A prefill worker: the S-worker's model, and the connections over which prompts come and keys and values go.
+"""A prefill worker: the S-worker's model, and connections for prompts, keys and values.
 
-With the engine it is the only file that knows the S side and the R side.
+Only this file and the engine know both the S side and the R side.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fastdecode.sworker.part.prefill_part import compute_part
 from fastdecode.sworker.part.states import PartStates
 
 TICK_SECONDS = 0.2
-"""How long a wait for a prompt lasts before signals and the S-worker's connection are looked at."""
+"""Seconds of a wait for a prompt before signals and the S-worker's connection are checked."""
 
 logger = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One model, which computes the parts of prompts that S-workers send, one after another."""
+    """One model, which computes parts of prompts from S-workers, one after another."""
 
     def __init__(self, config: EngineConfig, num_threads: int, cores: tuple[int, ...], security: Security) -> None:
-        """Load the model that ``config`` names; the process must be bound to ``cores`` already."""
+        """Load the model in ``config``. The process must already be bound to ``cores``."""
         set_threads(num_threads)
         self._s_model = SModel(replace(config, skip_tokenizer_init=True))
         self._num_threads, self._cores = num_threads, cores
@@ -53,11 +53,11 @@ class PrefillWorker:
         )
 
     def listen(self, host: str, port: int) -> str:
-        """Accept S-workers; returns the address, "host:port". OSError if that is impossible."""
+        """Accept S-workers; return the address, "host:port". Raise OSError if that is impossible."""
         return self._server.listen(host, port)
 
     def run(self, between_prompts: Callable[[bool], None] = lambda is_free: None) -> None:
-        """Compute prompts until an exception ends it; ``between_prompts`` is told whether no S-worker is served."""
+        """Compute prompts until an exception ends it. ``between_prompts`` is told whether no S-worker is served."""
         try:
             while True:
                 job = self._server.next_job(TICK_SECONDS)
@@ -89,9 +89,9 @@ class PrefillWorker:
             self._server.fail(job, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     def _means_for(self, job: PromptJob) -> tuple[PartAttention, PartStates]:
-        """Over keys and values as the S-worker's R-workers store them.
+        """Return attention and states for ``job``, over keys and values as the S-worker's R-workers store them.
 
-        By torch on a GPU, and where all parts gather all: that is a comparison with code that knows no causality.
+        torch is used on a GPU, and if all parts gather all, which compares with code that cannot use causality.
         """
         wanted = job.layout, self._s_model.on_gpu or job.prompt.method == "tsp"
         if self._means is None or self._attends_as != wanted:

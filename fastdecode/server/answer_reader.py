@@ -1,4 +1,4 @@
-"""Reads answers as they grow: texts to show, thoughts, and tool calls, in the order in which the model writes them."""
+"""Reads answers as they grow: content, reasoning and tool calls, in the order in which the model writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdecode.sworker.sampling.answer_parser import Piece as Region
 
 @dataclass(frozen=True)
 class Thought:
-    """A part of the model's reasoning. ``first``: of the thoughts that stand together."""
+    """A part of the model's reasoning. ``first``: the first of a block of reasoning."""
 
     text: str
     first: bool
@@ -31,20 +31,20 @@ class AnswerReader(Protocol):
     """Reads one answer."""
 
     def read(self, text: str, finished: bool) -> Sequence[Piece]:
-        """Return what is new in ``text``, which begins as it did the last time; ``finished``: nothing follows."""
+        """Return what is new in ``text``, which extends the text of the last call. ``finished``: it is complete."""
 
     @property
     def thought_spans(self) -> Sequence[tuple[int, int]]:
-        """Where the thoughts stand in the text."""
+        """Ranges of the text that are reasoning."""
 
 
 @dataclass(frozen=True)
 class AnswerReading:
     """How the answers of one request are read.
 
-    ``forced``: the calls that the text is, where it is no free text. ``tools``: those that a free text may call, by
-    chats' schemas; None: it may call none. ``prompt``: the end of the prompt, which may open a thought. ``syntax``:
-    None: the text is all content.
+    ``forced``: the calls that make up the text, if it is not free. ``tools``: functions that a free text may call, with
+    chats' schemas; None if it may call none. ``prompt``: the end of the prompt, which may open a block of reasoning.
+    ``syntax``: None if all text is content.
     """
 
     forced: ForcedCalls | None = None
@@ -56,23 +56,23 @@ class AnswerReading:
 
     @property
     def is_plain(self) -> bool:
-        """True if an answer is nothing but its text."""
+        """True if an answer is nothing but text."""
         return self.forced is None and self.syntax is None
 
     def reader(self, answer: str) -> AnswerReader:
-        """Return a reader of one answer, whose calls get ids after it."""
+        """Return a reader for one answer. The ids of calls are derived from its id."""
         if self.forced:
             return CallReader(self.forced, answer)
         return ParsedReader(self, self.syntax, answer) if self.syntax else PlainReader()
 
 
 def num_thought_tokens(reader: AnswerReader, text_ends: Sequence[int]) -> int:
-    """Return how many of an answer's tokens are thoughts; ``text_ends``: where the text of each ends."""
+    """Return how many of an answer's tokens are reasoning. ``text_ends``: the end of the text after each token."""
     return sum(bisect_right(text_ends, end) - bisect_right(text_ends, start) for start, end in reader.thought_spans)
 
 
 class PlainReader:
-    """Reads a text that is nothing else."""
+    """Reads an answer that is only text."""
 
     thought_spans: Sequence[tuple[int, int]] = ()
 
@@ -80,13 +80,13 @@ class PlainReader:
         self._num_read = 0
 
     def read(self, text: str, finished: bool) -> list[Piece]:
-        """As ``AnswerReader``."""
+        """See ``AnswerReader``."""
         new, self._num_read = text[self._num_read :], len(text)
         return [new] if new else []
 
 
 class ParsedReader:
-    """Reads a free text by the model's syntax. What is written otherwise, and calls of other functions, stay text."""
+    """Reads a free text by the model's syntax. Malformed calls, and calls of unknown functions, stay text."""
 
     def __init__(self, reading: AnswerReading, syntax: AnswerSyntax, answer: str) -> None:
         self._parallel, self._answer, self._syntax = reading.parallel, answer, syntax
@@ -107,7 +107,7 @@ class ParsedReader:
         self.thought_spans: list[tuple[int, int]] = []
 
     def read(self, text: str, finished: bool) -> list[Piece]:
-        """As ``AnswerReader``."""
+        """See ``AnswerReader``."""
         if self._opening and not self._begin(text, finished):
             return []
         new = self._opening[: self._num_added if not self._num_read else 0] + text[self._num_read :]
@@ -119,7 +119,7 @@ class ParsedReader:
         return [*found, *self._shown(self._take_wrapper()), *filter(None, [self._content.end()])]
 
     def _begin(self, text: str, finished: bool) -> bool:
-        """Return whether it is known that the model has left out, or has written, the mark that opens a thought."""
+        """Return whether it is decided if the model writes the mark that opens reasoning."""
         if self._num_read:
             return True
         begun = text.lstrip()[: len(self._opening)]
@@ -142,7 +142,7 @@ class ParsedReader:
         return []
 
     def _shown(self, text: str) -> list[Piece]:
-        """Return what is shown of a content, after a wrapper in which no call stands."""
+        """Return the visible part of a content, after a wrapper without calls."""
         if self._wrapper and not text.strip():
             self._wrapper += text
             return []
@@ -171,7 +171,7 @@ class ParsedReader:
         return found
 
     def _calls(self, region: Region) -> list[Piece]:
-        """Return the calls of a region, or its text where it is none of calls of the functions that were offered."""
+        """Return the calls of a region; its text, unless all are valid calls of the offered functions."""
         try:
             read = [self._call(each) for each in self._read(region)]
             if not read:
@@ -199,7 +199,7 @@ class ParsedReader:
         return found
 
     def _call(self, call: Any) -> tuple[str, str, Any]:
-        """Return name, arguments and id, if the model gave one. Raise ValueError for what is no call."""
+        """Return name, arguments and id (if the model gave one) of a call. Raise ValueError for anything else."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise ValueError("a call must be an object")
@@ -210,7 +210,7 @@ class ParsedReader:
         return name.strip(), arguments_text(given), call.get("id")
 
     def _id(self, number: int, given: Any) -> str:
-        """Return the id that the model has written, where it is one of its own, else a new one."""
+        """Return the model's id of a call if it is unique, else a new one."""
         if isinstance(given, str) and given and given not in self._ids:
             self._ids.add(given)
             return given
@@ -218,13 +218,13 @@ class ParsedReader:
 
 
 class _Text:
-    """A growing text, in which line breaks beside marks are dropped; so is all space that stands between marks."""
+    """A growing text without line breaks beside marks, and without white space between marks."""
 
     def __init__(self, after_mark: bool = False) -> None:
         self._blanks, self._after_mark, self._has_text = "", after_mark, False
 
     def add(self, text: str) -> str:
-        """Return what can be shown: space at the end waits for what follows."""
+        """Return the text that can be shown. White space at the end waits for what follows."""
         text = self._blanks + text
         if self._after_mark and not self._has_text:
             text = text.lstrip("\n")
@@ -234,11 +234,11 @@ class _Text:
         return shown
 
     def mark(self) -> str:
-        """Return the space before a mark that is shown."""
+        """Return the white space before a mark that is shown."""
         left = self._blanks.rstrip("\n") if self._has_text else ""
         self._blanks, self._after_mark, self._has_text = "", True, False
         return left
 
     def end(self) -> str:
-        """Return the space at the end of the answer."""
+        """Return the white space at the end of the answer."""
         return self._blanks if self._has_text or not self._after_mark else ""

@@ -1,4 +1,4 @@
-"""What an OpenAI client is answered: whole answers, chunks of streams, and errors, as plain data."""
+"""Answers to OpenAI clients as plain data: whole answers, chunks of streams, and errors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from fastdecode.server.answer_reader import AnswerReading
 from fastdecode.server.chat_messages import ChatWriter
 from fastdecode.server.logprobs import Chosen, LogprobForm, TextOffsets, chosen, prompt_chosen
 from fastdecode.server.protocol import ChatRequest, CompletionRequest
+from fastdecode.server.sources import SourceForm
 
 INVALID = "invalid_request_error"
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How the answers of one request look: a chat's, or a completion's.
+    """How the answers of one request look, for a chat or a completion.
 
-    ``return_token_ids``: token ids beside the text. ``echoes``: what each prompt's text begins with; ``only_echoes``:
-    nothing follows. ``reading``: of a chat's text. ``tells_thoughts``: a chat's message has them.
+    ``return_token_ids``: include token ids. ``echoes``: the text that each completion begins with; ``only_echoes``:
+    nothing follows it. ``reading``: how a chat's text is read. ``tells_thoughts``: include reasoning in a chat's
+    message.
     """
 
     chat: bool
@@ -37,18 +39,19 @@ class AnswerForm:
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
     only_echoes: bool = False
+    sources: SourceForm = field(default_factory=SourceForm)
 
     @property
     def id(self) -> str:
-        """As OpenAI's begin."""
+        """The id, with the prefix that OpenAI uses."""
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
 
     def shown(self, output: RequestOutput) -> RequestOutput:
-        """Return ``output`` as it is told: without its one token where only the prompt was asked for."""
+        """Return ``output`` as clients see it: without its one token if only the prompt was requested."""
         return replace(output, outputs=[each.cut() for each in output.outputs]) if self.only_echoes else output
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
-        """Return what is answered for a completion's."""
+        """Return the answer's finish reason for a completion's."""
         if self.reading.forced:
             return self.reading.forced.finish_reason(reason)
         return "tool_calls" if has_called and reason == "stop" else reason
@@ -62,8 +65,12 @@ def answer_form(
     created: int | None = None,
     reading: AnswerReading | None = None,
     logprobs: LogprobForm | None = None,
+    sources: SourceForm | None = None,
 ) -> AnswerForm:
-    """Return how ``request`` is answered; ``model`` as clients call it; ``created``: seconds of Unix (now)."""
+    """Return the form of the answer to ``request``.
+
+    ``model``: the client's name for it. ``created``: Unix seconds (now).
+    """
     created = int(time.time()) if created is None else created
     chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
     thoughts = not isinstance(request, ChatRequest) or request.include_reasoning is not False
@@ -72,26 +79,28 @@ def answer_form(
     )
     reading = reading or AnswerReading()
     only = isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
-    return AnswerForm(chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created, only)
+    return AnswerForm(
+        chat, model, answer_id, token_ids, echoes, reading, thoughts, told, created, only, sources or SourceForm()
+    )
 
 
 def new_id() -> str:
-    """Return unique among all answers."""
+    """Return an id that no other answer has."""
     return uuid.uuid4().hex
 
 
 def error_body(message: str, kind: str = INVALID, code: int | str = 400, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error shape."""
+    """Return an error in OpenAI's shape."""
     return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}
 
 
 def is_refusal(reason: str) -> bool:
-    """Return whether a completion that ended with the error ``reason`` could never have had more tokens."""
+    """Return whether an error ``reason`` means that the completion could never have had more tokens."""
     return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return token counts of a request's prompts and completions so far."""
+    """Return the token counts of a request's prompts and completions so far."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(each.tokens) for output in outputs for each in output.outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
@@ -100,13 +109,14 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return the answer of a finished request; ``outputs``: of its prompts, in order."""
+    """Return the answer of a finished request. ``outputs``: of its prompts, in order."""
     choices: list[dict[str, Any]] = []
     outputs = [form.shown(output) for output in outputs]
     for number, output in enumerate(outputs):
         prompt = prompt_chosen(output) if form.echoes else []
         for each in output.outputs:
             choice = _whole_choice(form, each, form.echoes[number] if form.echoes else "", prompt)
+            choice |= form.sources.beside(each, choice=len(choices))
             if form.return_token_ids:
                 choice |= {"token_ids": list(each.token_ids), "prompt_token_ids": output.prompt_token_ids}
             choices.append({"index": len(choices), **choice})
@@ -133,9 +143,9 @@ def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, Any
 
 
 def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: GrowingChoice) -> dict[str, Any] | None:
-    """Return what a choice's stream begins with, before any token: a chat's role, or the echoed prompt.
+    """Return the beginning of a choice's stream, before any token: a chat's role, or the echoed prompt.
 
-    ``growing`` goes on after it.
+    ``growing`` continues after it.
     """
     if form.chat:
         delta = {"role": "assistant", "content": None if form.reading.forced else ""}
@@ -147,9 +157,9 @@ def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: G
 
 
 class GrowingChoice:
-    """One choice of a stream: hands out what is new of its completion.
+    """One choice of a stream: returns what is new of its completion.
 
-    ``begun``: its first chunk was handed out; ``num_tokens``: of the completion, in what was; ``finished``: all was.
+    ``begun``: its first chunk was sent. ``num_tokens``: tokens of the completion sent. ``finished``: all was sent.
     """
 
     def __init__(self, form: AnswerForm, index: int) -> None:
@@ -161,18 +171,18 @@ class GrowingChoice:
         self.begun, self.num_tokens, self.finished = False, 0, False
 
     def go_on(self, num_tokens: int, finished: bool) -> None:
-        """The first chunk, and those of so many tokens, were handed out before, or all."""
+        """Continue after chunks sent earlier: the first one, and those of ``num_tokens``; all if ``finished``."""
         self.begun, self.finished = True, finished
         self.num_tokens = self._num_known = num_tokens
 
     def logprobs_of_prompt(self, output: RequestOutput) -> dict[str, Any] | None:
-        """Return the echoed prompt's, before any of the completion; None if they are not told."""
+        """Return the echoed prompt's log-probabilities, which come first; None if they are not requested."""
         if output.prompt_logprobs is None:
             return None
         return self._form.logprobs.of_completion(prompt_chosen(output), self._offsets)
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Return the choice of the next chunk; None when nothing is new."""
+        """Return the choice of the next chunk; None if nothing is new."""
         if self.finished:
             return None
         if known := self._num_known:
@@ -198,6 +208,7 @@ class GrowingChoice:
         }
         if completion.stop_reason is not None:
             choice["stop_reason"] = completion.stop_reason
+        choice |= self._form.sources.beside(completion, self.num_tokens, self._index)
         if self._form.return_token_ids:
             choice["token_ids"] = list(completion.tokens[self.num_tokens :])
         self._num_shown = len(completion.text)
@@ -206,7 +217,7 @@ class GrowingChoice:
         return choice
 
     def _new_text(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Text, or what is new of a chat's message; None if what comes next is not complete."""
+        """Return new text, or a chat's delta; None if what follows is incomplete."""
         if self._writer is None:
             return {"text": completion.text[self._num_shown :]}
         delta = self._writer.delta(completion.text, completion.finish_reason is not None)
@@ -222,7 +233,7 @@ class GrowingChoice:
 
 
 def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str, prompt: Chosen) -> dict[str, Any]:
-    """``prompt``: its tokens with their log-probabilities, where these are told."""
+    """Return a complete choice. ``prompt``: prompt tokens with log-probabilities, if requested."""
     told = None
     if completion.logprobs is not None:
         logprobs = form.logprobs

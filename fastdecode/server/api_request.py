@@ -1,4 +1,4 @@
-"""One API request that is under way, or has ended: what was asked, how its answer looks, and its exchange."""
+"""One API request, running or ended: its body, the form of its answer, and its exchange."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fastdecode.server.messages_request import MESSAGES, MessagesRequest, chat_o
 from fastdecode.server.protocol import CHAT, COMPLETIONS, ChatRequest, CompletionRequest
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, chat_of
+from fastdecode.server.sources import SourceForm
 
 Asked = CompletionRequest | ChatRequest | ResponsesRequest | MessagesRequest
 
@@ -29,12 +30,15 @@ KINDS: dict[str, type[Asked]] = {
 }  # fmt: skip
 
 ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESSAGES: "msg_"}
-"""By route: what ids of answers begin with, before the part that is the answer's own."""
+"""Prefixes of answer ids, by route."""
 
 
 @dataclass(eq=False)
 class ApiRequest:
-    """``messages``: of a response, its conversation so far but for instructions, which a later one may go on with."""
+    """One API request.
+
+    ``messages``: for a response, its conversation without instructions, which a later response may continue.
+    """
 
     asked: Asked
     exchange: Exchange
@@ -43,33 +47,33 @@ class ApiRequest:
 
     @property
     def answer_id(self) -> str:
-        """That of its exchange."""
+        """The id of its exchange."""
         return self.exchange.exchange_id
 
     @property
     def route(self) -> str:
-        """Where it was asked."""
+        """The route on which it arrived."""
         return next(route for route, kind in KINDS.items() if type(self.asked) is kind)
 
     @property
     def in_background(self) -> bool:
-        """True if it runs without a client."""
+        """True if it runs without a connected client."""
         return isinstance(self.asked, ResponsesRequest) and bool(self.asked.background)
 
     @property
     def is_stored(self) -> bool:
-        """True if its answer may be asked for later."""
+        """True if its answer can be requested later."""
         return isinstance(self.asked, ResponsesRequest) and self.asked.is_stored
 
     def kept(self) -> KeptRequest:
-        """Return what is written of it as long as it runs."""
+        """Return what is stored of it while it runs."""
         prompts = [(each.token_ids, each.text) for each in self.exchange.prompts]
         body = msgspec.to_builtins(self.asked)
         return KeptRequest(self.answer_id, self.route, body, self.form.created, prompts, self.messages)
 
 
 def chat_meant(asked: Asked, messages: list[dict[str, Any]]) -> ChatRequest | CompletionRequest:
-    """Return what the engine is asked, which may be ``asked`` itself. ``messages``: of a response's conversation."""
+    """Return the request for the engine, which may be ``asked`` itself. ``messages``: of a response's conversation."""
     if isinstance(asked, ResponsesRequest):
         return chat_of(asked, messages)
     return chat_of_messages(asked) if isinstance(asked, MessagesRequest) else asked
@@ -78,13 +82,14 @@ def chat_meant(asked: Asked, messages: list[dict[str, Any]]) -> ChatRequest | Co
 def form_of(
     asked: Asked, chat: ChatRequest | CompletionRequest, params: SamplingParams, model: str, answer_id: str,
     echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
-    reading: AnswerReading | None = None,
+    reading: AnswerReading | None = None, sources: SourceForm | None = None,
 ) -> AnswerForm | ResponseForm | MessageForm:  # fmt: skip
-    """Return how the answer of ``asked``, which means ``chat``, looks."""
+    """Return the form of the answer to ``asked``, whose chat is ``chat``."""
     created = int(time.time()) if created is None else created
     if isinstance(asked, MessagesRequest):
-        return MessageForm(model, answer_id, reading or AnswerReading(), created)
+        return MessageForm(model, answer_id, reading or AnswerReading(), created, sources or SourceForm())
     logprobs = logprob_form(tokenizer, params)
     if isinstance(asked, ResponsesRequest):
-        return ResponseForm(asked, params, model, answer_id, reading or AnswerReading(), logprobs, created)
-    return answer_form(chat, model, answer_id, tuple(echoes), created, reading, logprobs)
+        read, told = reading or AnswerReading(), sources or SourceForm()
+        return ResponseForm(asked, params, model, answer_id, read, logprobs, created, told)
+    return answer_form(chat, model, answer_id, tuple(echoes), created, reading, logprobs, sources)

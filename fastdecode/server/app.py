@@ -1,4 +1,4 @@
-"""The routes, and what guards them: the API key, limits, and OpenAI's error shape for everything that goes wrong."""
+"""The routes, and their guards: the API key, limits, and OpenAI's error shape for every failure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
 
 def _add_document(app: FastAPI, service: Service) -> None:
     def openapi() -> dict[str, Any]:
-        """Made once, since it takes a while."""
+        """Return the OpenAPI document, made once since it takes a while."""
         app.openapi_schema = app.openapi_schema or document(app, service.model.names, service.model.vocab_size)
         return app.openapi_schema
 
@@ -67,7 +67,7 @@ def _add_document(app: FastAPI, service: Service) -> None:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(COMPLETIONS, openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        """Go on with a text, or with several."""
+        """Continue one text or several."""
         return await _generate(service, request, *await read_request(service, request, CompletionRequest))
 
     @app.post(CHAT, openapi_extra=takes(ChatRequest))
@@ -77,19 +77,19 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.get(COMPLETIONS)
     async def rest_of_completions(request: Request) -> Response:
-        """Return what comes after an event of a stream."""
+        """Return the rest of a stream after an event."""
         return await _go_on(service, COMPLETIONS, request)
 
     @app.get(CHAT)
     async def rest_of_chat(request: Request) -> Response:
-        """Return what comes after an event of a stream."""
+        """Return the rest of a stream after an event."""
         return await _go_on(service, CHAT, request)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        """Return token ids of a text, or of a conversation."""
+        """Return the token ids of a text or a conversation."""
         body, num_bytes = await read_request(service, request, TokenizeRequest)
         token_ids = await service.off_loop(num_bytes, service.model.tokenize, body)
         found = {"count": len(token_ids), "max_model_len": service.model.max_model_len, "tokens": token_ids}
@@ -107,30 +107,30 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
-        """Return what is served."""
+        """Return the list of served models."""
         return json_response({"object": "list", "data": service.model.cards()})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """Return the one of them."""
+        """Return one served model."""
         service.model.check_name(name)
         return json_response(next(card for card in service.model.cards() if card["id"] == name))
 
     @app.get("/version")
     async def version() -> Response:
-        """FastDecode's."""
+        """Return FastDecode's version."""
         return json_response({"version": __version__})
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Return metrics for Prometheus."""
         service.observer.metrics.num_tasks = len(asyncio.all_tasks())
         text = await service.off_loop(0, service.observer.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
     @app.get(HEALTH)
     async def health() -> Response:
-        """200 while requests are served; 503 once the engine is dead, the server ends, or no R-worker is there."""
+        """Return 200 while requests are served; 503 without an engine or R-worker, or while the server is ending."""
         service.check_alive()
         if trouble := service.observer.state.trouble:
             raise ApiError(503, trouble, "server_error")
@@ -148,7 +148,7 @@ async def _generate(
 
 
 async def _go_on(service: Service, route: str, request: Request) -> Response:
-    """Return the rest of a stream, after the event that the client has seen last."""
+    """Return the rest of a stream after the event that the client has seen last."""
     if (last := request.headers.get(LAST_EVENT_ID)) is None:
         raise ApiError(400, "a GET goes on with a stream: send Last-Event-ID, the id of the last event that came")
     return TextResponse(service, *await service.archive.left_at(route, last))

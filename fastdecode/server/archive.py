@@ -1,4 +1,4 @@
-"""How clients find again what they asked: by name, by the last event that they have seen, or as a stored response."""
+"""How clients find earlier requests: by name, by the last event of a stream, or as a stored response."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from fastdecode.server.responses_answer import ResponseForm, whole_response
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, messages_of
 
 REQUEST_ID, LAST_EVENT_ID = "x-request-id", "last-event-id"
-"""Headers."""
+"""Names of headers."""
 
 NOT_KEPT = "requests and responses are kept with --journal only"
 
 
 class Archive:
-    """What ``keeper`` keeps, as clients ask for it; None: nothing is kept. ``remake``: the request of what is on
-    disk."""
+    """Looks up the requests that ``keeper`` keeps; None if nothing is kept.
+
+    ``remake``: restores a request from disk.
+    """
 
     def __init__(self, keeper: Keeper | None, remake: Callable[[KeptRequest], ApiRequest]) -> None:
         self.keeper = keeper
         self._remake = remake
 
     def name_of(self, headers: Mapping[str, str]) -> str | None:
-        """Return what the client calls its request; None if it does not, or nothing is kept. ApiError."""
+        """Return the client's name for its request; None without one, or if nothing is kept. Raise ApiError."""
         name = headers.get(REQUEST_ID)
         if self.keeper is None or name is None:
             return None
@@ -38,14 +40,14 @@ class Archive:
         return name
 
     def known(self, name: str | None, asked: Asked) -> ApiRequest | None:
-        """Return the request that is called ``name``; ApiError 409 where that asks for something else."""
+        """Return the request called ``name``. Raise ApiError 409 if that is a different request."""
         found = self.keeper.held(name) if self.keeper and name else None
         if found and found.asked != asked:
             raise ApiError(409, f"X-Request-ID {name} is a request that asks for something else", param="X-Request-ID")
         return found
 
     async def conversation(self, asked: Asked) -> tuple[list[dict[str, Any]], ChatRequest | CompletionRequest]:
-        """Of a response, its messages without instructions, and the chat that it means; any other is its own."""
+        """Return a response's messages without instructions, and its chat. Any other request is its own chat."""
         if not isinstance(asked, ResponsesRequest):
             return [], chat_meant(asked, [])
         if self.keeper is None:
@@ -57,7 +59,7 @@ class Archive:
         return messages, chat_meant(asked, messages)
 
     async def response(self, response_id: str) -> ApiRequest:
-        """Return a stored response; ApiError 404."""
+        """Return a stored response. Raise ApiError 404 if there is none."""
         found = await self._find(RESPONSES, response_id)
         if found is None or not found.is_stored:
             why = "" if self.keeper else f": {NOT_KEPT}"
@@ -65,7 +67,7 @@ class Archive:
         return found
 
     async def left_at(self, route: str, last_event_id: str) -> tuple[ApiRequest, str]:
-        """Return the request whose stream has the event of that id, and its place in it; ApiError."""
+        """Return the request whose stream has the event with this id, and its place in the stream. Raise ApiError."""
         answer_id, _, place = last_event_id.rpartition(":")
         if self.keeper is None:
             raise ApiError(400, f"Last-Event-ID: {NOT_KEPT}", param="Last-Event-ID")
@@ -75,12 +77,12 @@ class Archive:
         return found, place
 
     def cancel(self, request: ApiRequest) -> None:
-        """Have it end; nothing where it has."""
+        """End the request, unless it has ended."""
         if self.keeper:
             self.keeper.cancel(request)
 
     def delete(self, request: ApiRequest) -> None:
-        """Forget it, and end it where it runs."""
+        """Forget the request, and end it if it runs."""
         if self.keeper:
             self.keeper.delete(request.answer_id)
 
@@ -94,7 +96,7 @@ class Archive:
         return found if found and found.route == route else None
 
     async def _earlier(self, response_id: str | None) -> list[dict[str, Any]]:
-        """Return the conversation up to and with a stored response."""
+        """Return the conversation up to and including a stored response."""
         if response_id is None:
             return []
         try:

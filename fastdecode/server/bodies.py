@@ -1,4 +1,4 @@
-"""The bodies of requests as they come over the connection: bounded in bytes and in time, and read as their structs."""
+"""Request bodies from the connection: limited in bytes and time, and decoded as structs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_request(service: Service, request: Request, kind: type[Body]) -> tuple[Body, int]:
-    """The body as ``kind``, and its length; ApiError or RequestError where it is too long, too slow, or not that."""
+    """Return the body as ``kind``, and its length.
+
+    Raise ApiError or RequestError if it is too long, too slow, or malformed.
+    """
     try:
         data = await _receive(service, request)
         is_long = len(data) > LONG_TEXT_BYTES
@@ -45,7 +48,7 @@ async def _receive(service: Service, request: Request) -> bytearray:
         raise too_long
     try:
         return await asyncio.wait_for(_join(request, most, too_long), seconds)
-    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+    except (TimeoutError, asyncio.TimeoutError):  # these are two classes before Python 3.11
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
 
 
@@ -55,4 +58,4 @@ async def _join(request: Request, most: int, too_long: ApiError) -> bytearray:
         body += part
         if len(body) > most:
             raise too_long
-    return body  # no copy, for which all streams would wait
+    return body  # avoid a copy, for which all streams would wait

@@ -1,4 +1,4 @@
-"""Calls in the text of a region that a response template only cuts: JSON values, or Python's calls (LFM2, Llama 4)."""
+"""Calls in a region that a response template only cuts: JSON values, or Python calls (LFM2, Llama 4)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 
 _DECODER = json.JSONDecoder()
 _BETWEEN = re.compile(r"[\s,;]*")
-_PYTHON = re.compile(r"\[?\s*[A-Za-z_]")
-_NAMES = {"true": True, "false": False, "null": None}
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
-    """Return the calls, each ``{"name", "arguments"}`` as it was written. Raise ValueError if there is anything else.
+    """Return the calls, each ``{"name", "arguments"}`` as written. Raise ValueError for anything else.
 
-    JSON: objects one after another, or lists of them, with "parameters" for "arguments" too. Python: calls of names
-    with keywords, in a list or line by line.
+    JSON: consecutive objects, or lists of them; "parameters" is accepted for "arguments". Python: calls with keyword
+    arguments, in a list or one per line.
     """
     text = text.strip()
+    python = re.compile(r"\[?\s*[A-Za-z_]")
     try:
-        found = list(_python_calls(text)) if _PYTHON.match(text) else list(_json_calls(text))
+        found = list(_python_calls(text)) if python.match(text) else list(_json_calls(text))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from None
     if not found:
@@ -56,9 +55,10 @@ def _python_calls(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return what a literal says, JSON's names among them. Raise ValueError for anything else."""
-    if isinstance(node, ast.Name) and node.id in _NAMES:
-        return _NAMES[node.id]
+    """Return the value of a literal, with JSON's names too. Raise ValueError for anything else."""
+    names = {"true": True, "false": False, "null": None}
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(each) for each in node.elts]
     if isinstance(node, ast.Dict):

@@ -1,4 +1,4 @@
-"""Messages of chats as OpenAI's clients read them, whole and in parts, from the pieces of an answer."""
+"""Chat messages for OpenAI clients, whole and as deltas, from the pieces of an answer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from fastdecode.server.call_parts import CallPart
 
 
 class ChatWriter:
-    """Writes the message of one answer. Thoughts go by two names: ``reasoning`` is vLLM's newer one."""
+    """Writes the message of one answer. Reasoning has two names: ``reasoning`` is vLLM's newer one."""
 
     def __init__(self, reading: AnswerReading, answer: str, tells_thoughts: bool = True) -> None:
-        """``answer``: after which calls are named."""
+        """``answer``: the answer's id, from which ids of calls are derived."""
         self._reading, self._reader, self._tells_thoughts = reading, reading.reader(answer), tells_thoughts
         self._has_thought = False
         self.has_called = False
 
     def message(self, text: str) -> dict[str, Any]:
-        """Return the message of an answer that has ended."""
+        """Return the message of a finished answer."""
         content, thoughts, parts = self._sorted(self._reader.read(text, True))
         calls = {"tool_calls": [call_of(part) for part in parts]} if parts else {}
         is_none = bool(self._reading.forced or (calls and not content.strip()) or (self._has_thought and not content))
         return {"role": "assistant", "content": None if is_none else content, **_thoughts(thoughts), **calls}
 
     def delta(self, text: str, finished: bool) -> dict[str, Any] | None:
-        """Return what is new of the message; None if that is nothing yet."""
+        """Return the delta of the message; None if there is nothing new."""
         pieces = self._reader.read(text, finished)
         if not pieces and not finished and not self._reading.is_plain:
             return None
@@ -34,11 +34,11 @@ class ChatWriter:
         calls = {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}
         is_told = content or not (parts or thoughts or self._reading.forced)
         if not (is_told or thoughts or calls or finished):
-            return None  # thoughts that are not told
+            return None  # reasoning that is not shown
         return {**({"content": content} if is_told else {}), **_thoughts(thoughts), **calls}
 
     def _sorted(self, pieces: Sequence[Piece]) -> tuple[str, str, list[CallPart]]:
-        """Return text, thoughts and calls, each in order; thoughts that stand apart on lines of their own."""
+        """Return text, reasoning and calls, each in order. Separate blocks of reasoning are on separate lines."""
         thoughts = ""
         for each in pieces:
             if isinstance(each, Thought):
@@ -51,13 +51,13 @@ class ChatWriter:
 
 
 def call_of(part: CallPart) -> dict[str, Any]:
-    """Return a call as messages have it."""
+    """Return a call in the form of messages."""
     function = {"name": part.name, "arguments": part.arguments}
     return {"id": part.call_id, "type": "function", "function": function}
 
 
 def _call_delta(part: CallPart) -> dict[str, Any]:
-    """Of a call that has begun only its arguments are told."""
+    """Return the delta of a call: after its first part only the arguments."""
     told = call_of(part) if part.first else {"function": {"arguments": part.arguments}}
     return {"index": part.index, **told}
 

@@ -1,4 +1,4 @@
-"""A connection that cannot be held open for nothing: uvicorn's, with limits on what a client may take its time for."""
+"""uvicorn's connection with time limits, so that no client can hold it open for nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MOST_HEADER_BYTES = 64 << 10
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes where a request's header, or the client's reading of an answer, takes more than ``timeout_seconds``.
+    """A connection that closes if a header, or the client's reading of an answer, takes over ``timeout_seconds``.
 
-    Bodies are the routes' own to time: they know how long one may be. A header, with what follows a body in chunks, has
-    at most MOST_HEADER_BYTES. Offers of another protocol (``Upgrade``) are ignored, as RFC 9110 allows.
+    The routes time bodies, since they know how long one may be. A header, with trailers of a chunked body, has at most
+    MOST_HEADER_BYTES. Offers of another protocol (``Upgrade``) are ignored, as RFC 9110 allows.
     """
 
     timeout_seconds: ClassVar[float] = 30.0
@@ -49,8 +49,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_header()
 
     def _parse(self, data: bytes) -> None:
-        """Hand ``data`` to the parser. At an offer of another protocol it stops, and begins the same request again
-        without the offer."""
+        """Pass ``data`` to the parser.
+
+        At an offer of another protocol the parser stops; the same request is then parsed again without the offer.
+        """
         while data and not self.transport.is_closing():
             try:
                 self.parser.feed_data(data)
@@ -69,7 +71,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Handle the beginning of a request."""
         super().on_message_begin()
         self._field_bytes = 0
         if self._header_bytes is None:
@@ -77,17 +79,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arm(self._header_is_late)
 
     def on_url(self, url: bytes) -> None:
-        """A part of the path."""
+        """Handle a part of the path."""
         self._count_field(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A field of the header, or after a body in chunks."""
+        """Handle a field of the header, or of trailers."""
         self._count_field(name, value)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Its header is here."""
+        """Handle the end of the header."""
         self._disarm()
         self._header_bytes = None
         if self.parser.should_upgrade() or self.transport.is_closing():
@@ -97,28 +99,28 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.send = _AnswerToHttp10(self.cycle).send  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Handle a part of the body."""
         if not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is here."""
+        """Handle the end of the request."""
         if not self.parser.should_upgrade() and not self.transport.is_closing():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Answered; what may still come of the body must not take for ever."""
+        """Limit the time for the rest of the body after the answer."""
         super().on_response_complete()
         if self.cycle.more_body and not self.transport.is_closing():
             self._arm(self.transport.close)
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """Limit the time in which the client does not read."""
         super().pause_writing()
         self._arm(self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Note that the client reads again."""
         self._disarm()
         super().resume_writing()
 
@@ -155,7 +157,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _AnswerToHttp10:
-    """Sends one answer to a client of HTTP/1.0, which knows no chunks: a stream's end is that of the connection."""
+    """Sends one answer to an HTTP/1.0 client, which knows no chunks; the end of a stream is that of the connection."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle, self._send = cycle, cycle.send

@@ -1,4 +1,4 @@
-"""States of the engine as the server shows them: plain data, made after each step."""
+"""States of the engine for the server: plain data, made after each step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastdecode.scheduler import DraftCounts
 
 @dataclass(frozen=True)
 class RWorkerState:
-    """One R-worker, of those that are or were here.
+    """The state of one R-worker, present or lost.
 
-    ``kv_load``: KV tokens attended in the last step; its limit is None if nothing limits it. ``busy_seconds``,
-    ``transfer_seconds``: of the last step. ``parked_bytes``: on its disk, None if it has none.
+    ``kv_load``: KV tokens attended in the last step; its limit is None without one. ``busy_seconds``,
+    ``transfer_seconds``: of the last step. ``parked_bytes``: on its disk; None without a disk.
     """
 
     name: str
@@ -32,7 +32,10 @@ class RWorkerState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The engine after a step that ended at ``seconds`` of ``time.perf_counter``; sequences running and waiting."""
+    """The engine after a step that ended at ``seconds`` of ``time.perf_counter``.
+
+    It counts running and waiting sequences.
+    """
 
     seconds: float
     num_running: int = 0
@@ -52,8 +55,11 @@ class EngineState:
 
 @dataclass(frozen=True)
 class SessionState:
-    """Of an engine with a journal: ``name`` of its session, "" without, and its ``epoch``, which counts the engines
-    that have had it; bytes of the journal, and seconds in which steps have waited for it."""
+    """The session of an engine with a journal.
+
+    ``name``: "" without one. ``epoch``: counts the engines that have had it. The rest: bytes of the journal, and
+    seconds that steps have waited for it.
+    """
 
     name: str
     epoch: int
@@ -62,7 +68,7 @@ class SessionState:
 
 
 class TimedStep(NamedTuple):
-    """A step and when it ended, in seconds of ``time.perf_counter``."""
+    """A step and its end, in seconds of ``time.perf_counter``."""
 
     end_seconds: float
     record: StepRecord

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own: the event loop hands it exchanges, and is handed outputs, once per step."""
+"""The engine in its own thread. The event loop submits exchanges, and gets outputs once per step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from fastdecode.server.observer import EngineWatch
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0
-"""How often an idle engine looks for R-workers that have come or gone."""
-
 
 @dataclass(frozen=True)
 class _Call:
-    """To be made between two steps."""
+    """A function to call between two steps."""
 
     function: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future)
@@ -48,9 +45,9 @@ class _Call:
 
 
 class EngineThread:
-    """Runs an ``LLMEngine``, which is made, used and closed in one thread: its cores and its threads belong to that.
+    """Runs an ``LLMEngine`` that is made, used and closed in one thread, which owns its cores and threads.
 
-    ``start`` loads it. The other methods are the event loop's, and never wait. ``observer`` is told of every step.
+    ``start`` loads it. The other methods are for the event loop, and never wait. ``observer`` sees every step.
     """
 
     def __init__(self, config: EngineConfig, observer: EngineWatch) -> None:
@@ -69,8 +66,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> LLMEngine:
-        """Load the engine and wait for it; raises what its loading raises. Of what is returned only what never changes
-        may be used here."""
+        """Load the engine and wait for it; raise what loading raises.
+
+        Only constant parts of the returned engine may be used here.
+        """
         self._thread.start()
         try:
             self._loaded.wait()
@@ -84,13 +83,15 @@ class EngineThread:
         return self._engine
 
     def _interrupt_loading(self) -> None:
-        """Ctrl-C and SIGTERM reach the main thread alone, and R-workers that are to join may never come: raise
-        KeyboardInterrupt in the engine's thread as well, at its next line of Python."""
+        """Raise KeyboardInterrupt in the engine's thread too, at its next line of Python.
+
+        Ctrl-C and SIGTERM reach only the main thread, and R-workers that are to join may never come.
+        """
         ident = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
-        """Deliver to ``loop``, where ``on_death`` is called if the engine fails."""
+        """Deliver outputs to ``loop``; ``on_death`` is called there if the engine fails."""
         self._loop, self._on_death = loop, on_death
 
     @property
@@ -99,7 +100,10 @@ class EngineThread:
         return self._ended
 
     def submit(self, exchange: Exchange) -> None:
-        """Queue its requests: outputs come by ``exchange.put``, a refusal or the engine's end by ``exchange.fail``."""
+        """Queue the requests of ``exchange``.
+
+        Outputs come by ``exchange.put``; a refusal or the engine's end by ``exchange.fail``.
+        """
         for index, request_id in enumerate(exchange.request_ids):
             self._waiting[request_id] = (exchange, index)
         self._inbox.put(exchange)
@@ -107,15 +111,16 @@ class EngineThread:
             self._bury()
 
     def release(self, exchange: Exchange) -> None:
-        """Nothing more is wanted of ``exchange``: what is left of it is aborted, and its cache freed before the next
-        step."""
+        """Abort what is left of ``exchange``; its cache is freed before the next step."""
         ids = [each for each in exchange.request_ids if self._waiting.pop(each, None)]
         if ids and not exchange.finished:
             self._inbox.put(ids)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Have ``function`` called in the engine's thread before the next step, in the order of what is asked here; the
-        result is None where the engine has ended."""
+        """Call ``function`` in the engine's thread before the next step, in the order of these calls.
+
+        The result is None if the engine has ended.
+        """
         call = _Call(function)
         self._inbox.put(call)
         if self.dead:
@@ -150,11 +155,13 @@ class EngineThread:
             self._tell_the_end()
 
     def _read_inbox(self, engine: LLMEngine) -> bool:
-        """Do what has been asked since the last step; an idle engine waits for it. False: stop."""
+        """Do what was queued since the last step; an idle engine waits for work. Return False to stop."""
         wait = not engine.has_unfinished_requests()
+        # How often an idle engine looks for R-workers that have come or gone
+        idle_seconds = 1.0
         while True:
             try:
-                asked = self._inbox.get(block=wait, timeout=IDLE_SECONDS)
+                asked = self._inbox.get(block=wait, timeout=idle_seconds)
             except queue.Empty:
                 if wait:
                     engine.look_around()
@@ -162,7 +169,7 @@ class EngineThread:
             if asked is None:
                 return False
             if wait:
-                engine.world.clock.restart()  # what it waited for work belongs to no step
+                engine.world.clock.restart()  # waiting for work belongs to no step
             if isinstance(asked, Exchange):
                 self._add(engine, asked)
             elif isinstance(asked, _Call):
@@ -172,7 +179,7 @@ class EngineThread:
             wait = False
 
     def _add(self, engine: LLMEngine, exchange: Exchange) -> None:
-        """An engine request per prompt; where one is refused, all are."""
+        """Add an engine request per prompt; if one is refused, all are."""
         added: list[str] = []
         try:
             for request_id, prompt in zip(exchange.request_ids, exchange.prompts, strict=True):
@@ -189,7 +196,7 @@ class EngineThread:
         self.observer.after_step(engine, outputs)
 
     def _send(self, found: dict[str, RequestOutput | Exception]) -> None:
-        """Have the event loop take what was found; while it has not, newer outputs replace older ones."""
+        """Pass outputs to the event loop. Until it takes them, newer outputs replace older ones."""
         with self._lock:
             self._outbox |= found
             if self._delivering:
@@ -206,7 +213,7 @@ class EngineThread:
             logger.debug("the event loop has ended before the engine")
 
     def _deliver(self) -> None:
-        """In the event loop: give each exchange its outputs. Released exchanges are not there any more."""
+        """Give each exchange its outputs, in the event loop. Released exchanges are skipped."""
         with self._lock:
             found, self._outbox = self._outbox, {}
             self._delivering = False
@@ -227,7 +234,7 @@ class EngineThread:
             self._call(self._on_death)
 
     def _drop_calls(self) -> None:
-        """None is made any more."""
+        """Cancel all queued calls."""
         with contextlib.suppress(queue.Empty):
             while True:
                 asked = self._inbox.get_nowait()
@@ -235,7 +242,7 @@ class EngineThread:
                     asked.drop()
 
     def _bury(self) -> None:
-        """In the event loop: fail all exchanges that wait."""
+        """Fail all waiting exchanges, in the event loop."""
         for exchange, _ in set(self._waiting.values()):
             exchange.fail(
                 EngineDeadError(f"the engine has failed: {self.error}" if self.error else "the engine has ended")

@@ -1,4 +1,4 @@
-"""What an API request is refused with."""
+"""Errors that answer an API request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.server.answers import INVALID
 
 RETRY_SECONDS = 1
-"""What a client that is turned away is told to wait."""
+"""Seconds after which a refused client may retry."""
 
 
 class ApiError(Exception):
@@ -18,12 +18,12 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come again, where that may help."""
+        """The Retry-After header, if a retry may help."""
         return {"retry-after": str(RETRY_SECONDS)} if self.status == 503 else {}
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return what ``error`` is answered with; one that is none of ours may say what is no client's business."""
+    """Return the answer to ``error``. Errors that are not ours get no details, which are no client's business."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError | ConfigError):

@@ -1,4 +1,4 @@
-"""What the event loop has under way: an API request's prompts in the engine, and their newest outputs."""
+"""The event loop's exchanges: an API request's prompts in the engine, and their newest outputs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class EngineDeadError(FastDecodeError):
 
 
 class ShutdownError(FastDecodeError):
-    """The server ends before the request did."""
+    """The server ended before the request."""
 
 
 class DisconnectedError(FastDecodeError):
-    """The client is gone; nothing reads the answer."""
+    """The client is gone, so nothing reads the answer."""
 
 
 class Exchange:
-    """One API request and its answer: an engine request per prompt, all with the same parameters.
+    """One API request and its answer: an engine request per prompt, with the same parameters.
 
-    Belongs to the event loop, except what never changes. Outputs hold all that a request has produced, so only the
-    newest of each is kept: a client that reads slowly costs no memory. ``on_end`` is called once, when all outputs have
-    come or it has failed.
+    It belongs to the event loop, except for constant fields. An output holds all that a request has produced, so only
+    the newest is kept, and a slow client costs no memory. ``on_end``: called once, when all outputs have come or it has
+    failed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Exchange:
         params: SamplingParams,
         arrival_seconds: float | None = None,
     ) -> None:
-        """``arrival_seconds`` of ``time.perf_counter`` (now)."""
+        """``arrival_seconds``: of ``time.perf_counter`` (now)."""
         self.exchange_id = exchange_id
         self.arrival_seconds = time.perf_counter() if arrival_seconds is None else arrival_seconds
         self.prompts = prompts
@@ -51,12 +51,12 @@ class Exchange:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the engine runs for it."""
+        """The number of sequences that the engine runs for it."""
         return len(self.prompts) * self.params.n
 
     @property
     def request_ids(self) -> list[str]:
-        """The engine's, one per prompt."""
+        """The engine's request ids, one per prompt."""
         return [f"{self.exchange_id}-{index}" for index in range(len(self.prompts))]
 
     @property
@@ -66,11 +66,11 @@ class Exchange:
 
     @property
     def num_readings(self) -> int:
-        """Clients that wait for more of it."""
+        """The number of clients that wait for more of it."""
         return len(self._readings)
 
     def put(self, index: int, output: RequestOutput) -> None:
-        """The newest output of prompt ``index``."""
+        """Store the newest output of prompt ``index``."""
         self.outputs[index] = output
         for reading in self._readings:
             reading.put(index, output)
@@ -78,7 +78,7 @@ class Exchange:
             self.on_end(self)
 
     def fail(self, error: Exception) -> None:
-        """Readings raise ``error`` from now on; unless all outputs have come, it has failed."""
+        """Make readings raise ``error`` from now on. The exchange has failed, unless all outputs have come."""
         for reading in self._readings:
             reading.fail(error)
         if self.error is None and not self.finished:
@@ -86,17 +86,17 @@ class Exchange:
             self.on_end(self)
 
     def read(self) -> Reading:
-        """Return what a client is to be told, from the beginning; to be closed."""
+        """Return a reading from the beginning; it must be closed."""
         self._readings.append(reading := Reading(self))
         return reading
 
     def close(self, reading: Reading) -> None:
-        """Its client is answered, or gone; may be called twice."""
+        """End the reading of a client that is answered or gone; may be called twice."""
         self._readings = [each for each in self._readings if each is not reading]
 
 
 class Reading:
-    """One client's way through the outputs of an exchange."""
+    """One client's reading of the outputs of an exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -107,17 +107,17 @@ class Reading:
             self._changed.set()
 
     def put(self, index: int, output: RequestOutput) -> None:
-        """The newest output of prompt ``index``."""
+        """Store the newest output of prompt ``index``."""
         self._news[index] = output
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """``news`` raises ``error`` from now on."""
+        """Make ``news`` raise ``error`` from now on."""
         self._error = self._error or error
         self._changed.set()
 
     async def news(self) -> dict[int, RequestOutput]:
-        """Wait for outputs that were not handed out yet, by prompt; raises what the exchange failed with."""
+        """Wait for new outputs and return them by prompt. Raise the error of a failed exchange."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:

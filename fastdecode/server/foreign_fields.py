@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests that are not taken: refused where an answer without them would be another."""
+"""Fields of OpenAI's and vLLM's requests that are not supported: refused if they would change the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IGNORED = frozenset({
     "request_id", "prediction", "verbosity", "length_penalty", "spaces_between_special_tokens",
     "guided_decoding_backend", "cache_control", "context_management", "betas", "mm_processor_kwargs",
 })  # fmt: skip
-"""Those that say nothing about the text, or nothing without others that are refused."""
+"""Fields that do not affect the text, or only together with refused ones."""
 
 REFUSED = {
     "audio": "there are only texts",
@@ -39,18 +39,17 @@ REFUSED = {
     "vllm_xargs": "nothing here takes any",
     "web_search_options": "there is no search",
 }
-"""Those that would change the answer, each with what to do instead."""
-
-_MEAN_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],), "priority": (0,)
-}  # fmt: skip
+"""Fields that would change the answer, each with what to do instead."""
 
 
 def check_fields(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """RequestError for a field that is not ``known`` and would change the answer, unless its value asks for nothing."""
+    """Raise RequestError for a field that is not ``known`` and would change the answer, unless its value is neutral."""
+    mean_nothing: Mapping[str, tuple[Any, ...]] = {
+        "best_of": (1,), "function_call": ("none", "auto"), "modalities": (["text"],), "priority": (0,)
+    }  # fmt: skip
     for name in sorted(REFUSED.keys() & body.keys() - set(known)):
         value = body[name]
-        if not asks_for_nothing(value, _MEAN_NOTHING.get(name, ())) and not (
+        if not asks_for_nothing(value, mean_nothing.get(name, ())) and not (
             name == "best_of" and value == body.get("n")
         ):
             raise RequestError(f"{name} is not supported: {REFUSED[name]}")

@@ -1,5 +1,7 @@
-"""What a request passes before its route: the API key, HEAD, which is a GET without its body, and pages of other
-origins, which browsers let ask only where this server allows it."""
+"""Checks before a request's route.
+
+They handle the API key, HEAD (a GET without a body), and requests of web pages of other origins, which must be allowed.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ REQUEST_ID = b"x-request-id"
 
 
 class KeyGuard:
-    """Answers 401 to what does not bring the API key, but for the health check and the live page, which is empty until
-    its stream, which needs the key, fills it."""
+    """Answers 401 without the API key, except for the health check and the live page.
+
+    That page is empty until its stream fills it, which needs the key.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
@@ -44,18 +48,18 @@ class KeyGuard:
         await (message_error_response if is_messages(scope) else error_response)(refusal)(scope, receive, send)
 
     def _is_key(self, given: bytes) -> bool:
-        """Return whether it is one of the keys, in a time that says nothing of which."""
+        """Return whether this is one of the keys, in a time that does not reveal which."""
         return sum(hmac.compare_digest(given, each) for each in self._expected) > 0
 
 
 def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the key that a request brings, as OpenAI's clients or as Anthropic's; b"" without one."""
+    """Return the key of a request, in OpenAI's or Anthropic's header; b"" without one."""
     scheme, _, given = headers.get(b"authorization", b"").strip().partition(b" ")
     return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 class RequestIds:
-    """Gives every answer the X-Request-Id of its request, or one of its own."""
+    """Gives every answer the X-Request-Id of its request, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,7 +77,7 @@ class RequestIds:
 
 
 class HeadAsGet:
-    """Answers HEAD with the header of what GET would be answered; a stream ends with its header."""
+    """Answers HEAD with the header of the answer to GET. A stream ends after its header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -97,9 +101,9 @@ class HeadAsGet:
 
 
 def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """Return ``app`` as the pages that ``settings`` allow may ask it. Raise ConfigError for lists that are none.
+    """Return ``app`` with the cross-origin rules of ``settings``. Raise ConfigError for malformed lists.
 
-    Where no origins are named, pages of any may ask a server that only this machine reaches and that has no key.
+    If no origins are given, any page may use a server without a key that only this machine reaches.
     """
     is_open = is_loopback(settings.host) and not settings.api_keys
     origins = _read("allowed_origins", settings.allowed_origins, ANY if is_open else ())
@@ -118,7 +122,7 @@ def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
 
 
 def _read(name: str, given: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of a flag: one each, several with commas, or a JSON list as vLLM takes it."""
+    """Return the values of a flag: given one by one, separated by commas, or as a JSON list like vLLM's."""
     if not given:
         return tuple(default)
     found: list[str] = []

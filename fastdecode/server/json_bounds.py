@@ -1,5 +1,7 @@
-"""Bodies of requests as JSON: how much one may hold, counted before Python holds up all other requests to read it, and
-which of their numbers are whole."""
+"""Limits of JSON bodies, and integers in them.
+
+Their size is checked before Python parses them, which holds up all other requests.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +16,34 @@ import numpy as np
 from fastdecode.core.errors import RequestError
 
 MOST_VALUES = 1 << 20
-"""Elements and fields in a body, about."""
+"""Approximate most elements and fields in a body."""
 
 MOST_NODES = 1 << 16
-"""Lists, objects and fields of objects in a body: each takes as long to read as ten numbers."""
+"""Most lists, objects and fields of objects in a body. Each takes as long to parse as ten numbers."""
 
 PIECE_BYTES = 1 << 18
 
-_PAIR_OR_HALF = re.compile(rb"\\(?:u(?i:d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(d[89a-f][0-9a-f]{2}))|.)", re.DOTALL)
-"""An escape in JSON: its group is half of a surrogate pair that stands alone."""
-
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """Raise RequestError if ``data`` is no JSON in UTF-8, or has more values than are read at once."""
+    """Return the parsed JSON. Raise RequestError if it is no UTF-8 JSON, or has too many values."""
     if len(data) > MOST_NODES:
         _check_size(data)
+    # An escape in JSON: its group is half of a surrogate pair that stands alone
+    pair_or_half = re.compile(rb"\\(?:u(?i:d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(d[89a-f][0-9a-f]{2}))|.)", re.DOTALL)
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        half = next((each[1].decode() for each in _PAIR_OR_HALF.finditer(data[:PIECE_BYTES]) if each[1]), None)
+        half = next((each[1].decode() for each in pair_or_half.finditer(data[:PIECE_BYTES]) if each[1]), None)
         told = error if half is None else f"\\u{half} is half of a character: send both halves, or neither"
         raise RequestError(f"the body is not valid JSON: {told}") from None
 
 
 def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-    """What of the JSON ``data`` stands outside its strings, in pieces, between which other threads run."""
+    """Yield the parts of the JSON ``data`` outside its strings. Other threads run in between."""
     within, rest = False, b""
     for start in range(0, len(data), piece_bytes):
         piece = rest + data[start : start + piece_bytes]
-        rest = b"\\" * ((len(piece) - len(piece.rstrip(b"\\"))) % 2)  # what it escapes is in the next piece
+        rest = b"\\" * ((len(piece) - len(piece.rstrip(b"\\"))) % 2)  # the escaped character is in the next piece
         whole = piece[: len(piece) - len(rest)]
         parts = whole.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[within::2])
@@ -52,7 +53,7 @@ def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> 
 def _check_size(data: bytes | bytearray) -> None:
     """Raise RequestError for more than MOST_VALUES or MOST_NODES.
 
-    Texts are looked at twice only where they seem to be so many values.
+    A second look at strings is needed only if there seem to be too many values.
     """
     raw = (bytes(data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES))
     if _too_many(raw) and (found := _too_many(outside_strings(data))):
@@ -60,7 +61,7 @@ def _check_size(data: bytes | bytearray) -> None:
 
 
 def _too_many(pieces: Iterable[bytes]) -> str:
-    """The bound that ``pieces`` of JSON without its strings exceed, or "". numpy lets other threads run meanwhile."""
+    """Return the limit that ``pieces`` of JSON without strings exceed, or "". Other threads run meanwhile."""
     num_values = num_nodes = 0
     for piece in pieces:
         characters = np.frombuffer(piece, np.uint8)
@@ -73,14 +74,10 @@ def _too_many(pieces: Iterable[bytes]) -> str:
     return ""
 
 
-ANY_INTS = frozenset({"prompt"})
-"""Fields of any type in which numbers are token ids."""
-
-
 def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return ``body`` with ints for numbers such as 4.0 if ``kind`` wants ints; all else stays as it is.
+    """Return ``body`` with integers for numbers such as 4.0, in fields where ``kind`` has integers.
 
-    JSON has one kind of number, and some clients write 4 so.
+    JSON has one kind of number, and some clients write 4.0 for 4.
     """
     return {name: _whole(value) if name in _int_fields(kind) else value for name, value in body.items()}
 
@@ -89,7 +86,9 @@ def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> d
 def _int_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     told = msgspec.inspect.type_info(kind)
     fields = told.fields if isinstance(told, msgspec.inspect.StructType) else ()
-    return frozenset(each.encode_name for each in fields if _takes_ints(each.type) or each.name in ANY_INTS)
+    # Fields of any type in which numbers are token ids
+    any_ints = frozenset({"prompt"})
+    return frozenset(each.encode_name for each in fields if _takes_ints(each.type) or each.name in any_ints)
 
 
 def _takes_ints(told: msgspec.inspect.Type) -> bool:

@@ -1,4 +1,4 @@
-"""Requests that outlive connections, and with the journal this process: which are kept, for whom, and how long."""
+"""Requests that outlive connections, and with the journal also this process: which, for whom, and how long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """A request in memory; ``is_written``: its answer, where that is stored, is written; ``is_deleted``: for good."""
+    """A request in memory. ``is_written``: its stored answer is written. ``is_deleted``: it is deleted for good."""
 
     request: ApiRequest
     has_ended: bool = False
@@ -34,7 +34,7 @@ class _Held:
 
 @dataclass
 class _Stored:
-    """Answers in the store that have ended, oldest first, with their bytes."""
+    """Ended answers in the store, oldest first, with their bytes."""
 
     num_bytes: dict[str, int] = field(default_factory=dict)
     total: int = 0
@@ -49,12 +49,14 @@ class _Stored:
 
 
 class Keeper:
-    """Keeps each request until ``reconnect_seconds`` after its client has left, or, where it is stored, its answer
-    within the bounds of ``settings``. Belongs to the event loop; ``store`` is called in its own thread, in order.
+    """Keeps each request until ``reconnect_seconds`` after its client has left.
+
+    A stored request keeps its answer within the bounds of ``settings``. It belongs to the event loop; ``store`` is
+    called in its own thread, in order.
     """
 
     def __init__(self, store: RequestStore, settings: ServerSettings, release: Callable[[Exchange], None]) -> None:
-        """``release``: has the engine abort what is left of an exchange."""
+        """``release``: lets the engine abort what is left of an exchange."""
         self._store, self._settings, self._release = store, settings, release
         self._most_bytes = min(parse_bytes("stored_bytes", settings.stored_bytes), store.most_bytes)
         self._held: dict[str, _Held] = {}
@@ -63,21 +65,21 @@ class Keeper:
 
     @property
     def num_read(self) -> int:
-        """Requests that clients wait for."""
+        """The number of requests that clients wait for."""
         return sum(held.request.exchange.num_readings > 0 for held in self._held.values())
 
     @property
     def num_stored(self) -> int:
-        """Answers that outlive this server."""
+        """The number of answers that outlive this server."""
         return len(self._stored.num_bytes)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of the stored answers."""
         return self._stored.total
 
     def unfinished(self) -> list[KeptRequest]:
-        """Those that the server before had under way, by age; the answers that it has stored are known from now on."""
+        """Return the unfinished requests of the previous server by age, and load the list of its stored answers."""
         found = []
         for answer_id, age, num_bytes in self._store.ages():
             kept = self._store.read(answer_id)
@@ -90,27 +92,27 @@ class Keeper:
         return sorted(found, key=lambda kept: kept.created)
 
     def held(self, answer_id: str) -> ApiRequest | None:
-        """Return the one in memory by this name."""
+        """Return the request in memory with this answer id; None if there is none."""
         held = self._held.get(answer_id)
         return held.request if held else None
 
     async def stored(self, answer_id: str) -> KeptRequest | None:
-        """Return the one in the store that has ended."""
+        """Return the ended request in the store with this answer id; None if there is none."""
         if answer_id not in self._stored.num_bytes:
             return None
         return await self._write(self._store.read, answer_id)
 
     def hold(self, request: ApiRequest) -> None:
-        """Keep ``request``, which is not yet in the engine."""
+        """Keep ``request``, which is not in the engine yet."""
         self._held[request.answer_id] = _Held(request)
         request.exchange.on_end = self._ended
 
     async def write(self, request: ApiRequest) -> None:
-        """Have it in the store, before anything of it is handed out."""
+        """Write the request to the store, before any of its output is sent."""
         await self._write(self._store.write, request.kept())
 
     def left(self, request: ApiRequest) -> None:
-        """A client is gone, or none was there."""
+        """Note that a client has left, or that none was there."""
         held = self._held.get(request.answer_id)
         if held is None or self._closing or request.exchange.num_readings:
             return
@@ -122,11 +124,11 @@ class Keeper:
         held.timer = loop.call_later(self._settings.reconnect_seconds, self._give_up, held)
 
     def cancel(self, request: ApiRequest) -> None:
-        """Its client wants nothing more of it; nothing where it has ended."""
+        """End the request for its client; no effect if it has ended."""
         request.exchange.fail(ApiError(409, "the response was cancelled", CANCELLED))
 
     def delete(self, answer_id: str) -> None:
-        """Forget it, in the store too."""
+        """Forget the request, in the store too."""
         held = self._held.pop(answer_id, None)
         if held:
             held.is_deleted = True
@@ -138,7 +140,7 @@ class Keeper:
         self._write(self._store.delete, answer_id)
 
     def close(self) -> None:
-        """The server ends: what has not ended is left for the next one."""
+        """Stop for the end of the server. Unfinished requests are left to the next one."""
         self._closing = True
         for held in self._held.values():
             if held.has_ended and not held.request.is_stored:
@@ -146,7 +148,10 @@ class Keeper:
         self._store.thread.shutdown()
 
     def _ended(self, exchange: Exchange) -> None:
-        """All outputs of ``exchange`` have come, or it has failed; where this server ends, the next one goes on."""
+        """Handle the end of ``exchange``: all outputs came, or it failed.
+
+        At the server's end, the next server continues it.
+        """
         held = self._held.get(exchange.exchange_id)
         if held is None or isinstance(exchange.error, EngineDeadError | ShutdownError):
             return
@@ -167,7 +172,7 @@ class Keeper:
         self.left(held.request)
 
     def _is_stored(self, held: _Held, num_bytes: int | None) -> None:
-        """It is in the store, or that has failed (None)."""
+        """Note that the answer is in the store, or that writing failed (None)."""
         if held.is_deleted:
             return
         held.is_written = True
@@ -179,7 +184,7 @@ class Keeper:
         self.left(held.request)
 
     def _give_up(self, held: _Held) -> None:
-        """Its client has not come back."""
+        """Drop a request whose client has not returned."""
         request = held.request
         if request.exchange.num_readings or self._closing:
             return
@@ -189,7 +194,7 @@ class Keeper:
             self.delete(request.answer_id)
 
     def _write(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Call it in the store's thread; None if that fails, which is logged."""
+        """Call ``function`` in the store's thread. The result is None if it fails, which is logged."""
         return asyncio.get_running_loop().run_in_executor(self._store.thread, _logging, function, *args)
 
 

@@ -1,7 +1,7 @@
-"""API requests on disk beside the journal: what was asked, until it is answered, and answers that are to be stored.
+"""API requests on disk beside the journal: bodies until they are answered, and stored answers.
 
-A file per request, written aside and renamed. The folder's name has a number, which each server raises: one that was
-stopped while another took its place finds no folder, and so changes nothing any more.
+Each request is one file, written elsewhere and renamed. The folder's name has a number that each server increments. So
+a stopped server finds its folder gone if another took its place, and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, Protocol
 import msgspec
 
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
+from fastdecode.core.weighing import AttentionSource
 
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""Of an answer, and of a request as its client may name it."""
+"""The name of an answer, and of a request as its client may name it."""
 
 _SUFFIX = ".request"
-_FOLDER = re.compile(r"requests-([0-9]{1,18})")
 
 logger = logging.getLogger(__name__)
 
 
 KeptLogprobs = list[dict[int, tuple[float, int, str | None]] | None]
-"""Rank and text by token id, with the log-probability, per token; None of a token that has none."""
+"""Per token: log-probability, rank and text by token id; None for a token without them."""
 
 
 class KeptCompletion(msgspec.Struct, frozen=True, array_like=True):
-    """A ``CompletionOutput`` that has ended; logprobs with rank and text, by token id."""
+    """A finished ``CompletionOutput``; log-probabilities have rank and text, by token id."""
 
     text: str
     token_ids: list[int]
@@ -42,10 +42,11 @@ class KeptCompletion(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str | None
     stop_reason: int | str | None
     logprobs: KeptLogprobs | None
+    sources: list[tuple[AttentionSource, ...] | None] | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """What a request failed with, as it is answered."""
+    """The error of a request, as it is answered."""
 
     status: int
     message: str
@@ -53,10 +54,10 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptRequest(msgspec.Struct):
-    """What was asked, and the token ids and text of its prompts; of a response the ``messages`` of its conversation.
+    """A request as stored: its body, the token ids and texts of its prompts, and a response's ``messages``.
 
-    ``outputs``: per prompt, once all have ended, as ``prompt_logprobs`` where these were asked for;
-    ``failure`` where it ended otherwise. ``created``: seconds of Unix.
+    ``outputs``: per prompt, once all have ended, like ``prompt_logprobs`` if requested. ``failure``: set if it ended
+    otherwise. ``created``: Unix seconds.
     """
 
     answer_id: str
@@ -72,7 +73,7 @@ class KeptRequest(msgspec.Struct):
 
     @property
     def ended(self) -> bool:
-        """True if nothing more comes of it."""
+        """True if no more output will come."""
         return self.outputs is not None or self.failure is not None
 
 
@@ -80,12 +81,12 @@ _decoder = msgspec.msgpack.Decoder(KeptRequest)
 
 
 def encoded(kept: KeptRequest) -> bytes:
-    """As it is written."""
+    """Return the stored form."""
     return msgspec.msgpack.encode(kept)
 
 
 def decoded(data: bytes, where: object) -> KeptRequest | None:
-    """Return what ``encoded`` was given; None, with a line that names ``where``, for what is of another version."""
+    """Return the request of a stored form. Return None for another version, and log ``where``."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
@@ -94,36 +95,37 @@ def decoded(data: bytes, where: object) -> KeptRequest | None:
 
 
 class RequestStore(Protocol):
-    """Where API requests lie, beside a journal; its methods are called in ``thread``, in order. OSError.
+    """Stores API requests beside a journal. Methods are called in ``thread``, in order, and may raise OSError.
 
-    ``most_bytes``: of what may be stored there, math.inf where only settings say.
+    ``most_bytes``: most bytes of stored answers; math.inf if only settings limit them.
     """
 
     thread: Executor
     most_bytes: float
 
     def write(self, kept: KeptRequest) -> int:
-        """Keep it; returns the bytes that it takes."""
+        """Store the request; return its bytes."""
 
     def read(self, answer_id: str) -> KeptRequest | None:
-        """Return what is kept by that name; None if nothing is, or it cannot be read."""
+        """Return the stored request; None if there is none, or it cannot be read."""
 
     def delete(self, answer_id: str) -> None:
-        """Keep it no longer."""
+        """Delete the stored request."""
 
     def ages(self) -> list[tuple[str, float, int]]:
-        """Of all, oldest first: answer, seconds since it was written, bytes."""
+        """Return answer id, seconds since writing, and bytes of each request, oldest first."""
 
 
 class KeptFiles:
-    """``RequestStore`` in files beside a journal's own, for one server at a time."""
+    """A ``RequestStore`` in files beside those of a journal, for one server at a time."""
 
     most_bytes: float = math.inf
 
     def __init__(self, journal: str) -> None:
-        """Take the folder in ``journal``, from the server before, if there was one. OSError."""
+        """Take over the folder in ``journal`` from a previous server, if any. Raise OSError."""
         self.thread: Executor = ThreadPoolExecutor(1, "requests")
-        found = [(int(match[1]), path) for path in Path(journal).iterdir() if (match := _FOLDER.fullmatch(path.name))]
+        folder = re.compile(r"requests-([0-9]{1,18})")
+        found = [(int(match[1]), path) for path in Path(journal).iterdir() if (match := folder.fullmatch(path.name))]
         number, before = max(found, default=(0, None))
         self._folder = Path(journal) / f"requests-{number + 1}"
         if before is None:
@@ -155,7 +157,7 @@ class KeptFiles:
                 told = path.stat()
                 found.append((path.name.removesuffix(_SUFFIX), now - told.st_mtime, told.st_size))
             else:
-                path.unlink(missing_ok=True)  # a write that was broken off
+                path.unlink(missing_ok=True)  # an interrupted write
         return sorted(found, key=lambda each: -each[1])
 
     def _path(self, answer_id: str) -> Path:
@@ -163,18 +165,19 @@ class KeptFiles:
 
 
 def kept_outputs(outputs: Sequence[RequestOutput | None]) -> list[list[KeptCompletion]]:
-    """Return what is kept of the outputs of all prompts, which have ended."""
+    """Return the stored form of the ended outputs of all prompts."""
     return [[_kept(each) for each in output.outputs] for output in outputs if output is not None]
 
 
 def _kept(completion: CompletionOutput) -> KeptCompletion:
     logprobs = _kept_logprobs(completion.logprobs)
     ends, reasons = list(completion.text_ends), (completion.finish_reason, completion.stop_reason)
-    return KeptCompletion(completion.text, list(completion.tokens), ends, *reasons, logprobs or None)
+    sources = None if completion.all_sources is None else list(completion.all_sources)
+    return KeptCompletion(completion.text, list(completion.tokens), ends, *reasons, logprobs or None, sources)
 
 
 def kept_prompt_logprobs(outputs: Sequence[RequestOutput | None]) -> list[KeptLogprobs | None]:
-    """Return what is kept of the log-probabilities of prompts; nothing where none were asked for."""
+    """Return the stored form of prompts' log-probabilities; None if they were not requested."""
     found = [_kept_logprobs(output.prompt_logprobs) for output in outputs if output is not None]
     return found if any(found) else []
 
@@ -189,7 +192,7 @@ def _kept_logprobs(rows: Sequence[dict[int, Logprob] | None] | None) -> KeptLogp
 
 
 def outputs_of(kept: KeptRequest) -> list[RequestOutput]:
-    """Return the outputs again."""
+    """Return the outputs of a stored request."""
     return [
         RequestOutput(
             f"{kept.answer_id}-{number}", text, token_ids, [_completion(*each) for each in enumerate(completions)],
@@ -209,5 +212,6 @@ def _logprobs(rows: KeptLogprobs | None) -> list[dict[int, Logprob] | None] | No
 def _completion(index: int, kept: KeptCompletion) -> CompletionOutput:
     rows = [row or {} for row in _logprobs(kept.logprobs) or ()]
     return CompletionOutput(
-        index, kept.text, kept.token_ids, kept.finish_reason, kept.stop_reason, rows or None, kept.text_ends
-    )
+        index, kept.text, kept.token_ids, kept.finish_reason, kept.stop_reason, rows or None, kept.text_ends,
+        kept.sources,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""API requests in the engine's journal: where R-workers keep that in memory, there is no folder for files."""
+"""API requests in the engine's journal, for a journal in R-workers' memory, which has no folder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fastdecode.server.engine_thread import EngineThread
 from fastdecode.server.kept_files import KeptFiles, KeptRequest, RequestStore, decoded, encoded
 
 MOST_STORED_BYTES = 1 << 25
-"""Of answers that are stored: a quarter of what an R-worker keeps of a journal."""
+"""Most bytes of stored answers: a quarter of an R-worker's limit for a journal."""
 
 MOST_REQUEST_BYTES = 1 << 23
-"""Of one request: the journal, which is for all, must have room for it."""
+"""Most bytes of one request, so that the journal has room for others."""
 
 
 class KeptRecords:
-    """``RequestStore`` in a journal, which belongs to the engine's thread: that does all this, between two steps."""
+    """A ``RequestStore`` in a journal. The engine's thread owns the journal, and does this between two steps."""
 
     most_bytes: float = MOST_STORED_BYTES
 
     def __init__(self, journal: Journal, thread: Executor) -> None:
-        """``thread``: calls in that of ``journal``."""
+        """``thread``: runs calls in the thread of ``journal``."""
         self._journal = journal
         self.thread = thread
 
@@ -53,7 +53,7 @@ class KeptRecords:
 
 
 class _Turns(Executor):
-    """Calls in the engine's thread."""
+    """Runs calls in the engine's thread."""
 
     def __init__(self, engine_thread: EngineThread) -> None:
         self._engine_thread = engine_thread
@@ -63,9 +63,9 @@ class _Turns(Executor):
 
 
 def request_store(config: EngineConfig, engine_thread: EngineThread, journal: Journal) -> RequestStore | None:
-    """Return what keeps API requests beside ``journal``, that of the engine in ``engine_thread``; None without one.
+    """Return the store of API requests beside ``journal``, the one of the engine in ``engine_thread``.
 
-    ConfigError if the journal's folder cannot be written.
+    Return None without a journal. Raise ConfigError if its folder cannot be written.
     """
     if config.journal is None:
         return None

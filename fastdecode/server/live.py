@@ -1,4 +1,4 @@
-"""The live page: what the cluster does now, sent to every page that is open; nothing is done while none is."""
+"""The live page: what the cluster does now. It is sent to every open page, and costs nothing without one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import Event
 from fastdecode.server.engine_state import RWorkerState, TimedStep
 from fastdecode.server.errors import ApiError
@@ -25,38 +26,42 @@ from fastdecode.server.streams import SSE_HEADERS
 PAGE, STREAM = "/", "/live"
 
 PERIOD_SECONDS = 0.5
-"""Between two looks."""
+"""Seconds between two updates."""
 
 WINDOW_SECONDS = 2.0
-"""Rates are means over so long."""
+"""Seconds over which rates are averaged."""
 
 SHOWN_LAYERS = 8
-"""Of a step's timeline; more would be too narrow to see."""
+"""Layers of a step's timeline; more would be too narrow to see."""
 
-MOST_VIEWERS = 64
-
-_HTML = Path(__file__).with_name("live.html")
-_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+SHOWN_TOKENS, SHOWN_BLOCKS = 24, 64
+"""Tokens and blocks of a request's attention sources."""
 
 
 def add_live(app: FastAPI, service: Service) -> None:
-    """The page, which holds no data and so needs no API key, and the stream that fills it, which needs the key."""
+    """Add the page and its stream to ``app``.
+
+    The page holds no data, so it needs no API key. The stream that fills it needs the key.
+    """
     live = Live(service)
 
     @app.get(PAGE, include_in_schema=False)
     async def page() -> Response:
-        return HTMLResponse(_HTML.read_bytes(), headers={"content-security-policy": _CONTENT_POLICY})
+        content_policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        html = Path(__file__).with_name("live.html")
+        return HTMLResponse(html.read_bytes(), headers={"content-security-policy": content_policy})
 
     @app.get(STREAM, include_in_schema=False)
     async def stream() -> Response:
         service.check_alive()
-        if live.num_viewers >= MOST_VIEWERS:
+        most_viewers = 64
+        if live.num_viewers >= most_viewers:
             raise ApiError(503, f"{live.num_viewers} live pages are open: close some", "overloaded_error")
         return LiveResponse(live)
 
 
 class Live:
-    """Looks at the engine twice a second for all open pages together. Belongs to the event loop."""
+    """Observes the engine twice a second, for all open pages together. It belongs to the event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -72,7 +77,7 @@ class Live:
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:
-        """A page is open; while one is, the engine keeps what each lane does in a step."""
+        """Keep the lanes' activity in steps within the context, while a page is open."""
         self.num_viewers += 1
         self._observer.watched = True
         try:
@@ -82,7 +87,7 @@ class Live:
             self._observer.watched = self.num_viewers > 0
 
     def event(self) -> bytes:
-        """Return the present look as a server-sent event; the same for all pages of one period."""
+        """Return the present state as a server-sent event, the same for all pages of one period."""
         now = time.perf_counter()
         if now - self._made_seconds > PERIOD_SECONDS / 2:
             found = {"model": self._service.model.names[0], **look(self._observer, now)}
@@ -91,7 +96,7 @@ class Live:
 
 
 class LiveResponse(Response):
-    """Looks, until the page is closed or the server ends."""
+    """Sends states until the page is closed or the server ends."""
 
     def __init__(self, live: Live) -> None:
         super().__init__()
@@ -119,9 +124,9 @@ async def _wait_for_disconnect(receive: Receive, then: Callable[[], None]) -> No
 
 
 def look(observer: EngineWatch, now: float) -> dict[str, Any]:
-    """Return the engine at ``now`` (``time.perf_counter``) as plain data.
+    """Return the engine's state at ``now`` (``time.perf_counter``) as plain data.
 
-    Utilisation: part of the last seconds, 0 to 1.
+    Utilization is a part of the last seconds, 0 to 1.
     """
     state, steps = observer.state, _recent(list(observer.steps), now, observer.state.num_running > 0)
     span = _span(steps, now)
@@ -136,24 +141,25 @@ def look(observer: EngineWatch, now: float) -> dict[str, Any]:
         "r_workers": [_worker(each, index, steps, span) for index, each in enumerate(state.r_workers)],
         "timeline": timeline(observer.timeline),
         "session": asdict(state.session) if state.session else None,
+        "sources": sources(observer.looking),
     }
 
 
 def _recent(steps: Sequence[TimedStep], now: float, running: bool) -> list[TimedStep]:
-    """Those of the window; while sequences run, at least the last one, however long the present one takes."""
+    """Return the steps of the window. While sequences run, at least the last step counts."""
     recent = [step for step in steps if step.end_seconds > now - WINDOW_SECONDS]
     return recent or list(steps[-1:] if running else ())
 
 
 def _span(steps: Sequence[TimedStep], now: float) -> float:
-    """Return seconds that rates are over: the window, and what its first step began before it."""
+    """Return the seconds over which rates are averaged: the window, extended to the start of its first step."""
     began = (step.end_seconds - step.record.wall_seconds for step in steps[:1])
     return max([WINDOW_SECONDS, *(now - each for each in began)])
 
 
 def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: float) -> dict[str, Any]:
     busy = sum(step.record.r_seconds[index] for step in steps if index < len(step.record.r_seconds))
-    idle = not steps  # what it attended in the last step is not what it attends now
+    idle = not steps  # the last step's load is not the present load
     return {
         "name": worker.name,
         "present": worker.present,
@@ -167,10 +173,27 @@ def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: 
     }
 
 
-def timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the first layers of a step: per stay its lane, state, mini-batch, layer, start and end in milliseconds.
+def sources(output: RequestOutput | None) -> dict[str, Any] | None:
+    """Return the blocks that the last tokens of a request looked at; None without any.
 
-    Lane 0 is the S-worker, 1 + i R-worker i; -1 stands for no mini-batch or layer.
+    The page shows places and no text: it is for those who run the server.
+    """
+    if output is None or not output.outputs[0].all_sources:
+        return None
+    found = output.outputs[0].all_sources
+    rows = [[] if row is None else row[:SHOWN_BLOCKS] for row in found[max(0, len(found) - SHOWN_TOKENS) :]]
+    return {
+        "request": output.request_id,
+        "num_prompt": len(output.prompt_token_ids),
+        "num_tokens": len(found),
+        "rows": [[(each.first, each.last, round(each.weight, 4)) for each in row] for row in rows],
+    }
+
+
+def timeline(events: Sequence[Event]) -> dict[str, Any]:
+    """Return the first layers of a step: lane, state, mini-batch, layer, start and end in milliseconds of each stay.
+
+    Lane 0 is the S-worker, lane 1 + i is R-worker i; -1 means no mini-batch or layer.
     """
     num_layers = _num_layers(events)
     shown = [event for event in events if event.interval.layer < SHOWN_LAYERS]
@@ -196,6 +219,6 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _num_layers(events: Sequence[Event]) -> int:
-    """Return layers of the model: those attended by R-workers; the S-worker's last stay comes after the last layer."""
+    """Return the model's layers: those attended by R-workers. The S-worker's last stay comes after the last layer."""
     attended = [event.interval.layer for event in events if event.lane > 0]
     return 1 + max(attended) if attended else max((event.interval.layer for event in events), default=0)

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's clients read them, with the bytes that each token stands for."""
+"""Log-probabilities for OpenAI clients, with the bytes that each token stands for."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import Tokenizer
 
 Spell = Callable[[int], bytes]
-"""The bytes that a token adds to the text."""
+"""Returns the bytes that a token adds to the text."""
 
 Chosen = Sequence[tuple[int, dict[int, Logprob]]]
-"""Token ids, each with what its position's tokens were worth."""
+"""Token ids, each with the log-probabilities at its position."""
 
 
 @dataclass(frozen=True)
 class LogprobForm:
-    """How an answer tells log-probabilities: ``num_top`` likeliest tokens per position (-1: all), and the bytes of each
-    token by ``spell``; None without a tokenizer. ``hidden``: tokens that the text leaves out."""
+    """How an answer shows log-probabilities.
+
+    ``num_top``: likeliest tokens per position (-1: all). ``spell``: gives a token's bytes; None without a tokenizer.
+    ``hidden``: tokens that the text omits.
+    """
 
     num_top: int = 0
     spell: Spell | None = None
     hidden: frozenset[int] = frozenset()
 
     def of_chat(self, completion: CompletionOutput, start: int = 0) -> list[dict[str, Any]]:
-        """Return an object per token from ``start`` on, with the likeliest ones of its place in order."""
+        """Return an object per token from ``start`` on, with the likeliest tokens of its position in order."""
         return [
             {
                 **self._chat_logprob(token_id, found[token_id]),
@@ -38,9 +41,9 @@ class LogprobForm:
         ]
 
     def of_completion(self, tokens: Chosen, offsets: TextOffsets) -> dict[str, Any]:
-        """Return a list per kind with an entry per token. The first token of a prompt has no probability.
+        """Return one list per kind of value, with an entry per token. The first token of a prompt has no probability.
 
-        A token that is only a part of a character is told by its bytes, as OpenAI does.
+        A token that is only a part of a character is shown by its bytes, as OpenAI does.
         """
         told = [self._name(token_id, found.get(token_id)) for token_id, found in tokens]
         return {
@@ -56,7 +59,7 @@ class LogprobForm:
         }
 
     def _likeliest(self, found: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-        """Without the chosen token, unless it is one of them."""
+        """Return the likeliest tokens. The chosen token is included only if it is one of them."""
         ranked = sorted(found.items(), key=_rank)
         return ranked if self.num_top < 0 else [each for each in ranked if each[1].rank <= self.num_top]
 
@@ -88,14 +91,14 @@ class TextOffsets:
         self._count = 0
 
     def of(self, spelling: bytes) -> int:
-        """Return the offset of the next token, which has these bytes."""
+        """Return the offset of the next token, whose bytes are ``spelling``."""
         offset = self._count
         self._count += len(self._decoder.decode(spelling))
         return offset
 
 
 def logprob_form(tokenizer: Tokenizer | None, params: SamplingParams) -> LogprobForm:
-    """Return how the log-probabilities are told that ``params`` ask for."""
+    """Return how to show the log-probabilities that ``params`` request."""
     if params.logprobs is None or tokenizer is None:
         return LogprobForm(params.logprobs or 0)
     special = tokenizer.special_token_ids.difference(params.shown_special_token_ids or ())
@@ -105,12 +108,12 @@ def logprob_form(tokenizer: Tokenizer | None, params: SamplingParams) -> Logprob
 
 
 def chosen(completion: CompletionOutput, start: int = 0) -> Chosen:
-    """Return the tokens of ``completion`` from ``start`` on, those whose log-probabilities were asked for."""
+    """Return the tokens of ``completion`` from ``start`` on, with log-probabilities."""
     return list(zip(completion.tokens[start:], (completion.all_logprobs or ())[start:], strict=False))
 
 
 def prompt_chosen(output: RequestOutput) -> Chosen:
-    """Return the tokens of the prompt, those whose log-probabilities were asked for."""
+    """Return the tokens of the prompt, with log-probabilities."""
     known = output.prompt_logprobs
     if known is None:
         return []
@@ -122,7 +125,7 @@ def _rank(item: tuple[int, Logprob]) -> int:
 
 
 def _text(token_id: int, entry: Logprob | None) -> str:
-    """Return the token's text; without a tokenizer its id, as vLLM writes it."""
+    """Return the token's text; without a tokenizer its id, as vLLM does."""
     if entry is None or entry.decoded_token is None:
         return f"token_id:{token_id}"
     return entry.decoded_token

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, what is answered: whole messages, and the events of streams, as plain data."""
+"""Answers of Anthropic's Messages API as plain data: whole messages, and events of streams."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ import msgspec
 from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.server.answer_reader import AnswerReading, Thought
 from fastdecode.server.call_parts import CallPart, call_id
+from fastdecode.server.sources import SourceForm
 
 Event = dict[str, Any]
-"""Of a stream; its "type" says which."""
+"""An event of a stream; its "type" says which."""
 
 NO_INPUT = msgspec.Raw(b"{}")
-
-_DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
-_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How the answer of one request looks. ``reading``: of its text."""
+    """How the answer of one request looks. ``reading``: how its text is read."""
 
     model: str
     answer_id: str
     reading: AnswerReading = field(default_factory=AnswerReading)
     created: int = 0
+    sources: SourceForm = field(default_factory=SourceForm)
 
     @property
     def id(self) -> str:
-        """As Anthropic's begin."""
+        """The id, with the prefix that Anthropic uses."""
         return f"msg_{self.answer_id}"
 
     def message(self, **told: Any) -> dict[str, Any]:
-        """Return the message object, which ``told`` completes."""
+        """Return the message object, completed by ``told``."""
         begun = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": []}
         return {**begun, "stop_reason": None, "stop_sequence": None, **told}
 
@@ -49,7 +48,7 @@ def usage(num_prompt: int, num_new: int) -> dict[str, int]:
 
 
 def whole_message(form: MessageForm, output: RequestOutput) -> dict[str, Any]:
-    """Return the answer of a finished request: what the events of its stream add up to."""
+    """Return the answer of a finished request, the sum of its stream's events."""
     growing, (completion,) = GrowingMessage(form), output.outputs
     blocks: list[dict[str, Any]] = []
     end: Event = {}
@@ -64,7 +63,8 @@ def whole_message(form: MessageForm, output: RequestOutput) -> dict[str, Any]:
     for block in blocks:
         if block["type"] == "tool_use":
             block["input"] = _input(block["input"])
-    return form.message(content=blocks or [{"type": "text", "text": ""}], **end["delta"], usage=end["usage"])
+    told = {"usage": end["usage"], **form.sources.beside(completion)}
+    return form.message(content=blocks or [{"type": "text", "text": ""}], **end["delta"], **told)
 
 
 def _is_call(event: Event) -> bool:
@@ -72,7 +72,7 @@ def _is_call(event: Event) -> bool:
 
 
 def _input(text: str) -> msgspec.Raw:
-    """Return the arguments of a call as the model wrote them; an object without any where they were cut."""
+    """Return a call's arguments as the model wrote them; an empty object if they were truncated."""
     try:
         is_object = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -81,9 +81,9 @@ def _input(text: str) -> msgspec.Raw:
 
 
 class GrowingMessage:
-    """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last one.
+    """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last.
 
-    Blocks of thoughts, text and calls come one after another.
+    Blocks of reasoning, text and calls follow one another.
     """
 
     def __init__(self, form: MessageForm) -> None:
@@ -92,14 +92,27 @@ class GrowingMessage:
         self._kind = ""
         self._num_blocks = 0
         self._has_called = False
+        self._num_tokens = 0
 
     def begin(self, num_prompt: int) -> Iterator[Event]:
-        """Yield what comes before any block."""
+        """Yield the events before any block."""
         yield {"type": "message_start", "message": self._form.message(usage=usage(num_prompt, 0))}
         yield {"type": "ping"}
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        """Yield what is new of the blocks."""
+        """Yield the new events of the blocks; attention sources come with the first of them."""
+        for event in self._grow(completion):
+            if event["type"] == "content_block_delta":
+                event |= self._sources(completion)
+            yield event
+
+    def _sources(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the sources of tokens that no event has told; nothing without any."""
+        found = self._form.sources.beside(completion, self._num_tokens)
+        self._num_tokens = len(completion.tokens)
+        return found if any(found.values()) else {}
+
+    def _grow(self, completion: CompletionOutput) -> Iterator[Event]:
         for piece in self._reader.read(completion.text, completion.finish_reason is not None):
             if isinstance(piece, CallPart):
                 yield from self._call(piece)
@@ -113,11 +126,12 @@ class GrowingMessage:
                 yield self._delta(piece)
 
     def end(self, output: RequestOutput) -> Iterator[Event]:
-        """Yield what comes after the last output."""
+        """Yield the events after the last output."""
         (completion,) = output.outputs
         yield from self._stop()
         counts = usage(len(output.prompt_token_ids), len(completion.tokens))
-        yield {"type": "message_delta", "delta": self._reasons(completion), "usage": counts}
+        told = {"usage": counts, **self._sources(completion)}
+        yield {"type": "message_delta", "delta": self._reasons(completion), **told}
         yield {"type": "message_stop"}
 
     def _reasons(self, completion: CompletionOutput) -> dict[str, Any]:
@@ -143,11 +157,13 @@ class GrowingMessage:
         yield {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
 
     def _delta(self, text: str) -> Event:
-        delta = {"type": _DELTAS[self._kind], _KEYS[self._kind]: text}
+        deltas = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+        keys = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+        delta = {"type": deltas[self._kind], keys[self._kind]: text}
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
     def _stop(self) -> Iterator[Event]:
-        """Yield the end of the block that grows, if any; of thoughts with a signature, which clients send back."""
+        """Yield the end of the growing block, if any. Reasoning gets a signature, which clients send back."""
         if not self._kind:
             return
         if self._kind == "thinking":

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, what is asked: the body, and the chat that it means."""
+"""Requests of Anthropic's Messages API: the body, and the corresponding chat."""
 
 from __future__ import annotations
 
@@ -14,17 +14,9 @@ from fastdecode.server.text_forms import JsonSchema, ResponseFormat
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
-SAME = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
-"""Fields that a chat has by the same name."""
-
-_BILLING = "x-anthropic-billing-header"
-"""Begins a system text that is no instruction, and is another one in each request."""
-
-_EFFORTS = ("low", "medium", "high")
-
 
 class ToolChoice(msgspec.Struct):
-    """Which tools are called; ``name``: of "tool"."""
+    """The tools that are called. ``name``: for the type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -32,21 +24,21 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model thinks, where its chat template can say so; ``budget_tokens`` is ignored."""
+    """Whether the model reasons, for chat templates that support it. ``budget_tokens`` is ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
 class OutputConfig(msgspec.Struct):
-    """``format``: {"type": "json_schema", "schema": …}; ``effort``: for chat templates that take one."""
+    """``format``: {"type": "json_schema", "schema": …}. ``effort``: for chat templates that take one."""
 
     format: dict[str, Any] | None = None
     effort: str | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """What makes up a prompt. ``messages`` hold text, thoughts, calls of tools and their results."""
+    """The parts of a prompt. ``messages``: text, reasoning, tool calls and their results."""
 
     model: str
     messages: Messages
@@ -60,7 +52,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(SampledRequest, kw_only=True):
-    """The same, and how to answer it: Anthropic's fields, and those that vLLM adds."""
+    """A prompt, and how to answer it: Anthropic's fields, and vLLM's additional ones."""
 
     model: str
     max_tokens: int
@@ -76,7 +68,7 @@ class MessagesRequest(SampledRequest, kw_only=True):
 
 
 def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatRequest:
-    """Return the chat whose answer is the message. Raise RequestError for what is not supported or cannot be."""
+    """Return the chat whose answer is the message. Raise RequestError for unsupported or invalid values."""
     if request.mcp_servers:
         raise RequestError("mcp_servers is not supported: connect to them from the client, and give their tools")
     choice, messages = request.tool_choice, _system(request.system) + _messages(request.messages)
@@ -93,16 +85,20 @@ def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatReque
         "continue_final_message": continues,
         "add_generation_prompt": not continues,
     }
+    # Fields that a chat has by the same name
+    same = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
     if isinstance(request, MessagesRequest):
         stops = request.stop_sequences if request.stop is None else request.stop
         asked |= {"max_tokens": request.max_tokens, "stop": stops}
-        asked |= {name: getattr(request, name) for name in SAME}
+        asked |= {name: getattr(request, name) for name in same}
     return ChatRequest(**asked)
 
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     texts = [system] if isinstance(system, str) else [_text(block, "system") for block in system or ()]
-    told = [text for text in texts if text and not text.startswith(_BILLING)]
+    # Begins a system text that is no instruction, and is another one in each request
+    billing = "x-anthropic-billing-header"
+    told = [text for text in texts if text and not text.startswith(billing)]
     return [{"role": "system", "content": "\n".join(told)}] if told else []
 
 
@@ -124,7 +120,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of tools and of the user, in the order of the blocks; texts that stand together are one."""
+    """Return messages of tools and of the user, in the order of the blocks; adjacent texts are joined."""
     found: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -172,7 +168,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(block: Any, where: str) -> str:
-    """Return the text of a block. Raise RequestError for one that holds anything else."""
+    """Return the text of a block. Raise RequestError for one with anything else."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     source = block.get("source") if kind == "document" else None
     if isinstance(source, Mapping) and source.get("type") == "text":
@@ -207,7 +203,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, Any]:
-    """Return what chat templates call it."""
+    """Return the arguments for chat templates."""
     return {} if thinking is None else dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
 
 

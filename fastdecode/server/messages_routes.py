@@ -27,11 +27,11 @@ from fastdecode.server.streams import GenerationResponse, json_response
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
-    """Have ``app`` answer them."""
+    """Add the routes to ``app``."""
 
     @app.post(MESSAGES, openapi_extra=takes(MessagesRequest))
     async def messages(request: Request) -> Response:
-        """Answer a conversation, in the words of Anthropic's Messages API."""
+        """Answer a conversation in the form of Anthropic's Messages API."""
         body, num_bytes = await read_request(service, request, MessagesRequest)
         found = await service.accept(body, num_bytes, request.headers)
         return MessageResponse(service, found, bool(body.stream))

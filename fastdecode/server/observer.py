@@ -1,4 +1,4 @@
-"""What the server can say of its engine: the last steps, the R-workers, the queue; plain data, made after each step."""
+"""The server's view of its engine: the last steps, the R-workers, the queue. It is plain data, made after each step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST_STEPS = 1000
 
 
 class EngineWatch:
-    """Told by the engine's thread after each step; read by the event loop at any time, as whole values.
+    """State of the engine. Its thread writes it after each step, and the event loop may read it at any time.
 
-    ``steps``: the last ones, oldest first. ``timeline``: what each lane did in the last step, of ``metrics.Event``s,
-    kept up only while ``watched`` is true, which the event loop sets.
+    ``steps``: the last steps, oldest first. ``timeline``: the lanes' ``metrics.Event``s in the last step, kept only
+    while the event loop sets ``watched``. ``looking``: the last output of a request that asks for attention sources.
     """
 
     def __init__(self, model_name: str, most_steps: int = MOST_STEPS) -> None:
@@ -29,24 +29,26 @@ class EngineWatch:
         self.state = EngineState(time.perf_counter())
         self.timeline: list[Event] = []
         self.watched = False
+        self.looking: RequestOutput | None = None
         self._new: list[StepRecord] = []
 
     def attach(self, engine: LLMEngine) -> None:
-        """In the engine's thread, before any step."""
+        """Attach to ``engine``, in its thread before any step."""
         engine.on_step = self._new.append
         self.after_step(engine, [])
 
     def after_step(self, engine: LLMEngine, outputs: Sequence[RequestOutput]) -> None:
-        """In the engine's thread, after each step, and now and then while the engine is idle."""
+        """Update the state, in the engine's thread, after each step and now and then while it is idle."""
         now = time.perf_counter()
         records, self._new[:] = list(self._new), []
         self.steps.extend(TimedStep(now, record) for record in records)
         self.state = read_state(engine, records[-1] if records else None, now)
+        self.looking = next((each for each in outputs if each.outputs[0].all_sources), self.looking)
         self.metrics.after_step(self.state, records, outputs, engine.config.enable_prefix_caching)
         self._follow_timeline(engine)
 
     def _follow_timeline(self, engine: LLMEngine) -> None:
-        """Recording costs time, and a trace of everything memory: only while a client looks."""
+        """Record the timeline only while a client looks, since it costs time, and a full trace costs memory."""
         tracer = engine.world.tracer
         if tracer and tracer.steps:
             self.timeline = tracer.steps[-1]
@@ -59,7 +61,7 @@ class EngineWatch:
 
 
 def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:
-    """Return what the scheduler knows, with the last step's times, if there was one; in the engine's thread."""
+    """Return the scheduler's state with the last step's times, if any; call it in the engine's thread."""
     scheduler, known = engine.scheduler, engine.scheduler.snapshot(with_sequences=False)
     counted, is_limited = scheduler.statistics, scheduler.load_limit.tokens is not None
     limits = scheduler.load_limit.of_workers.tolist() if is_limited else [0.0] * len(engine.r_workers)
@@ -89,7 +91,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
 
 
 def session_of(engine: LLMEngine) -> SessionState | None:
-    """Return what outlives ``engine``; None if nothing does."""
+    """Return the session that outlives ``engine``; None if nothing does."""
     if engine.config.journal is None and engine.config.session is None:
         return None
     epoch, journal = max((info.epoch for info in engine.r_workers), default=0), engine.journal

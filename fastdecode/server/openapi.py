@@ -1,6 +1,7 @@
-"""The OpenAPI document of the server: what bodies may be, told as precisely as a JSON schema can.
+"""The OpenAPI document of the server: the allowed bodies, as precisely as a JSON schema can say.
 
-Bodies are read by their structs, and values checked where they are used, with messages of their own; this only tells.
+Bodies are decoded by their structs, and values are checked where they are used, with better messages. This module only
+describes them.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ Schema = dict[str, Any]
 
 
 def takes(kind: type[msgspec.Struct]) -> Schema:
-    """For a route's ``openapi_extra``: the schema of its body."""
+    """Return the schema of a body, for a route's ``openapi_extra``."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document(app: FastAPI, model_names: Sequence[str], vocab_size: int) -> Schema:
-    """Return what FastAPI makes of the routes, with the bodies' schemas."""
+    """Return FastAPI's document of the routes, with the bodies' schemas."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     found.setdefault("components", {}).setdefault("schemas", {}).update(_schemas(model_names, vocab_size))
     return found
 
 
 def _schemas(model_names: Sequence[str], vocab_size: int) -> Schema:
-    """By name. Properties that are None by default may be null."""
+    """Return the schemas by name. Properties with default None may be null."""
     _, components = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
     told = _properties(model_names, vocab_size)
     for kind in BODIES:
@@ -78,7 +79,10 @@ _CHOICES = ["none", "auto", "required"]
 
 
 def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
-    """Of all bodies by name; of those whose name means something else in one body, under that body's name."""
+    """Return the properties of all bodies by name.
+
+    A name with another meaning in one body is listed under that body.
+    """
     token_ids = _list(_numbers("integer", 0, vocab_size - 1), 1)
     named = _object(("name",), name=_TEXT)
     return {
@@ -122,7 +126,7 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
 
 
 def _of_responses() -> Schema:
-    """Return what means something else in the body of a response."""
+    """Return properties with another meaning in a response's body."""
     part = _object(("type", "text"), type={"enum": ["input_text", "output_text"]}, text={"type": "string"})
     item = {**_MESSAGE["properties"], "content": {"anyOf": [{"type": "string"}, _list(part)]}}
     item["role"] = {"enum": ["system", "user", "assistant", "developer"]}
@@ -139,7 +143,7 @@ def _of_responses() -> Schema:
 
 
 def _of_messages() -> Schema:
-    """Return what means something else in the bodies of Anthropic's API."""
+    """Return properties with another meaning in the bodies of Anthropic's API."""
     blocks = _list(_object(("type", "text"), type={"const": "text"}, text=_TEXT), 1)
     text = {"anyOf": [_TEXT, blocks]}
     told: Schema = {"name": _TEXT, "description": {"type": "string"}, "input_schema": {"type": "object"}}

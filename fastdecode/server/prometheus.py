@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, by vLLM's names after the prefix ``fastdecode:``."""
+"""Metrics for Prometheus, with vLLM's names after the prefix ``fastdecode:``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ _FAST = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
     80,
 )  # fmt: skip
-_FIRST = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
-    2560,
-)  # fmt: skip
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTHS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": (_FIRST, "From arrival to the first token"),
+    "time_to_first_token_seconds": ((
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+    2560,
+), "From arrival to the first token"),
     "inter_token_latency_seconds": (_FAST, "From one token to the next"),
     "time_per_output_token_seconds": (_FAST, "Mean time between the tokens of a finished request"),
     "request_time_per_output_token_seconds": (_FAST, "The same, by vLLM's newer name"),
@@ -46,7 +45,7 @@ _HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts of values per bucket, whose upper bounds are ``bounds``; the last bucket has none."""
+    """Counts of values per bucket, with upper bounds ``bounds``; the last bucket has none."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.array(bounds, float)
@@ -54,20 +53,20 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, values: Sequence[float]) -> None:
-        """Count them, all at once."""
+        """Count the values."""
         if values:
             found = np.asarray(values, float)
             self._counts += np.bincount(np.searchsorted(self._bounds, found), minlength=len(self._counts))
             self._sum += float(found.sum())
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Upper bound and number of values up to it, for each bucket, and the sum of all values."""
+        """Return upper bound and cumulative count of each bucket, and the sum of all values."""
         names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         return list(zip(names, np.cumsum(self._counts).tolist(), strict=True)), self._sum
 
 
 class Metrics:
-    """Counted in the engine's thread after each step, and read by the event loop."""
+    """Metrics counted in the engine's thread after each step, and read by the event loop."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -86,13 +85,13 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def after_step(
         self, state: EngineState, records: Sequence[StepRecord], outputs: Sequence[RequestOutput], prefix_caching: bool
     ) -> None:
-        """Count what the steps since the last call have done."""
+        """Count the steps since the last call."""
         with self._lock:
             self._state = state
             for record in records:
@@ -125,7 +124,7 @@ class Metrics:
         self._observe("iteration_tokens_total", [record.num_tokens])
 
     def _forget_gone(self, state: EngineState) -> None:
-        """No series of an R-worker that is gone: pools in which R-workers come and go would have ever more."""
+        """Drop the series of lost R-workers, which would otherwise accumulate."""
         present = {worker.name for worker in state.r_workers if worker.present}
         for seconds in (self._r_seconds, self._transfer_seconds):
             for name in seconds.keys() - present:
@@ -204,7 +203,7 @@ class Metrics:
         yield self._labelled("transfer_seconds", text, "r_worker", self._transfer_seconds)
 
     def _draft_families(self, drafts: DraftCounts) -> Iterator[Metric]:
-        """vLLM's names."""
+        """Yield the metrics of draft tokens, by vLLM's names."""
         yield self._counter("spec_decode_num_drafts", "Verifications of draft tokens", drafts.num_drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Draft tokens verified", drafts.num_draft_tokens)
         accepted = drafts.num_accepted_tokens

@@ -1,4 +1,4 @@
-"""The prompts of requests as the engine takes them: tokenised, or written by the chat template, or refused."""
+"""Prompts of requests for the engine: tokenized, rendered by the chat template, or refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from fastdecode.server.protocol import ChatRequest, CompletionRequest, TokenizeR
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Token ids, and the text that they were made of, if any."""
+    """Token ids, and the text that they were made from, if any."""
 
     token_ids: list[int]
     text: str | None = None
 
     def for_engine(self) -> dict[str, Any]:
-        """Return it as ``LLMEngine.add_request`` takes it."""
+        """Return the prompt for ``LLMEngine.add_request``."""
         return {"prompt": self.text, "prompt_token_ids": self.token_ids}
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """What is known of the model: ``tokenizer`` (None: only token ids), sizes, and arguments for every rendering of a
-    conversation (``template``). Methods may be called by any thread."""
+    """Makes prompts for the model.
+
+    ``tokenizer``: None allows only token ids. ``template``: arguments for every rendering of a conversation. Any thread
+    may call its methods.
+    """
 
     tokenizer: Tokenizer | None
     vocab_size: int
@@ -34,13 +37,13 @@ class PromptReader:
     template: Mapping[str, Any]
 
     def read(self, request: CompletionRequest | ChatRequest) -> list[PromptTokens]:
-        """Return the prompts of a request, one or several of a completion. Raise RequestError for what is no prompt."""
+        """Return the prompts of a request; a completion may have several. Raise RequestError for an invalid prompt."""
         if isinstance(request, ChatRequest):
             return [self._encode(self._encode_chat(request.messages, **template_arguments(request)))]
         return [self._encode(prompt, request.add_special_tokens is not False) for prompt in prompts(request)]
 
     def check_room(self, request: CompletionRequest | ChatRequest, found: Sequence[PromptTokens]) -> None:
-        """Raise RequestError if the model has no room for as many tokens as ``request`` wants after its prompts."""
+        """Raise RequestError if the model has no room for the tokens that ``request`` wants after its prompts."""
         name = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
         wanted, longest = getattr(request, name), max(len(each.token_ids) for each in found)
         if wanted is not None and wanted > self.max_model_len - longest:
@@ -50,7 +53,7 @@ class PromptReader:
             )
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Return the token ids of a text or a conversation; RequestError."""
+        """Return the token ids of a text or a conversation. Raise RequestError."""
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages")
         if request.messages is None:
@@ -59,7 +62,7 @@ class PromptReader:
         return self._encode_chat(request.messages, **template_arguments(request))
 
     def count(self, request: ChatRequest) -> int:
-        """Return how many tokens a conversation has; RequestError."""
+        """Return the number of tokens of a conversation. Raise RequestError."""
         return len(self._encode_chat(request.messages, **template_arguments(request)))
 
     def texts(self, found: Sequence[PromptTokens]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What an OpenAI client may ask: the bodies of requests, one struct each, and the SamplingParams that they mean."""
+"""Requests of OpenAI clients: one struct per body, and the SamplingParams that they stand for."""
 
 from __future__ import annotations
 
@@ -18,30 +18,23 @@ from fastdecode.server.tool_calls import ForcedCalls, forced_calls
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-_KNOWN_KWARGS = frozenset({
-    "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
-    "continue_final_message",
-})  # fmt: skip
-"""Arguments of a chat template that ``chat_template_kwargs`` may not replace."""
-
-
-MOST_FIELDS = 1024
 
 Strings = Annotated[list[str], Meta(max_length=1024)]
 TokenIds = Annotated[list[int], Meta(max_length=1 << 18)]
+LayerNumbers = Annotated[list[int], Meta(max_length=1 << 12)]
 TokenBias = Annotated[dict[str, float], Meta(max_length=1 << 16)]
 Messages = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
 
 
 class StreamOptions(msgspec.Struct):
-    """``include_usage``: a last chunk with the token counts; ``continuous_usage_stats``: the counts in every chunk."""
+    """``include_usage``: a last chunk with the token counts. ``continuous_usage_stats``: the counts in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
-    """What all that asks for text has in common; None is the default."""
+    """Fields that all requests for text share; None is the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -63,11 +56,16 @@ class SampledRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     logit_bias: TokenBias | None = None
     structured_outputs: dict[str, Any] | None = None
+    attention_sources: int | None = None
+    attention_source_block: int | None = None
+    attention_source_layers: LayerNumbers | None = None
 
 
 class GenerationRequest(SampledRequest, kw_only=True):
-    """What completions and chats have in common. ``guided_json`` and the like are vLLM's older names of
-    ``structured_outputs``."""
+    """Fields that completions and chats share.
+
+    ``guided_json`` and similar ones are vLLM's older names of ``structured_outputs``.
+    """
 
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -84,7 +82,7 @@ class GenerationRequest(SampledRequest, kw_only=True):
 SAMPLING = {*SampledRequest.__struct_fields__, "n", "max_tokens", "logprobs"} - {
     "model", "stream", "logit_bias", "structured_outputs",
 }  # fmt: skip
-"""Fields that are SamplingParams of the same name: OpenAI's, and those that vLLM adds."""
+"""Fields that are SamplingParams of the same name: OpenAI's, and vLLM's additional ones."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -96,9 +94,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """``messages`` go through the model's chat template, with ``tools``. ``top_logprobs``: how many per token.
+    """``messages`` are rendered by the model's chat template, with ``tools``. ``top_logprobs``: how many per token.
 
-    ``tool_choice`` "required" or a named function forces calls; "auto" leaves the text free, and its calls in it.
+    ``tool_choice`` "required" or a named function forces calls. "auto" leaves the text free, and it may contain calls.
     """
 
     messages: Messages
@@ -116,7 +114,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Text as a completion has it, or messages as a chat has them."""
+    """A text as in a completion, or messages as in a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -142,14 +140,15 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
-    """Return the request in a parsed body, and the names of fields that are not understood.
+    """Return the request in a parsed body, and the names of unknown fields.
 
-    RequestError names the field that is missing, has the wrong type, or is known to be not supported.
+    Raise RequestError for a field that is missing, has the wrong type, or is unsupported; the message names it.
     """
     if not isinstance(body, dict):
         raise RequestError("body must be an object")
-    if len(body) > MOST_FIELDS:
-        raise RequestError(f"the body has {len(body)} fields: it may have {MOST_FIELDS}")
+    most_fields = 1024
+    if len(body) > most_fields:
+        raise RequestError(f"the body has {len(body)} fields: it may have {most_fields}")
     check_fields(body, kind.__struct_fields__)
     if kind is CompletionRequest and body.get("prompt") is None:
         raise RequestError("prompt is missing: text, token ids, or a list of either")
@@ -163,7 +162,7 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
 
 
 def prompts(request: CompletionRequest) -> list[Any]:
-    """Return the prompts of a completion: one, or each of a list of texts or of lists of token ids."""
+    """Return the prompts of a completion: one, or each of a list of texts or lists of token ids."""
     prompt = request.prompt
     several = isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)
     found = list(prompt or ()) if several else [prompt]
@@ -173,7 +172,7 @@ def prompts(request: CompletionRequest) -> list[Any]:
 
 
 def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the request's over ``defaults``; RequestError or ConfigError for a value that cannot be."""
+    """Return the request's parameters over ``defaults``. Raise RequestError or ConfigError for an invalid value."""
     asked = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
     if isinstance(request, ChatRequest):
         asked = {"max_tokens": None, **defaults, **asked, **_chat_params(request)}
@@ -190,11 +189,16 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
 
 
 def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Return what the chat template is told beside the messages. Raise RequestError for what it cannot be told."""
+    """Return the chat template's arguments besides the messages. Raise RequestError for an invalid one."""
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
     more = request.chat_template_kwargs or {}
-    taken = sorted(_KNOWN_KWARGS & set(more))
+    # Arguments of a chat template that ``chat_template_kwargs`` may not replace
+    known_kwargs = frozenset({
+        "chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt", "add_special_tokens",
+        "continue_final_message",
+    })  # fmt: skip
+    taken = sorted(known_kwargs & set(more))
     if taken:
         raise RequestError(f"chat_template_kwargs must not name {taken[0]}")
     given: dict[str, Any] = {
@@ -209,14 +213,14 @@ def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
 
 
 def forced_calls_of(request: GenerationRequest) -> ForcedCalls | None:
-    """Return the calls that a chat forces. Raise RequestError if it cannot."""
+    """Return the calls that a chat forces; None if it forces none. Raise RequestError for an invalid choice."""
     if not isinstance(request, ChatRequest):
         return None
     return forced_calls(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
 
 
 def _chat_params(request: ChatRequest) -> dict[str, Any]:
-    """Return a chat says apart whether there are ``logprobs`` and how many, and has a newer name for ``max_tokens``."""
+    """Return a chat's parameters: it has two fields for log-probabilities, and a newer name for ``max_tokens``."""
     if request.top_logprobs and not request.logprobs:
         raise RequestError("logprobs must be true beside top_logprobs")
     found: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
@@ -226,9 +230,9 @@ def _chat_params(request: ChatRequest) -> dict[str, Any]:
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
-    """Return the form of the text as SamplingParams take it; nothing where it is free.
+    """Return the form of the text as SamplingParams; {} if it is free.
 
-    A ``response_format`` is that of text, and so says nothing of calls.
+    A ``response_format`` is about text, and so does not apply to calls.
     """
     older = {kind: getattr(request, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
     given = asked_form(request.structured_outputs, older)
@@ -241,5 +245,5 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[Any, float]:
-    """JSON has text as keys where token ids are meant; what is none is left for SamplingParams to refuse."""
+    """Return the bias with integer keys, which JSON writes as text. SamplingParams refuse invalid ones."""
     return {int(key) if re.fullmatch("[0-9]{1,18}", key) else key: value for key, value in bias.items()}

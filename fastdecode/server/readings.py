@@ -1,4 +1,4 @@
-"""How answers are read: which syntax the model writes, and for each request what its answer may be."""
+"""How answers are read: the model's syntax, and what the answer of each request may contain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from fastdecode.server.prompt_reader import PromptTokens
 from fastdecode.server.protocol import ChatRequest, CompletionRequest, forced_calls_of, sampling_params
 from fastdecode.server.response_templates import NO_ANCHOR, AnswerSyntax, answer_syntax
 
-NEAR_TOKENS = 64
-"""The end of a prompt in which the beginning of the answer is looked for first."""
-
 
 class Readings:
-    """Knows how a served model writes its answers. For any thread."""
+    """Knows how the served model writes its answers. Any thread may use it."""
 
     def __init__(
         self,
@@ -26,9 +23,9 @@ class Readings:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
-        """``tokenizer``:
+        """``tokenizer``: None without one. ``chat_template``: None for the tokenizer's.
 
-        None if none was loaded. ``chat_template``: None: the tokenizer's. ConfigError for a parser that is not known.
+        Raise ConfigError for an unknown parser.
         """
         self._tokenizer = tokenizer
         self._syntax: AnswerSyntax | None = None
@@ -42,7 +39,7 @@ class Readings:
         self._special_tokens: Mapping[str, int] = tokenizer.special_tokens
 
     def of(self, request: ChatRequest | CompletionRequest, prompts: Sequence[PromptTokens]) -> AnswerReading:
-        """Return how answers of ``request`` are read. Raise RequestError if it forces calls that it cannot."""
+        """Return how to read the answers of ``request``. Raise RequestError if it forces impossible calls."""
         if not isinstance(request, ChatRequest):
             return AnswerReading()
         forced, syntax = forced_calls_of(request), self._syntax_for(request)
@@ -60,7 +57,7 @@ class Readings:
         )
 
     def sampling_params(self, request: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the request's parameters over ``defaults``: the special tokens that its reading needs are shown."""
+        """Return the request's parameters over ``defaults``, with the special tokens shown that reading needs."""
         syntax = self._syntax_for(request) if isinstance(request, ChatRequest) else None
         if syntax and isinstance(request, ChatRequest):
             markers = (syntax.with_calls if _may_call(request) else syntax.without).markers
@@ -72,15 +69,17 @@ class Readings:
         return self._syntax.for_request(_may_call(request)) if self._syntax else None
 
     def _end(self, token_ids: Sequence[int], has_begun: Any) -> str:
-        """Return the end of the prompt with the beginning of the answer; all of it where that is further back."""
+        """Return the end of the prompt with the beginning of the answer; all of it if that is further back."""
         decode = self._tokenizer.backend.decode
-        near: str = decode(list(token_ids[-NEAR_TOKENS:]), skip_special_tokens=False)
-        if has_begun(near) or len(token_ids) <= NEAR_TOKENS:
+        # The end of a prompt in which the beginning of the answer is looked for first
+        near_tokens = 64
+        near: str = decode(list(token_ids[-near_tokens:]), skip_special_tokens=False)
+        if has_begun(near) or len(token_ids) <= near_tokens:
             return near
         whole: str = decode(list(token_ids), skip_special_tokens=False)
         return whole
 
 
 def _may_call(request: ChatRequest) -> bool:
-    """Return whether the text may call tools of itself."""
+    """Return whether a free text may call tools."""
     return bool(request.tools) and request.tool_choice in (None, "auto")

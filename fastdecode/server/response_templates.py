@@ -1,4 +1,4 @@
-"""The response template that reads a model's answers: the tokenizer's, or what the table has for its chat template."""
+"""The response template that reads a model's answers: the tokenizer's, or the table's for its chat template."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fastdecode.server.parser_table import OF_TOKENIZER, check_parser_names, ent
 from fastdecode.sworker.sampling.answer_parser import AnswerTemplate, has_parser
 
 NO_ANCHOR = "\0"
-"""Stands for the beginning of an answer where a chat template writes none."""
+"""Stands for the beginning of an answer if a chat template writes none."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How a model writes its answers. ``with_calls``: where tools are offered; ``without``: what may be calls is text.
+    """How a model writes its answers. ``with_calls``: if tools are offered; ``without``: possible calls are text.
 
-    ``starts_with``: the delimiter that the model leaves out at the beginning of an answer. ``id_length``: of the ids of
-    calls, where the chat template wants a length; 0: any.
+    ``starts_with``: the delimiter that the model omits at the beginning of an answer. ``id_length``: of the ids of
+    calls, for chat templates that need a length; 0 for any.
     """
 
     with_calls: AnswerTemplate
@@ -31,11 +31,11 @@ class AnswerSyntax:
     id_length: int = 0
 
     def for_request(self, offers_tools: bool) -> AnswerSyntax | None:
-        """Return itself; None if a text of such a request can be nothing but content."""
+        """Return itself; None if a text for such a request can only be content."""
         return None if self.without.is_plain and not offers_tools else self
 
     def is_told(self, prompt: str) -> bool:
-        """Return whether the end of ``prompt`` says itself if the answer begins with a thought."""
+        """Return whether the end of ``prompt`` shows if the answer begins with reasoning."""
         begun = self.with_calls.begun_by(prompt)
         return any(mark in begun for mark in (self.starts_with, self.starts_with.replace("<", "</")))
 
@@ -47,10 +47,10 @@ def answer_syntax(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> AnswerSyntax | None:
-    """Return how the model of ``chat_template`` writes; None, with one line in the log, without the parser.
+    """Return the syntax of a model with ``chat_template``. Without the parser, log that and return None.
 
     ``header``: what the template writes at the beginning of an answer. ``own``: the tokenizer's response template,
-    which goes before the table unless a name was given. ConfigError for a name, or a template, that is none.
+    which precedes the table unless a name was given. Raise ConfigError for an unknown name, or an invalid template.
     """
     if not has_parser():
         logger.warning(
@@ -76,7 +76,7 @@ def answer_syntax(
 
 
 def _before_thoughts(header: str, thoughts: Mapping[str, Any]) -> str:
-    """Return ``header`` up to a thought that it opens or closes."""
+    """Return ``header`` up to the reasoning that it opens or closes."""
     field = thoughts.get("fields", {}).get("reasoning_content", {})
     given = [field.get(name, []) for name in ("open", "close")]
     marks = [mark for each in given for mark in ([each] if isinstance(each, str) else each)]

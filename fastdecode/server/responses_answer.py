@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, what is answered: whole responses, and the typed events of streams, as plain data."""
+"""Answers of OpenAI's Responses API as plain data: whole responses, and typed events of streams."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fastdecode.server.answers import usage_of
 from fastdecode.server.call_parts import CallPart, call_id, is_json
 from fastdecode.server.logprobs import LogprobForm
 from fastdecode.server.responses_request import ResponsesRequest
+from fastdecode.server.sources import SourceForm
 
 Event = dict[str, Any]
-"""Of a stream; its "type" says which."""
+"""An event of a stream; its "type" says which."""
 
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """How the answer of one request looks: what was asked, and with which ``params``; ``reading``: of its text."""
+    """How the answer of one request looks: its body, its ``params``, and ``reading``, how its text is read."""
 
     request: ResponsesRequest
     params: SamplingParams
@@ -30,14 +31,15 @@ class ResponseForm:
     reading: AnswerReading = field(default_factory=AnswerReading)
     logprobs: LogprobForm = field(default_factory=LogprobForm)
     created: int = field(default_factory=lambda: int(time.time()))
+    sources: SourceForm = field(default_factory=SourceForm)
 
     @property
     def id(self) -> str:
-        """As OpenAI's begin."""
+        """The id, with the prefix that OpenAI uses."""
         return f"resp_{self.answer_id}"
 
     def response(self, status: str, items: Sequence[Event] = (), **more: Any) -> dict[str, Any]:
-        """Return the response object. ``items``: its output; ``more``: keys in place of those here."""
+        """Return the response object. ``items``: its output. ``more``: keys that replace those set here."""
         asked = self.request
         return {
             "id": self.id,
@@ -68,7 +70,7 @@ class ResponseForm:
 
 
 def whole_response(form: ResponseForm, output: RequestOutput) -> dict[str, Any]:
-    """Return the response of a finished request: what a stream of it ends with."""
+    """Return the response of a finished request, with which a stream ends."""
     growing = GrowingResponse(form)
     *_, last = (*growing.begin(), *growing.grow(output.outputs[0]), *growing.end(output))
     response: dict[str, Any] = last["response"]
@@ -100,15 +102,11 @@ def _call_item(part: CallPart, answer: str) -> Event:
     return {**item, "name": part.name, "arguments": "", "status": "in_progress"}
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs"}
-"""What the ids of items begin with."""
-
-
 class GrowingResponse:
-    """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last one.
+    """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last.
 
-    Items come one after another: thoughts, a message, calls. A message begins with the stream where nothing else can
-    come, else with its first text.
+    Items follow one another: reasoning, a message, calls. A message begins with the stream if nothing else can come,
+    else with its first text.
     """
 
     def __init__(self, form: ResponseForm) -> None:
@@ -121,15 +119,18 @@ class GrowingResponse:
         self._num_tokens = 0
 
     def begin(self) -> Iterator[Event]:
-        """What comes before any text."""
+        """Yield the events before any text."""
         yield self._event("response.created", response=self._form.response("in_progress"))
         yield self._event("response.in_progress", response=self._form.response("in_progress"))
         if self._form.reading.is_plain:
             yield from self._begin_message()
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        """What is new of the text, and of the calls: token by token, so that a stream that is read again, of outputs
-        that come otherwise, has the same events."""
+        """Yield the new events of text and calls.
+
+        They come token by token, so that a stream that is read again has the same events, even if outputs come in other
+        pieces.
+        """
         for count in range(self._num_grown + 1, len(completion.tokens)):
             yield from self._grow(completion.after(count))
         yield from self._grow(completion)
@@ -149,7 +150,7 @@ class GrowingResponse:
                 yield from self._call_events(piece, completion)
 
     def end(self, output: RequestOutput) -> Iterator[Event]:
-        """What comes after the last output."""
+        """Yield the events after the last output."""
         (completion,) = output.outputs
         if not self._items and not self._form.reading.forced:
             yield from self._begin_message()
@@ -159,17 +160,19 @@ class GrowingResponse:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, message: str, code: str) -> Event:
-        """Return what a stream that fails ends with."""
+        """Return the last event of a stream that fails."""
         return self._event("error", message=message, code=code, param=None)
 
     def _begin_message(self) -> Generator[Event, None, Event]:
         return (yield from self._begin_part("message", _text_part("", []), role="assistant"))
 
     def _begin_part(self, kind: str, part: Event, **told: Any) -> Generator[Event, None, Event]:
-        """Begin an item of one part, which grows."""
+        """Begin an item with one growing part."""
         yield from self._end_part("completed")
         number = f"_{len(self._items)}" if self._items else ""
-        item = {"id": f"{_PREFIXES[kind]}_{self._form.answer_id}{number}", "type": kind, **told}
+        # What the ids of items begin with
+        prefixes = {"message": "msg", "reasoning": "rs"}
+        item = {"id": f"{prefixes[kind]}_{self._form.answer_id}{number}", "type": kind, **told}
         self._items.append({**item, "status": "in_progress", "content": []})
         self._part = part
         yield self._item_event("response.output_item.added")
@@ -177,19 +180,22 @@ class GrowingResponse:
         return part
 
     def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
-        """Logprobs are those of all tokens since the last ones, whatever of their text is shown."""
+        """Grow the message. Log-probabilities and sources are those of all tokens since the last event."""
         asked = completion.all_logprobs is not None
         logprobs = self._form.logprobs.of_chat(completion, self._num_tokens) if asked else []
+        sources = self._form.sources.beside(completion, self._num_tokens)
         self._num_tokens = len(completion.tokens)
-        if not text and not logprobs:
+        if not text and not logprobs and not any(sources.values()):
             return
         part = self._growing("message") or (yield from self._begin_message())
         part["text"] += text
         part["logprobs"] += logprobs
-        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+        for name, found in sources.items():
+            part.setdefault(name, []).extend(found)
+        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs, **sources)
 
     def _grow_thoughts(self, thought: Thought, completion: CompletionOutput) -> Iterator[Event]:
-        """Thoughts that stand apart are items of their own."""
+        """Grow the reasoning. Separate blocks are separate items."""
         self._num_tokens = len(completion.tokens)
         part = None if thought.first else self._growing("reasoning")
         if part is None:
@@ -198,11 +204,11 @@ class GrowingResponse:
         yield self._part_event("response.reasoning_text.delta", delta=thought.text)
 
     def _growing(self, kind: str) -> Event | None:
-        """Return the part of the item of that kind that has not ended."""
+        """Return the unfinished part of the item of that kind; None if there is none."""
         return self._part if self._part is not None and self._items[-1]["type"] == kind else None
 
     def _end_part(self, status: str) -> Iterator[Event]:
-        """Nothing where no part has begun."""
+        """End the growing part, if there is one."""
         part, self._part = self._part, None
         if part is None:
             return

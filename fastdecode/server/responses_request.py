@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, what is asked: the body, and the chat that it means."""
+"""Requests of OpenAI's Responses API: the body, and the corresponding chat."""
 
 from __future__ import annotations
 
@@ -15,21 +15,13 @@ from fastdecode.server.text_forms import ResponseFormat
 RESPONSES = "/v1/responses"
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDES = frozenset({
-    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-})  # fmt: skip
-"""What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has."""
 
 SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
-"""Fields that a chat has by the same name: OpenAI's, and those that vLLM adds."""
-
-_TEXT_PARTS = ("input_text", "output_text", "text")
+"""Fields with the same name in a chat: OpenAI's, and vLLM's additional ones."""
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form that the text must have; of "json_schema" the ``schema``. ``strict``: as of a chat's."""
+    """The form of the text; for "json_schema", the ``schema``. ``strict``: as in a chat."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -39,7 +31,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextConfig(msgspec.Struct):
-    """``verbosity`` says nothing to most models, and is ignored."""
+    """``verbosity`` is ignored, since most models do not know it."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
@@ -48,8 +40,8 @@ class TextConfig(msgspec.Struct):
 class ResponsesRequest(SampledRequest, kw_only=True):
     """``input``: text, or a list of messages, function calls and their outputs. ``tools``: functions only.
 
-    ``store``, ``background`` and ``previous_response_id`` are for servers that keep requests; others store nothing,
-    and refuse the latter two. ``conversation``, ``prompt`` and ``truncation`` are known to be refused.
+    ``store``, ``background`` and ``previous_response_id`` need a server that keeps requests. Others store nothing, and
+    refuse the latter two. ``conversation``, ``prompt`` and ``truncation`` are refused by name.
     """
 
     input: str | Messages
@@ -73,14 +65,14 @@ class ResponsesRequest(SampledRequest, kw_only=True):
 
     @property
     def is_stored(self) -> bool:
-        """True if the answer may be asked for later."""
+        """True if the answer can be requested later."""
         return bool(self.store or self.background)
 
 
 def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """Return the chat whose answer is the response, ``messages`` after its instructions.
+    """Return the chat whose answer is the response, with ``messages`` after its instructions.
 
-    Raise RequestError for what is not supported or cannot be.
+    Raise RequestError for unsupported or invalid values.
     """
     _refuse_unsupported(request)
     return ChatRequest(
@@ -96,7 +88,7 @@ def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRe
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one system message of the instructions and of the system message that the input begins with."""
+    """Return one system message of the instructions and the input's first system message."""
     if instructions is None:
         return messages
     is_system = bool(messages) and messages[0]["role"] == "system"
@@ -105,6 +97,12 @@ def _with_instructions(instructions: str | None, messages: list[dict[str, Any]])
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
+    # What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has.
+    includes = frozenset({
+        LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+        "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    })  # fmt: skip
     refused = {
         "conversation": (request.conversation is not None, "is not supported: give previous_response_id, or all input"),
         "prompt": (request.prompt is not None, "is not supported: no prompts are stored; send instructions and input"),
@@ -117,7 +115,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             bool(request.top_logprobs) and LOGPROBS not in (request.include or ()),
             f"needs include: [{LOGPROBS}]",
         ),
-        "include": (set(request.include or ()) - INCLUDES != set(), f"may only name {', '.join(sorted(INCLUDES))}"),
+        "include": (set(request.include or ()) - includes != set(), f"may only name {', '.join(sorted(includes))}"),
     }
     for name, (wrong, message) in refused.items():
         if wrong:
@@ -125,15 +123,21 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages. Calls belong to the assistant's message before them, as chat templates expect it."""
+    """Return a chat's messages. Calls belong to the assistant's message before them, as chat templates expect."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
+    items: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
+        "message": _message,
+        "reasoning": _reasoning,
+        "function_call": _call,
+        "function_call_output": _call_output,
+    }
     for item in given:
         kind = item.get("type", "message")
-        read = _ITEMS.get(kind) if isinstance(kind, str) else None
+        read = items.get(kind) if isinstance(kind, str) else None
         if read is None:
-            raise RequestError(f"input: items may be {', '.join(_ITEMS)}, not {kind!r:.80}")
+            raise RequestError(f"input: items may be {', '.join(items)}, not {kind!r:.80}")
         message = read(item)
         if message is None:
             continue
@@ -166,19 +170,11 @@ def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> None:
-    """Thoughts that a client sends back: templates leave out those of earlier turns."""
-
-
-_ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": _call,
-    "function_call_output": _call_output,
-}
+    """Check reasoning that a client sends back. Templates omit that of earlier turns."""
 
 
 def _text(content: Any) -> str:
-    """Return the text of parts, each on lines of its own."""
+    """Return the text of parts, each on its own lines."""
     if isinstance(content, str):
         return content
     texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
@@ -189,7 +185,8 @@ def _text(content: Any) -> str:
 
 def _part_text(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*_TEXT_PARTS, "refusal") else None
+    text_parts = ("input_text", "output_text", "text")
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in (*text_parts, "refusal") else None
     return text if isinstance(text, str) else None
 
 
@@ -209,7 +206,7 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return a response names the function beside the type, a chat within it."""
+    """Return a chat's tool choice. A response names the function beside the type, a chat within it."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

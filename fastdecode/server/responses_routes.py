@@ -1,4 +1,4 @@
-"""The routes of the Responses API: a response is made, and one that is stored is read, cancelled or deleted."""
+"""The routes of the Responses API: create a response; read, cancel or delete a stored one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fastdecode.server.streams import ResponsesResponse, json_response
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
-    """Have ``app`` answer them."""
+    """Add the routes to ``app``."""
 
     @app.post(RESPONSES, openapi_extra=takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        """Answer a conversation, in the words of OpenAI's Responses API."""
+        """Answer a conversation in the form of OpenAI's Responses API."""
         body, num_bytes = await read_request(service, request, ResponsesRequest)
         if last := request.headers.get(LAST_EVENT_ID):
             return await _go_on(service, last)
@@ -36,7 +36,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get(RESPONSES)
     async def rest(request: Request) -> Response:
-        """Return what comes after an event of a stream."""
+        """Return the rest of a stream after an event."""
         last = request.headers.get(LAST_EVENT_ID)
         if last is None:
             raise ApiError(400, "a GET goes on with a stream: send Last-Event-ID, or ask for a response by its id")
@@ -44,7 +44,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get(RESPONSES + "/{response_id}")
     async def response(request: Request, response_id: str) -> Response:
-        """Return a stored response, or with stream=true its events, those after number starting_after."""
+        """Return a stored response; with stream=true its events after number starting_after."""
         found = await service.archive.response(response_id)
         asked = request.query_params
         if asked.get("stream", "false").lower() in ("true", "1"):
@@ -60,7 +60,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.post(RESPONSES + "/{response_id}/cancel")
     async def cancel(response_id: str) -> Response:
-        """End a response that runs in the background; one that has ended stays as it is."""
+        """End a response that runs in the background; a finished one does not change."""
         found = await service.archive.response(response_id)
         if not found.in_background:
             raise ApiError(400, f"{response_id} does not run in the background: close its connection instead")
@@ -80,7 +80,7 @@ def _number(name: str, text: str) -> int:
 
 
 def response_of(request: ApiRequest) -> dict[str, Any]:
-    """Return the response object as it is now."""
+    """Return the present response object."""
     form, exchange = cast(ResponseForm, request.form), request.exchange
     error = exchange.error
     try:

@@ -1,4 +1,4 @@
-"""The server's process: it starts, serves, and ends in order."""
+"""The server's process: start, serve, and orderly end."""
 
 from __future__ import annotations
 
@@ -26,19 +26,15 @@ from fastdecode.server.service import Service
 from fastdecode.server.standby import standby_door, url_of
 from fastdecode.server.tracing import RequestTracer
 
-POLL_SECONDS = 0.05
-KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60), since a
-request that is sent in the moment in which the server closes is lost."""
-
-BACKLOG = 4096
 LAST_WORDS_SECONDS = 2.0
-"""How long a server whose engine has failed goes on to say so, and answers that are complete may take to be sent."""
+"""Seconds in which a server with a failed engine still reports that, and sends complete answers."""
 
 
 def serve(config: EngineConfig, settings: ServerSettings) -> int:
-    """Serve until told to end. 0 after SIGTERM, 130 after Ctrl-C, 1 when the engine has failed; raises what keeps it
-    from starting."""
+    """Serve until told to end.
+
+    Return 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed; raise what prevents the start.
+    """
     _raise_file_limit()
     settings.check_certificate()
     with contextlib.closing(_listen(settings)) as listener:
@@ -59,9 +55,12 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends by our rules: requests that were accepted may finish, new ones hear 503."""
+    """uvicorn's server with an orderly end: accepted requests may finish, and new ones get 503."""
 
     def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
+        # How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60),
+        # since a request that is sent in the moment in which the server closes is lost
+        keep_alive_seconds = 75
         super().__init__(
             uvicorn.Config(
                 with_cors(make_app(service), settings),
@@ -75,7 +74,7 @@ class _Server(uvicorn.Server):
                 ssl_certfile=settings.ssl_certfile,
                 log_level=settings.uvicorn_log_level,
                 **_clients_certificates(settings),
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=keep_alive_seconds,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,  # type: ignore[arg-type]
             )
         )
@@ -84,14 +83,15 @@ class _Server(uvicorn.Server):
         self._status = 0
 
     def run_on(self, listener: socket.socket) -> int:
-        """Serve; returns the exit status."""
-        listener.listen(BACKLOG)
+        """Serve; return the exit status."""
+        backlog = 4096
+        listener.listen(backlog)
         self.run([listener])
         return self._status
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Yield both signals drain; Ctrl-C again ends at once."""
+        """Drain on SIGINT and SIGTERM within the context; a second Ctrl-C ends at once."""
         loop = asyncio.get_running_loop()
         self._service.engine_thread.attach(loop, self._died)
         numbers = {signal.SIGTERM: 0, signal.SIGINT: 130}
@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Go on with what the server before had under way, and say that requests are welcome."""
+        """Resume the previous server's unfinished requests, and announce that requests are welcome."""
         self._service.restore()
         await super().startup(sockets)
         service, settings = self._service, self._settings
@@ -126,10 +126,11 @@ class _Server(uvicorn.Server):
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """New requests are answered with 503 until the last one that was accepted has ended."""
+        """Answer new requests with 503 until the last accepted one has ended."""
         deadline = time.monotonic() + self._settings.shutdown_timeout
+        poll_seconds = 0.05
         while self._service.num_requests and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(poll_seconds)
         self._service.fail_all()
         self.should_exit = True
 
@@ -146,13 +147,13 @@ class _Server(uvicorn.Server):
 
 
 def _clients_certificates(settings: ServerSettings) -> dict[str, Any]:
-    """Return what uvicorn takes about clients' certificates and ciphers; nothing where nothing is asked for."""
+    """Return uvicorn's settings for client certificates and ciphers; {} if none are given."""
     ciphers = {"ssl_ciphers": settings.ssl_ciphers} if settings.ssl_ciphers else {}
     return {"ssl_ca_certs": settings.ssl_ca_certs, "ssl_cert_reqs": settings.ssl_cert_reqs, **ciphers}
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
-    """Return a bound socket, before anything is loaded: a port that is taken is told at once. ConfigError."""
+    """Return a bound socket, before anything is loaded, so that a used port is reported at once. Raise ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -166,7 +167,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
 
 
 def _raise_file_limit() -> None:
-    """Every client takes a file."""
+    """Raise the limit of open files, since every client needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

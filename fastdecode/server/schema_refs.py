@@ -1,4 +1,4 @@
-"""References of JSON schemas: each as a JSON pointer from the root of the document in which the schema will stand."""
+"""References in JSON schemas, rewritten as JSON pointers from the root of the surrounding document."""
 
 from __future__ import annotations
 
@@ -10,22 +10,14 @@ from fastdecode.core.errors import RequestError
 
 Schema = Mapping[str, Any]
 
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
-"""Keywords whose value holds a schema per name."""
-
-_DATA = frozenset({"enum", "const", "default", "examples", "example"})
-"""Keywords whose value holds no schema."""
-
-_NAMES_OF_PLACES = ("$id", "$anchor", "$schema")
-
 _MOST_HOPS = 16
 
 
 def localized(schema: Schema, at: str = "#") -> dict[str, Any]:
-    """Return ``schema`` as it reads ``at`` that pointer of another document.
+    """Return ``schema`` as it is at the pointer ``at`` of another document.
 
-    References to it, to parts of it, to its ``$id`` and to its anchors stay the same places. A reference to anything
-    else stays as it is, and the grammar refuses it. RequestError for a schema that is nested too deeply.
+    References to the schema, its parts, its ``$id`` and its anchors keep their targets. Any other reference stays as it
+    is, and the grammar refuses it. Raise RequestError for a schema that is nested too deeply.
     """
     places = _places(schema)
 
@@ -37,7 +29,8 @@ def localized(schema: Schema, at: str = "#") -> dict[str, Any]:
         target = places.find(node.get("$ref"), base)
         if target is not None:
             found["$ref"] = at + quote(target, safe="/~!$&'()*+,;=:@")
-        for name in _NAMES_OF_PLACES:
+        names_of_places = ("$id", "$anchor", "$schema")
+        for name in names_of_places:
             found.pop(name, None)
         return found
 
@@ -56,14 +49,14 @@ def _places(schema: Schema) -> _Places:
 
 
 class _Places:
-    """Knows where the parts of a schema are that have names of their own."""
+    """The named parts of a schema and their places."""
 
     def __init__(self, schema: Schema) -> None:
         self._pointers: dict[str, str] = {"": ""}
         self._collect(schema, "", "")
 
     def find(self, reference: Any, base: str) -> str | None:
-        """Return the pointer, without its "#", of what ``reference`` names; None if that is not in the schema."""
+        """Return the pointer, without "#", of the target of ``reference``; None if it is not in the schema."""
         if not isinstance(reference, str):
             return None
         own = base.partition("#")[0] + reference if reference.startswith("#") else _joined(base, reference)
@@ -86,13 +79,17 @@ class _Places:
 
 
 def _mapped(node: Schema, change: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Return ``node`` with ``change(schema, path)`` for each schema in it; the path leads there from ``node``."""
+    """Return ``node`` with ``change(schema, path)`` for each schema in it, where the path starts at ``node``."""
     found: dict[str, Any] = {}
+    # Keywords whose value holds a schema per name
+    by_name = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+    # Keywords whose value holds no schema
+    data = frozenset({"enum", "const", "default", "examples", "example"})
     for key, value in node.items():
         path = _step(key)
-        if key in _DATA:
+        if key in data:
             found[key] = value
-        elif key in _BY_NAME and isinstance(value, Mapping):
+        elif key in by_name and isinstance(value, Mapping):
             found[key] = {name: change(each, path + _step(name)) for name, each in value.items()}
         elif isinstance(value, list):
             found[key] = [change(each, f"{path}/{number}") for number, each in enumerate(value)]
@@ -118,7 +115,7 @@ def _step(name: str) -> str:
 
 
 def argument_types(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools with nothing but the types of their arguments, references followed, as parsers read them."""
+    """Return the tools reduced to the types of their arguments, with references resolved, for parsers."""
     found = []
     for tool in tools:
         function = tool.get("function")
@@ -133,7 +130,7 @@ def argument_types(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _types(schema: Any, whole: Schema, hops: int = 0) -> list[str]:
-    """Return the names of the types that a value of ``schema`` may have; nothing where it does not say."""
+    """Return the type names that a value of ``schema`` may have; [] if it does not say."""
     if not _is_map(schema) or hops > _MOST_HOPS:
         return []
     schema = _followed(schema, whole)
@@ -152,7 +149,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _followed(schema: Schema, whole: Schema) -> Schema:
-    """Return what ``schema`` refers to, if it does."""
+    """Return the schema that ``schema`` refers to, or itself."""
     for _ in range(_MOST_HOPS):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):

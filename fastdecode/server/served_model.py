@@ -1,4 +1,4 @@
-"""The model that a server serves, as its clients see it: its names, its sizes, and texts as its tokens."""
+"""The served model as clients see it: names, sizes, and tokenization."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastdecode.sworker import SModel
 
 
 class ServedModel:
-    """``names``: what clients may call it; ``reader`` makes prompts of what they ask. For any thread."""
+    """The served model. ``names``: the names that clients may use. ``reader``: makes prompts. Any thread may use it."""
 
     def __init__(self, config: EngineConfig, settings: ServerSettings, model: SModel, template: str | None) -> None:
-        """``template``: of chats, None: the tokenizer's."""
+        """``template``: of chats; None for the tokenizer's."""
         name, self.folder = config.lora or (config.model, config.model)  # an adapter's name and folder
         self._base = config.model if config.lora else None
         self.names = settings.model_names(name)
@@ -33,18 +33,18 @@ class ServedModel:
         self._created = int(time.time())
 
     def check_name(self, name: str | None) -> None:
-        """ApiError 404 where the client means another model; None means this one."""
+        """Raise ApiError 404 if the client means another model. None means this one."""
         if name is not None and name not in self.names:
             raise ApiError(404, f"the model {name!r:.200} does not exist: {', '.join(self.names)} does", param="model")
 
     def cards(self) -> list[dict[str, Any]]:
-        """Return what is served, a card for each of its names."""
+        """Return a model card for each of its names."""
         told = {"object": "model", "created": self._created, "owned_by": "fastdecode", "root": self.folder}
         told |= {"parent": self._base, "max_model_len": self.max_model_len}
         return [{"id": name, **told} for name in self.names]
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Return token ids of the text or the conversation; ApiError or RequestError."""
+        """Return the token ids of the text or conversation. Raise ApiError or RequestError."""
         self.check_name(request.model)
         return self.reader.tokenize(request)
 
@@ -53,7 +53,7 @@ class ServedModel:
         return [self.detokenize([token_id]) for token_id in token_ids]
 
     def detokenize(self, token_ids: list[int]) -> str:
-        """Their text; ApiError or RequestError."""
+        """Return the text of token ids. Raise ApiError or RequestError."""
         if self.tokenizer is None:
             raise ApiError(400, "the tokenizer was not loaded (skip_tokenizer_init)")
         check_token_ids(token_ids, self.vocab_size)

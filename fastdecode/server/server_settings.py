@@ -1,4 +1,4 @@
-"""Every setting of the server, frozen, and validated once when it is made."""
+"""The server's configuration: frozen, and validated when it is made."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.server.parser_table import check_parser_names
 
 SERVER = "server"
-"""The group of its flags."""
+"""The group of the server's flags."""
 
 MEBIBYTE = 1 << 20
-
-RESERVED = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
-                      "add_special_tokens", "continue_final_message"})  # fmt: skip
-"""Arguments of a chat template that have no default."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """One field per flag of ``fastdecode serve``, with underscores. ConfigError names a bad field."""
+    """One field per flag of ``fastdecode serve``, with underscores. A ConfigError names a bad field."""
 
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine", SERVER)
     port: int = setting(8000, "0: any free one, which is printed", SERVER, least=0, most=65535)
@@ -130,24 +126,27 @@ class ServerSettings:
             raise ConfigError("ssl_ca_certs, ssl_cert_reqs, ssl_ciphers: give ssl_keyfile and ssl_certfile as well")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("ssl_cert_reqs: clients' certificates are checked by ssl_ca_certs: give it as well")
-        if taken := sorted(RESERVED & self.default_chat_template_kwargs.keys()):
+        # Arguments of a chat template that have no default
+        reserved = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
+                              "add_special_tokens", "continue_final_message"})  # fmt: skip
+        if taken := sorted(reserved & self.default_chat_template_kwargs.keys()):
             raise ConfigError(f"default_chat_template_kwargs must not name {taken[0]}: requests and flags say it")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r:.80}")
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """Keys of which a request must send one; none if the server is open."""
+        """The keys, of which a request must send one; empty if the server is open."""
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """Return what clients may call the model, by itself ``model``."""
+        """Return the names that clients may use for the model ``model``."""
         given = [self.served_model_name] if isinstance(self.served_model_name, str) else self.served_model_name
         names = (name.strip() for each in given for name in each.split(","))
         return tuple(dict.fromkeys(filter(None, names))) or (model,)
 
     def check_certificate(self) -> None:
-        """Raise ConfigError if TLS is asked for and its files are not a key and a certificate that belong together."""
+        """Raise ConfigError if TLS is requested and its files are not a matching key and certificate."""
         if self.ssl_certfile is None or self.ssl_keyfile is None:
             return
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
@@ -163,14 +162,14 @@ class ServerSettings:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, refuse_password)
             self._check_clients_certificates(context)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is one of these
             raise ConfigError(
                 f"ssl_certfile, ssl_keyfile: {self.ssl_certfile!r} and {self.ssl_keyfile!r} are no certificate and key "
                 f"in PEM that belong together ({error.strerror or error})"
             ) from None
 
     def _check_clients_certificates(self, context: ssl.SSLContext) -> None:
-        """Raise ConfigError if certificates of authorities, or ciphers, are not such."""
+        """Raise ConfigError for invalid files of certificate authorities, or invalid ciphers."""
         for name, load in (("ssl_ca_certs", context.load_verify_locations), ("ssl_ciphers", context.set_ciphers)):
             if value := getattr(self, name):
                 try:
@@ -179,8 +178,10 @@ class ServerSettings:
                     raise ConfigError(f"{name}: {value!r} is not usable ({error.strerror or error})") from None
 
     def template_arguments(self) -> dict[str, Any]:
-        """Return what the chat template is told with every conversation, itself included; ConfigError as
-        ``read_chat_template``."""
+        """Return the chat template's arguments for every conversation, the template included.
+
+        Raise ConfigError as ``read_chat_template`` does.
+        """
         template = self.read_chat_template()
         return self.default_chat_template_kwargs | ({} if template is None else {"chat_template": template})
 

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, which requests are accepted, and how one is carried out."""
+"""What all routes share: the engine, the acceptance of requests, and their execution."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from fastdecode.server.protocol import ChatRequest, CompletionRequest, prompts
 from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.served_model import ServedModel
 from fastdecode.server.server_settings import ServerSettings
+from fastdecode.server.sources import source_form
 from fastdecode.server.tracing import RequestTracer
 from fastdecode.sworker.model.tokenizer import check_chat_template
 
@@ -40,12 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 2.0
-"""After which free memory goes back to the system."""
-
 
 class Service:
-    """The model and its engine as the routes use them; belongs to the event loop."""
+    """The model and its engine for the routes; it belongs to the event loop."""
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class Service:
         engine_thread: EngineThread,
         tracer: RequestTracer | None = None,
     ) -> None:
-        """Starts the engine, and waits until it is loaded. ``tracer`` is told of requests that have ended."""
+        """Start the engine, and wait until it is loaded. ``tracer``: is told of ended requests."""
         self.settings = settings
         self.engine_thread = engine_thread
         self.observer = engine_thread.observer
@@ -89,21 +87,23 @@ class Service:
 
     @property
     def num_requests(self) -> int:
-        """API requests that were accepted and have not ended, or whose clients read on."""
+        """Accepted API requests that have not ended, or whose clients still read."""
         return max(len(self._exchanges), self.keeper.num_read if self.keeper else 0)
 
     def check_open(self) -> None:
-        """ApiError 503 where no request is accepted: the engine is dead, the server ends, or the queue is full."""
+        """Raise ApiError 503 unless requests are accepted.
+
+        None is while the engine is dead, the server is ending, or the queue is full.
+        """
         self.check_alive()
         if self._num_sequences >= self._most_sequences:
             raise ApiError(503, f"{self._num_sequences} sequences are under way: the queue is full", "overloaded_error")
 
     async def accept(self, asked: Asked, num_bytes: int, headers: Mapping[str, str]) -> ApiRequest:
-        """Read the request and queue it; it must be given to ``leave``. ``num_bytes``: of its body. ``headers`` say
-        which trace it belongs to, if any, and where requests are kept what it is to be called: the same, asked again
-        by that name, is the one that is under way.
+        """Read a request and queue it; ``leave`` must be called for it.
 
-        ApiError, RequestError or ConfigError.
+        ``num_bytes``: of its body. ``headers``: may name its trace, and where requests are kept also the request; the
+        same request under the same name is the one that already runs. Raise ApiError, RequestError or ConfigError.
         """
         arrival_seconds = time.perf_counter()
         self.check_open()
@@ -118,14 +118,14 @@ class Service:
         self._num_sequences += num_sequences
         try:
             found = await self.off_loop(num_bytes, self.model.reader.read, chat)
-            if chat is asked:  # the tokens that a response may have are a bound
+            if chat is asked:  # the most tokens of a response are a bound
                 self.model.reader.check_room(chat, found)
             await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
             self.trim_when_idle()
             raise
-        if known := self.archive.known(name, asked):  # it came twice, and the other was faster
+        if known := self.archive.known(name, asked):  # it came twice, and the other one was faster
             self._num_sequences -= num_sequences
             return known
         exchange = Exchange(name or new_id(), found, params, arrival_seconds)
@@ -137,7 +137,7 @@ class Service:
         return request
 
     def restore(self) -> None:
-        """Begin again what the server before this one had under way."""
+        """Restart the previous server's unfinished requests."""
         for kept in self.keeper.unfinished() if self.keeper else ():
             try:
                 request = self._remake(kept)
@@ -151,7 +151,7 @@ class Service:
                 self.keeper.left(request)
 
     def leave(self, request: ApiRequest, reading: Reading) -> None:
-        """The client of ``reading`` is answered, or gone: unless requests are kept, what is left of it is aborted."""
+        """End the reading of a client that is answered or gone. Unless requests are kept, the rest is aborted."""
         request.exchange.close(reading)
         if self.keeper:
             self.keeper.left(request)
@@ -161,7 +161,7 @@ class Service:
         self.end(request.exchange)
 
     def end(self, exchange: Exchange) -> None:
-        """Nothing more is wanted of it: what is left is aborted."""
+        """Abort what is left of the exchange."""
         if exchange in self._exchanges:
             context = self._exchanges.pop(exchange)
             self._num_sequences -= exchange.num_sequences
@@ -171,37 +171,43 @@ class Service:
                 self._tracer.ended(exchange, context)
 
     def trim_when_idle(self) -> None:
-        """What a burst or a long text took goes back once nothing has come for long."""
+        """Return memory of a burst or a long text to the system, once nothing has come for a while."""
         if self._trim:
             self._trim.cancel()
-        self._trim = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._trim_unless_busy)
+        # After which free memory goes back to the system
+        idle_seconds = 2.0
+        self._trim = asyncio.get_running_loop().call_later(idle_seconds, self._trim_unless_busy)
 
     def check_alive(self) -> None:
-        """ApiError 503 once the engine is dead or the server ends."""
+        """Raise ApiError 503 if the engine is dead or the server is ending."""
         if self.dead:
             raise ApiError(503, "the engine has failed", "server_error")
         if self.draining:
             raise ApiError(503, "the server is shutting down", "server_error")
 
     def fail_all(self) -> None:
-        """Break off every request: the server ends."""
+        """Abort every request, since the server ends."""
         for exchange in list(self._exchanges):
             exchange.fail(ShutdownError("the server was shut down before the answer was complete"))
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Stop writing."""
         if self.keeper:
             self.keeper.close()
 
     async def off_loop(self, num_bytes: int, function: Any, *args: Any) -> Any:
-        """Call what takes long, templates and tokenizers, in a thread of its own; for bodies of many bytes one after
-        another in another thread, so that short ones do not wait for them."""
+        """Call a slow function (templates, tokenizers) in another thread.
+
+        Large bodies take turns in a separate thread, so that small ones need not wait for them.
+        """
         lane = self._long_texts if num_bytes > LONG_TEXT_BYTES else self._short_texts
         return await asyncio.get_running_loop().run_in_executor(lane, function, *args)
 
     def read_vocabulary_soon(self) -> None:
-        """Have structured outputs ready, where their library is installed, before a request asks for them: reading the
-        vocabulary holds up all threads, and so all streams."""
+        """Prepare structured outputs before a request needs them, if their library is installed.
+
+        Reading the vocabulary holds up all threads, and so all streams.
+        """
         if self._grammars:
             self._compiling.submit(_read_vocabulary, self._grammars)
 
@@ -211,7 +217,7 @@ class Service:
             logger.info("idle: free memory goes back to the system")
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
-        """Return how tokens are chosen, and how many sequences that makes."""
+        """Return the sampling parameters, and the number of sequences."""
         params = self.model.readings.sampling_params(request, self.model.generation_defaults)
         return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
 
@@ -227,11 +233,14 @@ class Service:
             self.model.reader.texts(exchange.prompts) if isinstance(asked, CompletionRequest) and asked.echo else ()
         )
         name, tokenizer = self.model.names[0], self.model.tokenizer
-        reading = self.model.readings.of(chat, exchange.prompts)
-        return form_of(asked, chat, exchange.params, name, exchange.exchange_id, echoes, created, tokenizer, reading)
+        params, reading = exchange.params, self.model.readings.of(chat, exchange.prompts)
+        sources = source_form(tokenizer, chat, exchange.prompts, params)
+        return form_of(
+            asked, chat, params, name, exchange.exchange_id, echoes, created, tokenizer, reading, sources
+        )  # fmt: skip
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
-        """Return the request that was kept, with its outputs where it has ended; not in the engine."""
+        """Return the stored request, with its outputs if it has ended; it is not in the engine."""
         asked: Asked = msgspec.convert(kept.body, KINDS[kept.route])
         chat = chat_meant(asked, kept.messages)
         found = [PromptTokens(*each) for each in kept.prompts]
@@ -244,7 +253,7 @@ class Service:
         return ApiRequest(asked, exchange, self._form(asked, chat, exchange, kept.created), kept.messages)
 
     async def _prepare(self, params: SamplingParams) -> None:
-        """Compile the request's grammar here, so that the engine need not, which all streams wait for."""
+        """Compile the request's grammar here, since all streams would wait if the engine did."""
         if params.structured_outputs and self._grammars:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._grammars.prepare, params.structured_outputs)
@@ -253,12 +262,15 @@ class Service:
 def _read_vocabulary(grammars: Grammars) -> None:
     try:
         grammars.read_vocabulary()
-    except (RequestError, ConfigError) as error:  # told to each request that needs it
+    except (RequestError, ConfigError) as error:  # each request that needs it reports the error
         logger.debug("no structured outputs: %s", error)
 
 
 def check_finished(outputs: Sequence[RequestOutput | None]) -> list[RequestOutput]:
-    """The outputs of a finished exchange; ApiError 500 where the model failed, 400 where the request left no token."""
+    """Return the outputs of a finished exchange.
+
+    Raise ApiError 500 if the model failed, 400 if the request left no token.
+    """
     found = [output for output in outputs if output is not None]
     for each in (each for output in found for each in output.outputs if each.finish_reason == "error"):
         reason = str(each.stop_reason)

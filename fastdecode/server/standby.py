@@ -1,4 +1,4 @@
-"""What a server that stands by answers, until it has its session: 503, also to probes of its readiness."""
+"""The answers of a standby server until it has its session: 503, also to readiness probes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from fastdecode.server.errors import RETRY_SECONDS
 from fastdecode.server.server_settings import ServerSettings
 
 CLIENT_SECONDS = 5.0
-"""A connection is closed after this."""
+"""A connection is closed after so many seconds."""
 
 MOST_CLIENTS = 64
-"""Connections at once; further ones are closed."""
-
-POLL_SECONDS = 0.05
+"""Most concurrent connections; further ones are closed."""
 
 
 @contextlib.contextmanager
 def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[None]:
-    """Answer at ``listener`` that another server is to be asked, where ``settings`` ask to stand by; afterwards
-    ``listener`` is as it was, and clients that come wait."""
+    """Answer at ``listener`` within the context that another server serves, if ``settings`` ask for a standby.
+
+    Afterwards ``listener`` is unchanged, and new clients wait.
+    """
     if settings.standby is None:
         yield
         return
     listener.listen(MOST_CLIENTS)
     door = _Door(listener, settings)
-    thread = threading.Thread(target=door.serve_forever, args=(POLL_SECONDS,), name="standby", daemon=True)
+    poll_seconds = 0.05
+    thread = threading.Thread(target=door.serve_forever, args=(poll_seconds,), name="standby", daemon=True)
     thread.start()
     print(f"fastdecode: stands by for session {settings.standby} at {url_of(listener, settings)}", flush=True)
     try:
@@ -45,7 +46,7 @@ def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[
 
 
 def url_of(listener: socket.socket, settings: ServerSettings) -> str:
-    """Return where clients reach it."""
+    """Return the URL at which clients reach it."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -80,7 +81,7 @@ class _Door(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that leave are no news."""
+        """Ignore clients that leave."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -100,4 +101,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_DELETE = do_OPTIONS = do_PUT = _refuse
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: probes come all the time."""
+        """Log nothing, since probes come all the time."""

@@ -1,4 +1,4 @@
-"""Answers on their way to the client, whole or as server-sent events; a client that is gone ends its request."""
+"""Sends answers to clients, whole or as server-sent events. A client that leaves ends its request."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Answers ``request``, whole or as a stream; subclasses know the words. ``last``: what ends every stream."""
+    """Answers ``request``, whole or as a stream; subclasses define the form. ``last``: the end of every stream."""
 
     last = b""
 
     def __init__(self, service: Service, request: ApiRequest, stream: bool) -> None:
-        """``request`` is given to ``Service.leave`` with the client's end."""
+        """``request`` is passed to ``Service.leave`` when the client is done."""
         super().__init__()
         self._service, self._request, self._streams = service, request, stream
         self._reading = request.exchange.read()
@@ -47,15 +47,15 @@ class GenerationResponse(Response):
         raise NotImplementedError
 
     def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, the first one as soon as the engine has taken the exchange."""
+        """Yield server-sent events, the first as soon as the engine has accepted the exchange."""
         raise NotImplementedError
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
-        """Return the event of a stream that has begun and fails; ``body`` is in OpenAI's error shape."""
+        """Return the last event of a stream that fails. ``body`` has OpenAI's error shape."""
         raise NotImplementedError
 
     def refusal(self, error: Exception) -> Response:
-        """Return the answer where nothing was sent yet; ``error`` is in no shape."""
+        """Return the answer for ``error`` if nothing was sent yet."""
         return error_response(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ class GenerationResponse(Response):
             self._service.leave(self._request, self._reading)
 
     async def _watch(self, receive: Receive) -> None:
-        """Have the exchange know as soon as its client is gone."""
+        """Tell the exchange as soon as its client is gone."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._reading.fail(DisconnectedError("the client is gone"))
@@ -91,7 +91,7 @@ class GenerationResponse(Response):
             return self.refusal(error)
 
     async def _stream(self, send: Send) -> None:
-        """The status is sent with the first event, so that a request which cannot run is answered with its own."""
+        """Send the stream. The status goes with the first event, so that a refused request gets its own status."""
         begin = {"type": "http.response.start", "status": 200, "headers": SSE_HEADERS + self._names}
         started = False
         try:
@@ -108,7 +108,7 @@ class GenerationResponse(Response):
                 await response({"type": "http"}, _nothing, send)
                 return
             if self._is_kept and isinstance(error, ShutdownError | EngineDeadError):
-                return  # the connection breaks: the stream goes on from the next server
+                return  # break the connection, since the next server continues the stream
             await send({"type": "http.response.body", "body": self.failure(*error_answer(error)), "more_body": True})
         if not started:
             await send(begin)
@@ -116,12 +116,12 @@ class GenerationResponse(Response):
 
 
 class TextResponse(GenerationResponse):
-    """A completion's or a chat's answer; a stream may go on ``after`` a place that ``TextStreamPlace`` has named."""
+    """The answer of a completion or a chat. A stream may continue ``after`` a place named by ``TextStreamPlace``."""
 
     last = b"data: [DONE]\n\n"
 
     def __init__(self, service: Service, request: ApiRequest, after: str | None = None) -> None:
-        """Raise RequestError for a place that is none."""
+        """Raise RequestError for an invalid place."""
         asked = cast(GenerationRequest, request.asked)
         self._form = cast(AnswerForm, request.form)
         self._options = asked.stream_options or StreamOptions()
@@ -132,12 +132,12 @@ class TextResponse(GenerationResponse):
         return whole_answer(self._form, outputs)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """A chunk for whatever came at once, beginning with each choice's first one."""
+        """Yield a chunk for all that arrived at once, each choice's first chunk first."""
         form, exchange, place = self._form, self._request.exchange, self._place
         count = exchange.params.n
         news = await self._reading.news()
         if form.echoes:
-            while not all(exchange.outputs):  # what is told of each prompt
+            while not all(exchange.outputs):  # what is sent of each prompt
                 news |= await self._reading.news()
         for index, choice in enumerate(place.choices):
             output = exchange.outputs[index // count] or next(iter(news.values()))
@@ -178,10 +178,10 @@ class TextResponse(GenerationResponse):
 
 
 class TextStreamPlace:
-    """How far a client has read a stream of ``choices``, and the ``name`` of that place: what Last-Event-ID brings.
+    """A client's place in a stream of ``choices``. Its ``name`` is what Last-Event-ID brings back.
 
-    That is "all" after the token counts, else for each choice, with commas, the tokens that were told of it, with a
-    "." once it has ended, or "-" before its first chunk.
+    The name is "all" after the token counts. Otherwise it has, for each choice, separated by commas, the tokens sent of
+    it, with a "." once it has ended; "-" before its first chunk.
     """
 
     def __init__(self, form: AnswerForm, num_choices: int, name: str | None = None) -> None:
@@ -197,7 +197,7 @@ class TextStreamPlace:
 
     @property
     def name(self) -> str:
-        """Of the place so far."""
+        """The name of the present place."""
         if self.told_usage:
             return "all"
         return ",".join(f"{each.num_tokens}{'.' * each.finished}" if each.begun else "-" for each in self.choices)
@@ -207,7 +207,7 @@ _STATE = re.compile(r"-|[0-9]{1,9}\.?")
 
 
 class ResponsesResponse(GenerationResponse):
-    """An answer of the Responses API, whose events have types; ``after``: the last one's number that is known."""
+    """An answer of the Responses API, whose events have types. ``after``: the number of the last known event."""
 
     def __init__(self, service: Service, request: ApiRequest, stream: bool, after: int = -1) -> None:
         self._form = cast(ResponseForm, request.form)
@@ -234,7 +234,7 @@ class ResponsesResponse(GenerationResponse):
         return self._new([self._growing.error(body["error"]["message"], str(body["error"]["code"]))])
 
     def _new(self, events: Iterable[dict[str, Any]]) -> bytes:
-        """Those that the client has not seen."""
+        """Return the events that the client has not seen."""
         new = (event for event in events if event["sequence_number"] > self._after)
         return b"".join(
             _event(event, f"{self._form.id}:{event['sequence_number']}" if self._is_kept else None, event["type"])
@@ -248,7 +248,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of an answer in OpenAI's error shape."""
+    """Return status and body of an answer in OpenAI's error shape."""
     found = api_error(error)
     return found.status, error_body(str(found), found.kind, found.status, found.param)
 

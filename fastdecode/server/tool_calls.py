@@ -1,4 +1,4 @@
-"""Tool calls that a request forces (``tool_choice``): the form of their text, and the calls that are read from it."""
+"""Tool calls forced by ``tool_choice``: the form of their text, and the calls in it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from fastdecode.core.errors import RequestError
 from fastdecode.server.call_parts import CallPart, call_id, mended_escapes, num_mended
 from fastdecode.server.schema_refs import localized
 
-_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": …}}'
-_DEFINITIONS = ("$defs", "definitions")
 _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """What must be called: function ``name`` once, or, where it is None, any of those offered, one or several.
+    """The calls that a request forces: function ``name`` once, or if it is None, one or several of those offered.
 
-    ``form``: of the text. Of a named function it is the arguments alone, else a list of {"name", "parameters"}.
+    ``form``: of the text: only the arguments of a named function, else a list of {"name", "parameters"}.
     """
 
     name: str | None
     form: StructuredOutputsParams
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI's: a text of named function's arguments ends with "stop", any other calls with "tool_calls"."""
+        """Return OpenAI's finish reason: "stop" for the arguments of a named function, "tool_calls" for other calls."""
         return "tool_calls" if reason == "stop" and self.name is None else reason
 
 
 def forced_calls(
     tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool = True
 ) -> ForcedCalls | None:
-    """Return what ``tool_choice`` forces; None if the text is free. ``parallel``: several calls may come at once.
+    """Return the calls that ``tool_choice`` forces; None if the text is free. ``parallel``: several may come at once.
 
-    RequestError for a choice that is not understood, and for tools among which it cannot be made.
+    Raise RequestError for an unknown choice, and for tools that do not allow it.
     """
     if choice in (None, "none", "auto"):
         return None
@@ -45,8 +43,9 @@ def forced_calls(
         return ForcedCalls(None, _any_of(_functions(tools), parallel))
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
+    choices = 'none, auto, required or {"type": "function", "function": {"name": …}}'
     if not isinstance(name, str):
-        raise RequestError(f"tool_choice must be {_CHOICES}, got {choice!r:.80}")
+        raise RequestError(f"tool_choice must be {choices}, got {choice!r:.80}")
     functions = _functions(tools)
     if name not in functions:
         raise RequestError(f"tool_choice: no tool is named {name!r:.80}; there are {', '.join(functions):.200}")
@@ -58,12 +57,13 @@ def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
     if not tools:
         raise RequestError("tool_choice: a call cannot be forced without tools")
     found: dict[str, Mapping[str, Any]] = {}
+    definitions = ("$defs", "definitions")
     for tool in tools:
         function = tool.get("function") if tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
         schema = (function or {}).get("parameters") or {"type": "object", "properties": {}}
         if isinstance(schema, Mapping):
-            for kind in _DEFINITIONS:
+            for kind in definitions:
                 _check_mapping(schema.get(kind, {}), kind)
         if not isinstance(name, str) or not name or not isinstance(schema, Mapping) or name in found:
             raise RequestError(
@@ -80,12 +80,12 @@ def _check_mapping(value: Any, name: str) -> None:
 
 
 def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Without blanks between tokens, which some models would write for ever, and without keys that are not listed."""
+    """Return a form without unlisted keys, and without white space, which some models repeat forever."""
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
 def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> StructuredOutputsParams:
-    """Return a list of calls. Each function's schema is a definition, to which its references lead."""
+    """Return the form of a list of calls. Each function's schema is a definition, which its references name."""
     schemas = enumerate(functions.values())
     definitions = {f"{number}": localized(schema, f"#/$defs/{number}") for number, schema in schemas}
     calls = [
@@ -102,9 +102,9 @@ def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> Struc
 
 
 class CallReader:
-    """Reads one text as it grows: arguments of a named function as they come, other calls each when it is complete.
+    """Reads one growing text: arguments of a named function as they come, other calls when they are complete.
 
-    Of a list of calls that was cut off, the last one comes as far as it goes. ``answer``: see ``call_id``.
+    The last call of a truncated list is returned as far as it goes. ``answer``: see ``call_id``.
     """
 
     thought_spans: Sequence[tuple[int, int]] = ()
@@ -115,7 +115,7 @@ class CallReader:
         self._num_calls = 0
 
     def read(self, text: str, finished: bool) -> list[CallPart]:
-        """Return what is new in ``text``, which begins as it did the last time; ``finished``: nothing follows."""
+        """Return what is new in ``text``, which extends the text of the last call. ``finished``: it is complete."""
         if self._name is None:
             return self._read_list(text, finished)
         end = len(text) if finished else num_mended(text)
@@ -125,9 +125,9 @@ class CallReader:
         return [part] if part.arguments or part.first or finished else []
 
     def _read_list(self, text: str, finished: bool) -> list[CallPart]:
-        """Return complete calls, and of a finished text the one that was cut."""
+        """Return complete calls, and for a finished text also the truncated one."""
         found = []
-        while call := _next_call(text, self._num_read + 1) or (  # after the bracket, or the comma
+        while call := _next_call(text, self._num_read + 1) or (  # after the bracket or comma
             _cut_call(text, self._num_read + 1) if finished else None
         ):
             name, arguments, self._num_read = call
@@ -138,7 +138,7 @@ class CallReader:
 
 
 def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
-    """Return name, arguments as JSON text and end of the call at ``start``; None if it is not complete."""
+    """Return name, arguments as JSON, and end of the call at ``start``; None if it is incomplete."""
     if text.find("}", start) < 0:
         return None
     try:
@@ -151,7 +151,7 @@ def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
 
 
 def _cut_call(text: str, start: int) -> tuple[str, str, int] | None:
-    """Return name, the part of the arguments that is there, and end of the call at ``start``; None without a name."""
+    """Return name, available arguments, and end of the truncated call at ``start``; None without a name."""
     if not text.startswith('{"name":', start):
         return None
     try:

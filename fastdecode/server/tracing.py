@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each prompt that the engine was given, named and attributed as vLLM's ``llm_request``."""
+"""OpenTelemetry: a span per prompt of the engine, with the names and attributes of vLLM's ``llm_request``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 SPAN = "llm_request"
 
 LAST_SPANS_SECONDS = 5.0
-"""How long the end of the server waits for a collector that does not take the last spans."""
+"""Seconds that the server's end waits for a collector that does not accept the last spans."""
 
 
 class RequestTracer:
-    """Sends spans to a collector, in a thread of its own; with a collector that is away they are dropped.
+    """Sends spans to a collector in its own thread; they are dropped if the collector is away.
 
-    Belongs to the event loop. OpenTelemetry's own environment variables count: OTEL_SERVICE_NAME (fastdecode),
+    It belongs to the event loop. OpenTelemetry's environment variables apply: OTEL_SERVICE_NAME (fastdecode),
     OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and so on.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
-        """``endpoint``: where OTLP over HTTP is taken. ConfigError without OpenTelemetry."""
+        """``endpoint``: where OTLP over HTTP is accepted. Raise ConfigError without OpenTelemetry."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -49,11 +49,11 @@ class RequestTracer:
         self._model_name = model_name
 
     def context(self, headers: Mapping[str, str]) -> Context:
-        """The trace that a request belongs to, by its ``traceparent`` and ``tracestate``; names in lower case."""
+        """Return the trace of a request from its ``traceparent`` and ``tracestate``; header names are in lower case."""
         return self._propagator.extract(headers)
 
     def ended(self, exchange: Exchange, context: Context) -> None:
-        """Make the spans of ``exchange``, which began with its arrival and ends now, or failed."""
+        """Make the spans of ``exchange``, from its arrival to its end or failure."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now = time.perf_counter()
@@ -75,7 +75,7 @@ class RequestTracer:
             span.end(_nanoseconds(end + to_wall_clock))
 
     def close(self) -> None:
-        """Send what was not sent yet, for a while."""
+        """Send the remaining spans, for a limited time."""
         last = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         last.start()
         last.join(LAST_SPANS_SECONDS)
@@ -97,7 +97,7 @@ def _done(output: RequestOutput) -> dict[str, Any]:
 
 
 def _latencies(metrics: RequestMetrics) -> dict[str, float]:
-    """In seconds, by vLLM's names."""
+    """Return latencies in seconds, by vLLM's names."""
     arrival, moments = metrics.arrival_seconds, metrics.token_seconds
     if not moments:
         return {}

@@ -1,4 +1,4 @@
-"""What all ranks' parts of an R-worker have of a session that goes on: of every part the same tokens, or nothing."""
+"""What all ranks' parts of an R-worker hold of a continued session: the same tokens on every part, or nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import Verb
 
 Parts = Sequence[Mapping[int, HeldSequence]]
-"""By rank what its part holds, by name."""
+"""For each rank, the sequences that its part holds, by cache id."""
 
 
 def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence]]:
-    """``Parts`` of what the ranks say of one R-worker, each as ``asdict`` has its ``RWorkerInfo``."""
+    """Return the ``Parts`` of one R-worker from the ranks' descriptions, each ``asdict`` of an ``RWorkerInfo``."""
     return [
         {each["cache_id"]: HeldSequence(each["cache_id"], each["num_tokens"], tuple(each["blocks"])) for each in held}
         for held in (info["held"] for info in infos)
@@ -21,10 +21,10 @@ def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence
 
 
 def common(parts: Parts, block_size: int) -> tuple[HeldSequence, ...]:
-    """Return sequences that every part has, each as long as all have it.
+    """Return the sequences that every part has, cut to the tokens that all have.
 
-    Two share a block where they do so in every part: a step that one part had begun and another had not may have parted
-    them in one.
+    Two share a block only if they do in every part. A step that one part had begun and another had not may have
+    separated them in one.
     """
     numbers: dict[tuple[int, ...], int] = {}
     found = []
@@ -37,7 +37,7 @@ def common(parts: Parts, block_size: int) -> tuple[HeldSequence, ...]:
 
 
 def levelling(part: Mapping[int, HeldSequence], kept: Sequence[HeldSequence]) -> tuple[tuple[int, int, int, int], ...]:
-    """CONTROL records after which ``part`` has what is ``kept``, and no more."""
+    """Return CONTROL records that leave ``part`` with exactly ``kept``."""
     lengths = {each.cache_id: each.num_tokens for each in kept if each.num_tokens}
     gone = [(int(Verb.RELEASE), name, 0, 0) for name in part if name not in lengths]
     longer = [name for name, length in lengths.items() if part[name].num_tokens > length]

@@ -1,4 +1,4 @@
-"""How the ranks notice that one of them is gone: a connection to rank 0, which ends with its process."""
+"""How ranks notice the loss of another: a connection to rank 0, which ends with its process."""
 
 from __future__ import annotations
 
@@ -12,26 +12,14 @@ from collections.abc import Callable
 
 from fastdecode.core.errors import RankLostError
 
-FIRST_ENDING_SECONDS = 20.0
-"""How long rank 0 may take to end in order once a rank is lost, on a machine that is busy; it may stand in a layer that
-never ends."""
-
-ENDING_SECONDS = 3.0
-"""How long another rank may take once rank 0 is lost."""
-
-NAMING_SECONDS = 1.0
-"""From an error of the group to the news of who is gone."""
-
-MOST_NAME_BYTES = 512
-
 logger = logging.getLogger(__name__)
 
 
 class Lifelines:
-    """Rank 0's ends of the connections of the others."""
+    """Rank 0's ends of the other ranks' connections."""
 
     def __init__(self, host: str) -> None:
-        """To listen at some port of ``host``."""
+        """Listen at a free port of ``host``."""
         self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self.lost: list[str] = []
@@ -41,17 +29,20 @@ class Lifelines:
     def accept(self, count: int, timeout_seconds: float) -> None:
         """Wait for the ``count`` other ranks."""
         self._listener.settimeout(timeout_seconds)
+        most_name_bytes = 512
         for _ in range(count):
             line, _ = self._listener.accept()
             line.settimeout(None)
-            name = line.recv(MOST_NAME_BYTES).decode(errors="replace")
+            name = line.recv(most_name_bytes).decode(errors="replace")
             self._lines.append(line)
             threading.Thread(target=self._watch, args=(line, name), name=f"lifeline {name}", daemon=True).start()
         self._listener.close()
 
     def describe(self, error: Exception | None = None) -> str:
-        """Return who is gone."""
-        deadline = time.monotonic() + NAMING_SECONDS
+        """Return which ranks are gone."""
+        # From an error of the group to the news of who is gone
+        naming_seconds = 1.0
+        deadline = time.monotonic() + naming_seconds
         while not self.lost and time.monotonic() < deadline:
             time.sleep(0.01)
         if self.lost:
@@ -59,7 +50,7 @@ class Lifelines:
         return f"tensor parallelism has failed, and the job with it: start it again ({error or 'it failed before'})"
 
     def close(self) -> None:
-        """Let the others end; may be called twice."""
+        """Let the other ranks end; may be called twice."""
         self._closed = True
         self._listener.close()
         for line in self._lines:
@@ -73,16 +64,19 @@ class Lifelines:
         if self._closed:
             return
         self.lost.append(name)
-        time.sleep(FIRST_ENDING_SECONDS)
+        # How long rank 0 may take to end in order once a rank is lost, on a machine that is busy; it may stand in a
+        # layer that never ends
+        first_ending_seconds = 20.0
+        time.sleep(first_ending_seconds)
         if not self._closed:
             print(f"fastdecode: error: {self.describe()}", flush=True)
             os._exit(1)
 
 
 def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
-    """Return another rank's end: this process ends when rank 0's does, until what is returned is called.
+    """End this process when rank 0's process ends, until the returned function is called.
 
-    RankLostError if rank 0 is not there.
+    Raise RankLostError if rank 0 is not there.
     """
     try:
         line = socket.create_connection((host, port))
@@ -94,7 +88,9 @@ def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
     def watch() -> None:
         with contextlib.suppress(OSError):
             line.recv(1)
-        if not over.wait(ENDING_SECONDS):
+        # How long another rank may take once rank 0 is lost
+        ending_seconds = 3.0
+        if not over.wait(ending_seconds):
             os._exit(1)
 
     def let_go() -> None:

@@ -1,4 +1,4 @@
-"""The work that all ranks do alike between layers: each for its own R-workers, and then they compare."""
+"""What all ranks do between layers: each for its own R-workers; then they compare the results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fastdecode.core.held import HeldSequence
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import KvAddress, RWorkerInfo, StepPlan, StepReport
+from fastdecode.core.weighing import Queries, WeighedRow
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.tensor_parallel.held import common, levelling, read_held
-from fastdecode.tensor_parallel.rank_messages import Message, combined, read_report, report_message
+from fastdecode.tensor_parallel.rank_messages import Message, combined, mean_weights, read_report, report_message
 
 
 class Group(AttentionBackend, Protocol):
@@ -28,34 +29,36 @@ class Group(AttentionBackend, Protocol):
 
     @property
     def num_newcomers(self) -> int:
-        """R-workers that have joined and were not admitted yet."""
+        """R-workers that have joined and are not admitted yet."""
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
-        """See ``AttentionBackend.admit``; ``most`` of them, the others another time."""
+        """See ``AttentionBackend.admit``. ``most``: how many to admit now; the others follow later."""
 
     def break_off(self) -> None:
-        """``close``, and what R-workers keep for an S-worker after this one stays."""
+        """Close, but let R-workers keep what they hold for a later S-worker."""
 
     def give_up(self, worker: int) -> None:
-        """Between steps: forget R-worker ``worker`` and what it holds; it may join again."""
+        """Drop R-worker ``worker`` and what it holds, between steps; it may join again."""
 
 
 class Member:
-    """One rank and its group of R-workers. R-worker i of every group together are the scheduler's R-worker i.
+    """One rank and its group of R-workers. The scheduler's R-worker i is R-worker i of every group.
 
     Every method is called on all ranks at the same time, and returns the same on all.
     """
 
     def __init__(self, rank: Rank, pool: Group, in_turn: bool = False) -> None:
-        """``in_turn``: the first rank's group is opened before the others', so that of two jobs that want the same
-        R-workers the one that gets the first of these has all."""
+        """``in_turn``: open the first rank's group before the others'.
+
+        Of two jobs that want the same R-workers, the one that gets the first of these gets all.
+        """
         self.rank, self.pool, self._in_turn = rank, pool, in_turn
         self._seconds_ahead = [np.inf] * rank.size
         self._gone: set[int] = set()
         self._exported: np.ndarray | None = None
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """Return all groups for the heads of their ranks; the logical R-workers."""
+        """Open all groups for the heads of their ranks; return the logical R-workers."""
         ranks = range(self.rank.size)
         turns: list[Sequence[int]] = [ranks[:1], ranks[1:]] if self._in_turn else [ranks]
         groups = [each for turn in turns for each in self._open_groups(turn, layout)]
@@ -68,7 +71,7 @@ class Member:
         return [_logical(infos, held) for infos, held in zip(several, self._level(several), strict=True)]
 
     def reserve(self, plan: StepPlan) -> None:
-        """Have all groups hear the controls of ``plan``; rank 0's begins the step with them, too."""
+        """Send the controls of ``plan`` to all groups; rank 0's group also begins the step with them."""
 
         def begin() -> dict[str, Any]:
             self.pool.begin_step(plan)
@@ -81,14 +84,14 @@ class Member:
     def end_step(self) -> StepReport:
         """Return the groups' reports as one.
 
-        What is lost in one group is given up in the others; WorkerLostError on all ranks where one group has nothing
+        R-workers lost in one group are dropped in the others. Raise WorkerLostError on all ranks if one group has none
         left.
         """
         messages = self._exchange(lambda: report_message(self.pool.end_step(), time.perf_counter()), soon=True)
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
-        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]  # one clock where it is one machine
+        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]  # one clock, if all are on one machine
         report = combined([read_report(message, ahead[rank]) for rank, message in enumerate(messages)])
         self._gone.update(report.lost)
         for worker in report.lost:
@@ -97,8 +100,17 @@ class Member:
             raise WorkerLostError("no R-worker is left that all ranks have")
         return report
 
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        """The mean of what the groups answer for their heads."""
+
+        def weigh() -> Message:
+            found = self.pool.weigh(rows, queries)
+            return Message("weighed", {}, [np.zeros(0, np.float32) if each is None else each for each in found])
+
+        return mean_weights(self._exchange(weigh))
+
     def export(self, worker: int, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        """This rank's part of a sequence; ``import_`` gives it to another R-worker of the group."""
+        """Return this rank's part of a sequence; ``import_`` gives it to another R-worker of the group."""
 
         def take() -> dict[str, Any]:
             self._exported = self.pool.export(worker, sequence_id, start, num_tokens)
@@ -108,7 +120,7 @@ class Member:
         return np.zeros(0, np.uint8) if self._exported is None else self._exported
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, start: int) -> None:
-        """Give the pool what ``export`` took last."""
+        """Import what ``export`` returned last."""
 
         def give() -> dict[str, Any]:
             if self._exported is None:
@@ -120,7 +132,7 @@ class Member:
         self._exported = None
 
     def admit(self, vacant: Sequence[int]) -> dict[int, RWorkerInfo]:
-        """As many newcomers as every group has."""
+        """Admit as many newcomers as every group has."""
         count = min(each["count"] for each in self._compare(lambda: {"count": self.pool.num_newcomers}))
         if not count:
             return {}
@@ -130,18 +142,18 @@ class Member:
         return {int(index): _logical([group[index] for group in groups]) for index in own}
 
     def dismiss(self, worker: int) -> None:
-        """Let the R-worker go in all groups."""
+        """Dismiss the R-worker in all groups."""
         self._gone.add(worker)
         self.pool.dismiss(worker)
 
     def _open_groups(self, ranks: Sequence[int], layout: KVLayout) -> list[dict[str, Any]]:
-        """Return what those of ``ranks`` say of themselves."""
+        """Open the groups of ``ranks``; return their descriptions."""
         opens = self.rank.index in ranks
         answers = self._compare(lambda: {"infos": list(map(asdict, self.pool.open(layout)))} if opens else {})
         return [answers[rank] for rank in ranks]
 
     def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
-        """What each R-worker has in all groups of a session that goes on; this group forgets what others lack."""
+        """Return what each R-worker holds in all groups of a continued session; this group drops the rest."""
         parts = [read_held(infos) for infos in several]
         held = [common(each, infos[0]["block_size"]) for each, infos in zip(parts, several, strict=True)]
         controls = tuple(levelling(each[self.rank.index], kept) for each, kept in zip(parts, held, strict=True))
@@ -151,11 +163,14 @@ class Member:
         return [tuple(each for each in kept if each.num_tokens) for kept in held]
 
     def _compare(self, do: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what ``do`` returns on each rank; raises the first one's error where it fails on any."""
+        """Return the result of ``do`` on each rank. If it fails on any, raise the first error on all."""
         return [each.told for each in self._exchange(lambda: Message("done", do()))]
 
     def _exchange(self, make: Callable[[], Message], soon: bool = False) -> list[Message]:
-        """Return what ``make`` makes on each rank, an error of any raised on all; ``soon``: see ``Rank.all_gather``."""
+        """Return the message of ``make`` on each rank; raise an error of any on all.
+
+        ``soon``: see ``Rank.all_gather``.
+        """
         try:
             answer = make()
         except FastDecodeError as error:
@@ -169,7 +184,7 @@ class Member:
 
 
 def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
-    """Partners, each as ``asdict`` has it, as the scheduler sees them: the least of what they have; all KV ports."""
+    """Return a logical R-worker from its parts, each ``asdict``: the least of their resources, and all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
     return replace(
         infos[0],

@@ -12,7 +12,7 @@ from fastdecode.core.parent import die_with
 
 
 def main() -> None:
-    """Serve rank 0; Ctrl-C is for that alone."""
+    """Follow rank 0; Ctrl-C is handled only by rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(int(sys.argv[2]))
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")

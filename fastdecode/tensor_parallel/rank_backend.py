@@ -1,4 +1,4 @@
-"""Rank 0's attention backend: its own group of R-workers, with every step told to the other ranks."""
+"""Rank 0's attention backend: its own group of R-workers, with every step sent to the other ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import numpy as np
 from fastdecode.core.errors import FastDecodeError, RankLostError, interrupts_deferred
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, Verb
+from fastdecode.core.weighing import Queries, WeighedRow
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.tensor_parallel.lifeline import Lifelines
 from fastdecode.tensor_parallel.member import Group, Member
-from fastdecode.tensor_parallel.rank_messages import Message, step_message
+from fastdecode.tensor_parallel.rank_messages import Message, step_message, weigh_message
 
 Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
 """CONTROL records for each R-worker."""
 
-ADMIT_SECONDS = 0.2
-"""How often the ranks are asked for R-workers that have joined."""
-
 
 class TensorParallelBackend:
-    """``AttentionBackend`` over logical R-workers, of which every rank has a part.
+    """An ``AttentionBackend`` over logical R-workers, of which every rank has a part.
 
-    The other ranks hear of a step once, when its layers begin (``lead``) or, where it has none, at its end; but of
-    its controls at once, if these reserve blocks, since prefill workers hear of them next.
+    The other ranks receive a step once: when its layers begin (``lead``), or at its end if it has none. Controls that
+    reserve blocks are sent at once, since prefill workers get them next.
     """
 
     def __init__(self, member: Member, lifelines: Lifelines) -> None:
@@ -51,7 +49,7 @@ class TensorParallelBackend:
         return r_workers
 
     def begin_prompts(self, num_tokens: int) -> None:
-        """Have the other ranks attend prompts of ``num_tokens`` tokens; their last preparation."""
+        """Let the other ranks attend prompts of ``num_tokens`` tokens; this is their last preparation."""
         self._tell(Message("prompts", {"num_tokens": num_tokens}))
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -69,7 +67,10 @@ class TensorParallelBackend:
 
     @contextlib.contextmanager
     def lead(self, step: ScheduledStep, overlap: bool, by: str = "model") -> Iterator[None]:
-        """The layers of ``step``, computed ``by`` what ``step_message`` says, on all ranks; Ctrl-C waits for them."""
+        """Compute the layers of ``step`` on all ranks within the context; Ctrl-C waits for them.
+
+        ``by``: what computes them, see ``step_message``.
+        """
         with interrupts_deferred(), self._talking():
             step = replace(step, controls=self._untold or step.controls)
             self._untold, self._open = None, True
@@ -84,6 +85,12 @@ class TensorParallelBackend:
 
     def collect(self, mini_batch: int) -> np.ndarray:
         return self.pool.collect(mini_batch)
+
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        with interrupts_deferred():
+            self._tell(weigh_message(rows))
+            with self._talking():
+                return self._member.weigh(rows, queries)
 
     def end_step(self) -> StepReport:
         with interrupts_deferred(), self._talking():
@@ -109,7 +116,7 @@ class TensorParallelBackend:
                 return self._member.export(worker, sequence_id, start, num_tokens)
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
-        """See ``AttentionBackend.import_``; of what ``export`` returned last."""
+        """See ``AttentionBackend.import_``. ``data`` must be what ``export`` returned last."""
         with interrupts_deferred():
             told = {"worker": worker, "sequence_id": sequence_id, "num_tokens": num_tokens, "start": start}
             self._tell(Message("import", told))
@@ -118,7 +125,9 @@ class TensorParallelBackend:
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         self._check()
-        if self.pool.join_listener is None or time.monotonic() < self._asked + ADMIT_SECONDS:
+        # How often the ranks are asked for R-workers that have joined
+        admit_seconds = 0.2
+        if self.pool.join_listener is None or time.monotonic() < self._asked + admit_seconds:
             return {}
         self._asked = time.monotonic()
         with interrupts_deferred():
@@ -137,8 +146,10 @@ class TensorParallelBackend:
             self._tell(Message("forget", {"sequence_id": sequence_id}))
 
     def close(self) -> None:
-        """See ``AttentionBackend.close``. Ranks that could not open their R-workers have closed theirs already, and may
-        be told of another backend."""
+        """See ``AttentionBackend.close``.
+
+        Ranks that could not open their R-workers have closed theirs, and may get another backend.
+        """
         with interrupts_deferred():
             with contextlib.suppress(RankLostError):
                 if self._has_all:
@@ -149,7 +160,7 @@ class TensorParallelBackend:
             self.pool.close()
 
     def _tell_controls(self) -> None:
-        """Tell the controls of a step that had no layers, if one has begun."""
+        """Send the controls of a step without layers, if one has begun."""
         if self._untold is not None:
             step = ScheduledStep((MiniBatch.of([]),), self._untold)
             self._untold, self._open = None, True
@@ -166,15 +177,15 @@ class TensorParallelBackend:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Raise RankLostError if a rank goes meanwhile.
+        """Raise RankLostError if a rank is lost within the context.
 
-        Whatever fails within the layers ends the job, too, and so does an error that is none of ours: other ranks do
-        not know of it.
+        A failure within the layers also ends the job, and so does any unexpected error, since other ranks do not know
+        of it.
         """
         self._check()
         try:
             yield
-        except RuntimeError as error:  # of torch.distributed
+        except RuntimeError as error:  # an error of torch.distributed
             self._broken = True
             raise RankLostError(self._lifelines.describe(error)) from error
         except FastDecodeError:

@@ -1,18 +1,26 @@
-"""The messages of the ranks between layers, as bytes: a header in JSON, then arrays."""
+"""Messages between ranks, between layers, as bytes: a header in JSON, then arrays."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fastdecode.core.step import CHUNK, READ, MiniBatch, ScheduledStep
 from fastdecode.core.types import StepReport, WorkerReport
+from fastdecode.core.weighing import WeighedPart, WeighedRow
 
-DTYPES = {"chunk": CHUNK, "read": READ, "i8": np.dtype("<i8"), "f8": np.dtype("<f8"), "u1": np.dtype("u1")}
+DTYPES = {
+    "chunk": CHUNK,
+    "read": READ,
+    "i8": np.dtype("<i8"),
+    "f8": np.dtype("<f8"),
+    "f4": np.dtype("<f4"),
+    "u1": np.dtype("u1"),
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 HEADER_LENGTH_BYTES = 8
@@ -20,7 +28,7 @@ HEADER_LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """``kind``: what is to be done; ``told``: what JSON can say of it; and arrays of ``DTYPES``."""
+    """A message. ``kind``: what to do. ``told``: its data as JSON. Arrays are of ``DTYPES``."""
 
     kind: str
     told: dict[str, Any] = field(default_factory=dict)
@@ -49,12 +57,17 @@ class Message:
 def step_message(
     step: ScheduledStep, computes: bool, overlap: bool = True, by: str = "model", kind: str = "step"
 ) -> Message:
-    """``step`` as every rank needs it; ``computes``: the model's part too, not only the R-workers' controls;
-    ``by``: what computes it, the "model", its "first layers" (``EarlyExitDrafter``), or "random" numbers."""
+    """Return ``step`` as a message for every rank.
+
+    ``computes``: the model's part too, not only the R-workers' controls. ``by``: what computes it: the "model", its
+    "first layers" (``EarlyExitDrafter``), or "random" numbers.
+    """
     arrays = [np.array(list(controls), np.int64).reshape(-1, 4) for controls in step.controls]
     for mini_batch in step.mini_batches:
         arrays += [mini_batch.chunks, mini_batch.token_ids, mini_batch.reads]
+    arrays += step.taps
     told = {"num_workers": len(step.controls), "computes": computes, "overlap": overlap, "by": by}
+    told["num_taps"] = len(step.taps)
     return Message(kind, told, arrays)
 
 
@@ -62,12 +75,36 @@ def read_step(message: Message) -> ScheduledStep:
     """Return the inverse of ``step_message``."""
     num_workers = message.told["num_workers"]
     controls = tuple(tuple(map(tuple, array.tolist())) for array in message.arrays[:num_workers])
+    num_mini_batches = (len(message.arrays) - num_workers - message.told["num_taps"]) // 3
     rest = iter(message.arrays[num_workers:])
-    return ScheduledStep(tuple(MiniBatch(*parts) for parts in zip(rest, rest, rest, strict=True)), controls)
+    mini_batches = tuple(MiniBatch(next(rest), next(rest), next(rest)) for _ in range(num_mini_batches))
+    return ScheduledStep(mini_batches, controls, taps=tuple(rest))
+
+
+def weigh_message(rows: Sequence[WeighedRow]) -> Message:
+    """Return what every rank is to weigh of its own heads."""
+    return Message("weigh", {"rows": [asdict(row) for row in rows]})
+
+
+def read_rows(message: Message) -> list[WeighedRow]:
+    """Return the rows of ``weigh_message``."""
+    rows = message.told["rows"]
+    return [
+        WeighedRow(
+            **{**row, "layers": tuple(row["layers"]), "parts": tuple(WeighedPart(**each) for each in row["parts"])}
+        )
+        for row in rows
+    ]
+
+
+def mean_weights(ranks: Sequence[Message]) -> list[np.ndarray | None]:
+    """Return the mean over all ranks' heads, which are as many each; None of a row that one could not tell."""
+    several = zip(*(message.arrays for message in ranks), strict=True)
+    return [sum(parts).astype(np.float32) / len(parts) if all(map(len, parts)) else None for parts in several]
 
 
 def report_message(report: StepReport, now: float) -> Message:
-    """Return the report of a rank's R-workers on a step; ``now`` is this rank's clock."""
+    """Return the report of a rank's R-workers on a step. ``now``: this rank's clock."""
     told = {
         "now": now,
         "lost": report.lost,
@@ -80,7 +117,7 @@ def report_message(report: StepReport, now: float) -> Message:
 
 
 def read_report(message: Message, seconds_ahead: float) -> StepReport:
-    """Return the inverse of ``report_message``; ``seconds_ahead``: of this rank's clock before the other's."""
+    """Return the inverse of ``report_message``. ``seconds_ahead``: this rank's clock minus the other's."""
     times = iter(message.arrays)
     workers = []
     for (transfer, num_bytes, free, leaving), start, end in zip(message.told["workers"], times, times, strict=True):
@@ -90,7 +127,7 @@ def read_report(message: Message, seconds_ahead: float) -> StepReport:
 
 
 def combined(reports: Sequence[StepReport]) -> StepReport:
-    """The ranks' reports as one, of logical R-workers: times of the slowest, bytes of all, the fewest free blocks."""
+    """Return the ranks' reports as one: times of the slowest, bytes of all, the fewest free blocks."""
     workers = []
     for parts in zip(*(report.workers for report in reports), strict=True):
         slowest = max(parts, key=lambda part: float((part.busy_end - part.busy_start).sum()))

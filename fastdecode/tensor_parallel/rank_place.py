@@ -1,4 +1,4 @@
-"""Who is who among the ranks, from what started this process, and what each rank gets of the settings."""
+"""The ranks' roles, from the launcher of this process, and each rank's settings."""
 
 from __future__ import annotations
 
@@ -13,29 +13,12 @@ from fastdecode.api.settings import split_address
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import KV_CACHE_SHARE, available_memory_bytes, usable_cores
 
-SRUN = "srun of Slurm"
-
-"""Starts the tasks of a step of a Slurm job."""
-
-STARTERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun of Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpirun of MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    SRUN: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-}
-"""Launchers of ranks, and the variables in which each tells a process its rank, their number, and both here."""
-
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Rank ``index`` of ``size``, number ``local_index`` of the ``local_size`` on its machine.
+    """Rank ``index`` of ``size``, and number ``local_index`` of the ``local_size`` on its machine.
 
-    ``host``, ``port``: where the ranks meet. ``has_store``: rank 0 has to open that port itself.
+    ``host``, ``port``: where the ranks meet. ``has_store``: rank 0 must open that port itself.
     """
 
     index: int
@@ -48,19 +31,33 @@ class RankPlace:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The rank's name in messages."""
         return f"rank {self.index} (process {os.getpid()} on {socket.gethostname()})"
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """This process's place among ``size`` ranks that something started; None if they are yet to be started.
+    """Return this process's place among ``size`` ranks of a launcher; None if they are not started yet.
 
-    A launcher that started one process has started no ranks: jobs of one task, and containers whose platform sets
-    WORLD_SIZE to 1, leave it to the engine. ConfigError if they are another number, or do not know where to meet.
+    A launcher that started one process has started no ranks. So jobs of one task, and containers with WORLD_SIZE 1,
+    leave that to the engine. Raise ConfigError if the number differs, or the meeting point is unknown.
     """
-    for starter, names in STARTERS.items():
+    # Starts the tasks of a step of a Slurm job
+    srun = "srun of Slurm"
+    # Launchers of ranks, and the variables in which each tells a process its rank, their number, and both here
+    starters = {
+        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        "mpirun of Open MPI": (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        "mpirun of MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        srun: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    }
+    for starter, names in starters.items():
         index, count, local_index, local_size = (environment.get(name, "") for name in names)
-        if starter == SRUN:
+        if starter == srun:
             count = _tasks_of_step(environment)
         if not index.isdigit() or not count.isdigit() or int(count) == 1:
             continue
@@ -82,9 +79,9 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
 
 
 def _tasks_of_step(environment: Mapping[str, str]) -> str:
-    """Return the tasks that srun started together with this process; "1" in a batch script, which sbatch starts alone.
+    """Return the number of tasks that srun started with this process; "1" in a batch script, which runs alone.
 
-    SLURM_NTASKS is the job's in a batch script, and there is no step.
+    In a batch script SLURM_NTASKS is the job's, and there is no step.
     """
     in_step = any(environment.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEPID"))
     if environment.get("SLURM_JOB_ID") and not in_step:
@@ -93,10 +90,10 @@ def _tasks_of_step(environment: Mapping[str, str]) -> str:
 
 
 def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> EngineConfig:
-    """Return the part of ``config`` for rank ``index`` of ``size``; ``num_here`` ranks share this machine.
+    """Return the settings of rank ``index`` of ``size``; ``num_here`` ranks share this machine.
 
-    Of R-workers at host:port each rank gets as many, in order; at the port of ``pool_listen`` rank 0 listens, at the
-    next one rank 1, and so on.
+    Each rank gets an equal number of R-workers at host:port, in order. Rank 0 listens at the port of ``pool_listen``,
+    rank 1 at the next one, and so on.
     """
     spec = config.r_worker_spec
     changes: dict[str, Any] = {}
@@ -117,7 +114,10 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
 
 
 def cores_of(config: EngineConfig, index: int, size: int) -> EngineConfig:
-    """Return the cores of ranks that are started here: each gets its share of the S-worker's and of the R-workers'."""
+    """Return the settings with the cores of a rank started here.
+
+    It gets its share of the S-worker's and the R-workers' cores.
+    """
     changes: dict[str, Any] = {}
     s_cores, r_cores = config.s_core_list or usable_cores(), config.r_core_list or usable_cores()
     changes["s_threads"] = config.s_threads or max(1, len(s_cores) // size)

@@ -1,4 +1,4 @@
-"""The ranks of a job: started here or found, and what those after the first do."""
+"""The ranks of a job: starting or finding them, and the work of those after the first."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
-from fastdecode.tensor_parallel.rank_messages import Message, read_step
+from fastdecode.tensor_parallel.rank_messages import Message, read_rows, read_step
 from fastdecode.tensor_parallel.rank_place import RankPlace, cores_of, find_place, settings_of
 
 MEETING_SECONDS = 300.0
 END_SECONDS = 5.0
-"""How long a started rank may take to end."""
+"""Most seconds for a started rank to end."""
 
 logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Rank 0's view of all: ``rank``, its own ``config``, and whether all are ``on_one_machine``."""
+    """Rank 0's view of all ranks: ``rank``, its ``config``, and whether all are ``on_one_machine``."""
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
@@ -67,22 +67,22 @@ class Ranks:
         self.config = settings_of(own, 0, size, place.local_size if place else size)
 
     def backend(self, pool: AttentionBackend) -> TensorParallelBackend:
-        """``pool`` and those of the other ranks as one."""
+        """Return ``pool`` and those of the other ranks as one backend."""
         member = Member(self.rank, pool, self.config.stands_by)  # type: ignore[arg-type]
         return TensorParallelBackend(member, self._lifelines)
 
     def tell(self, run: Run) -> None:
-        """Have the other ranks know the journal's ``run``, which they name to their R-workers.
+        """Send the journal's ``run`` to the other ranks, which name it to their R-workers.
 
         Raise RankLostError if one is gone.
         """
         try:
             self.rank.broadcast(Message("run", asdict(run)).encode())
-        except RuntimeError as error:  # of torch.distributed
+        except RuntimeError as error:  # an error of torch.distributed
             raise RankLostError(self._lifelines.describe(error)) from error
 
     def close(self) -> None:
-        """End the processes that were started; may be called twice."""
+        """End the started processes; may be called twice."""
         self._lifelines.close()
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes:
@@ -129,20 +129,19 @@ class Ranks:
 
 
 def follow(config: EngineConfig) -> None:
-    """On another rank than the first of those that ``config`` asks for, serve that until it ends, and raise SystemExit;
-    to be called before anything else is begun."""
+    """On a rank other than the first, serve it until it ends and raise SystemExit. Call this before anything else."""
     place = find_place(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     if place is not None and place.index:
         serve(config, place)
 
 
 def begin_ranks(config: EngineConfig) -> Ranks | None:
-    """Return the ranks that ``config`` asks for, on the first of them; None for one."""
+    """Return the ranks for ``config``, on the first of them; None for a single rank."""
     return Ranks(config) if config.tensor_parallel_size > 1 else None
 
 
 def serve(config: EngineConfig, place: RankPlace) -> None:
-    """Serve as a rank after the first; raises SystemExit at its end."""
+    """Serve as a rank after the first; raise SystemExit at the end."""
     ending = contextlib.ExitStack()
     try:
         meeting = Rendezvous(place.index, place.size, place.host, place.port, False)
@@ -164,15 +163,15 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
     raise SystemExit(0)
 
 
-COMPARED = ("admit", "end", "export", "import", "reserve")
-"""Kinds of messages after which all ranks compare (``Member``)."""
+COMPARED = ("admit", "end", "export", "import", "reserve", "weigh")
+"""Kinds of messages after which all ranks compare results (``Member``)."""
 
 
 class Follower:
-    """A rank after the first: its part of the model, its R-workers, and what rank 0 says."""
+    """A rank after the first: its part of the model, its R-workers, and the messages from rank 0."""
 
     def __init__(self, config: EngineConfig, rank: Rank, on_one_machine: bool) -> None:
-        """``on_one_machine``: all ranks are."""
+        """``on_one_machine``: whether all ranks are."""
         self._rank, self._cleanup = rank, contextlib.ExitStack()
         set_threads(pin_s_worker(config))
         model = SModel(config, rank)
@@ -200,8 +199,10 @@ class Follower:
             self._computes["first layers"] = self._s_worker.beside(first, model.layout, pool)
 
     def _join(self, config: EngineConfig, part: str, layout: KVLayout) -> tuple[Member, list[RWorkerInfo]]:
-        """This rank's R-workers, open for the run that rank 0 names, and all logical ones. A job that stands by tries
-        again and again, and these are asked once rank 0 has the session: then they are its due."""
+        """Open this rank's R-workers for the run that rank 0 names; return them and all logical ones.
+
+        A standby job tries repeatedly. These R-workers are asked once rank 0 has the session, and must then accept.
+        """
         while (message := Message.decode(self._rank.broadcast())).kind == "run":
             cores = config.r_core_list or usable_cores()
             pool: Group = make_backend(config, cores, model=part, run=Run(**message.told))  # type: ignore[assignment]
@@ -215,13 +216,13 @@ class Follower:
         raise RankLostError("rank 0 ended before it was ready")
 
     def run(self) -> None:
-        """Do what rank 0 says until it says no more."""
+        """Do what rank 0 says until the connection ends."""
         with self._cleanup:
             while (message := Message.decode(self._rank.broadcast())).kind != "close":
                 try:
                     self._do[message.kind](self, message)
                 except FastDecodeError:
-                    if message.kind not in COMPARED:  # else all ranks know of it, and the first one decides
+                    if message.kind not in COMPARED:  # otherwise all ranks know of it, and the first one decides
                         raise
 
     def _step(self, message: Message) -> None:
@@ -239,5 +240,6 @@ class Follower:
         "end": lambda self, message: self._member.end_step(),
         "export": lambda self, message: self._member.export(**message.told),
         "import": lambda self, message: self._member.import_(**message.told),
+        "weigh": lambda self, message: self._member.weigh(read_rows(message), self._s_worker.taps),
         "reserve": lambda self, message: self._member.reserve(read_step(message).to_step_plan()),
     }

@@ -1,1 +1,1 @@
-"""The lab: planning, simulation, measurement and their commands. No process that serves imports it."""
+"""The lab: planning, simulation, measurement and their commands. No serving process imports it."""

@@ -1,4 +1,4 @@
-"""The search for a plan's mini-batch: at the knee of throughput, and within limits of time."""
+"""The search for a plan's mini-batch: at the knee of throughput, within limits of time."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ from fastdecode.perfmodel.equations import MOST_SEQUENCES, largest
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.service import ServiceLimits
 
-KNEE_GAIN = 0.1
-"""The batch is large enough when doubling it would raise E(B) by less than this."""
-
-KNEE_TILE = 64
-"""Granularity of the batch sizes tried for the knee: GPUs multiply in tiles."""
-
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Finds mini-batch sizes for one planner, with balanced R-workers, or with those of a pool that is there."""
+    """Finds mini-batch sizes for one planner, with balanced R-workers or with those of an existing pool."""
 
     planner: Planner
 
     def knee(self) -> int:
-        """Return the smallest batch whose E(B) = B/T(B) would rise by less than a tenth if it were doubled (eq. 8).
+        """Return the smallest batch for which doubling raises E(B) = B/T(B) by less than a tenth (eq. 8).
 
-        With a pool that is there, the tokens per second of all stages stand for E(B), and the pool must hold the batch.
+        With an existing pool, the tokens per second of all stages replace E(B), and the pool must hold the batch.
         """
-        sizes = range(KNEE_TILE, MOST_SEQUENCES // 2, KNEE_TILE)
-        knee = next((size for size in sizes if self._gain_of_doubling(size) < KNEE_GAIN), sizes[-1])
+        # Step of the batch sizes tried for the knee, since GPUs multiply in tiles
+        knee_tile = 64
+        sizes = range(knee_tile, MOST_SEQUENCES // 2, knee_tile)
+        # The batch is large enough when doubling it raises E(B) by less than this
+        knee_gain = 0.1
+        knee = next((size for size in sizes if self._gain_of_doubling(size) < knee_gain), sizes[-1])
         return max(1, largest(self._fits_pool, knee))
 
     def within(self, limits: ServiceLimits) -> int | None:
-        """Return the largest batch up to the knee that keeps to ``limits``; None if no batch does.
+        """Return the largest batch up to the knee that meets ``limits``; None if none does.
 
-        Throughput rises with the batch up to the knee, so this batch is the best one within the limits.
+        Throughput rises up to the knee, so this is the best batch within the limits.
         """
         least = self.smallest()
         if not self._keeps(least, limits):
@@ -43,15 +41,15 @@ class BatchSearch:
         return max(least, largest(lambda size: size <= least or self._keeps(size, limits), self.knee()))
 
     def smallest(self) -> int:
-        """Return the smallest batch that some number of R-workers keeps up with: it has the shortest steps."""
+        """Return the smallest batch that some number of R-workers keeps up with. It has the shortest steps."""
         if self.planner.num_r_workers:
             return 1
         return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
 
     def largest_mini_batch(self, latency_limit_seconds: float) -> int:
-        """Return the largest batch whose sequences take at most that long, R-workers balanced (eq.
+        """Return the largest batch whose sequences take at most this long, with balanced R-workers.
 
-        7, with every stage).
+        This is equation 7 with every stage.
         """
         if not latency_limit_seconds > 0:
             raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
@@ -69,7 +67,7 @@ class BatchSearch:
         )
 
     def step_seconds(self, mini_batch_size: int) -> float:
-        """Return the seconds of the mean step with balanced R-workers, unrounded: no shorter than with whole ones."""
+        """Return the seconds of the mean step with balanced R-workers, unrounded; whole ones are no slower."""
         planner = self.planner
         in_flight = equations.in_flight(mini_batch_size, planner.num_mini_batches)
         return planner.mean_step_seconds(in_flight, self._workers(mini_batch_size))
@@ -92,7 +90,7 @@ class BatchSearch:
         return planner.num_r_workers is None or planner.memory_r_workers(in_flight) <= planner.num_r_workers
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
-        """Return whether some number of R-workers keeps up: the larger the batch, the less their fixed costs count."""
+        """Return whether some number of R-workers keeps up. In a larger batch, fixed costs count less."""
         planner = self.planner
         indivisible = equations.indivisible_seconds(
             planner.r_part.seconds_per_token, planner.workload.shared_prefix_len, planner.r_part.call_seconds

@@ -1,4 +1,4 @@
-"""The room that sequences take on R-workers at the peak of the load-stabilizing schedule (equation 9)."""
+"""The memory that sequences take on R-workers at the peak of the load-stabilizing schedule (equation 9)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastdecode.perfmodel.sizing import Workload
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The schedule's peak of one workload, and the R-workers whose memory holds it.
+    """The schedule's peak for one workload, and the R-workers whose memory holds it.
 
-    ``capacity_tokens``: cached tokens that one R-worker holds. ``state_tokens``: cached tokens whose room the states of
-    one sequence take. ``copies``: of each sequence. ``interval_steps``: between micro-batches; chosen when None.
+    ``capacity_tokens``: cached tokens that one R-worker holds. ``state_tokens``: cached tokens that take the memory of
+    one sequence's states. ``copies``: per sequence. ``interval_steps``: between micro-batches; None to choose it.
     """
 
     workload: Workload
@@ -30,7 +30,7 @@ class CacheRoom:
     def load_limit(self, in_flight: int) -> int:
         """Return the schedule's peak, with whole sequences in each micro-batch.
 
-        The limit is never below one whole sequence, which could otherwise never run.
+        The limit is at least one whole sequence, which otherwise could never run.
         """
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
@@ -40,9 +40,9 @@ class CacheRoom:
         return round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
-        """Return the R-workers that hold the peak (equation 9), each with a shared prefix of its own.
+        """Return the R-workers that hold the peak (equation 9), each with its own shared prefix.
 
-        Second copies hold rows of their own, those of a shared prefix too.
+        Second copies store their own rows, also those of a shared prefix.
         """
         shared, copies = self.workload.shared_prefix_len, self.copies - 1
         peak_context = self.load_limit(in_flight) / in_flight
@@ -52,5 +52,5 @@ class CacheRoom:
 
 
 def round_up(number: float) -> int:
-    """Return ``number`` rounded up, but not for the last bits of a division."""
+    """Return ``number`` rounded up, ignoring the last bits of a division."""
     return math.ceil(number - 1e-9 * abs(number))

@@ -1,4 +1,4 @@
-"""Speculative decoding in plans and simulations: what drafts cost, and how often they are accepted."""
+"""Speculative decoding in plans and simulations: the cost and acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.stages import RPart, SPart
 
 ROW_SHARE = 0.04
-"""The part of a cached token's time that each further row over the same reading takes at least: appending, mostly."""
-
-COMPUTED_SHARE = 0.132
-"""The part that a row of each query head takes to compute: on Zen 4 3.3 ns of a bfloat16 token and KV head of 128,
-where reading takes 25 (docs/performance.md). A call takes the larger of reading and computing."""
-
-USUAL_ROWS = 5
-"""Rows of a verification: the time of computing them above that of reading is spread over all but the first."""
-
-MOST_ROW_SHARE = 1.0
-"""A row of its own."""
+"""Least part of a cached token's time for each further row over the same read: mostly appending."""
 
 LOOKUP_SECONDS = 15e-6
-"""Seconds of looking a sequence's last tokens up among its others, of some thousands."""
+"""Seconds of looking up a sequence's last tokens among some thousands."""
 
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Seconds of drafting: ``sequence_seconds`` for each sequence and step, and of one pass for each token.
+    """Seconds of drafting: ``sequence_seconds`` per sequence and step, and one pass per token.
 
-    A pass takes ``num_layers`` layers and the head of ``s_part``, and as many calls of ``r_part``; None: none. One that
-    attends on R-workers computes the rows of the passes before it again, since those leave nothing there.
+    A pass takes ``num_layers`` layers and the head of ``s_part``, and as many calls of ``r_part`` (None: no calls). A
+    pass that attends on R-workers recomputes the rows of earlier passes, which left nothing there.
     """
 
     sequence_seconds: float = 0.0
@@ -38,7 +28,10 @@ class DraftCost:
     r_part: RPart | None = None
 
     def seconds(self, num_sequences: int, num_passes: int, kv_tokens: float, num_r_workers: float) -> float:
-        """``num_passes`` tokens each of ``num_sequences`` sequences, which have ``kv_tokens`` in all."""
+        """Return the seconds of ``num_passes`` tokens per sequence.
+
+        All ``num_sequences`` have ``kv_tokens`` cached tokens.
+        """
         seconds = self.sequence_seconds * num_sequences
         for number in range(1, num_passes + 1):
             rows = num_sequences * (number if self.r_part else 1)
@@ -51,8 +44,10 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class Drafting:
-    """At most ``num_speculative_tokens`` drafted at ``cost`` for a sequence in a step, each accepted with probability
-    ``acceptance_rate`` where those before it were. ``row_share``: see ``ROW_SHARE``."""
+    """The drafts of a sequence in a step: at most ``num_speculative_tokens`` at ``cost``.
+
+    ``acceptance_rate``: probability of acceptance if the predecessors were accepted. ``row_share``: see ``ROW_SHARE``.
+    """
 
     num_speculative_tokens: int
     acceptance_rate: float
@@ -65,6 +60,13 @@ class Drafting:
 
 
 def row_share(group: int) -> float:
-    """Return the part of a cached token's time that a further row takes; ``group`` query heads share a KV head."""
-    above = (COMPUTED_SHARE * group * USUAL_ROWS - 1.0) / (USUAL_ROWS - 1)
-    return min(max(ROW_SHARE, above), MOST_ROW_SHARE)
+    """Return the part of a cached token's time for a further row, if ``group`` query heads share a KV head."""
+    # Compute time of a row per query head, as a part: on Zen 4 3.3 ns for a bfloat16 token and KV head of 128, while
+    # reading takes 25 (docs/performance.md). A call takes the larger of both.
+    computed_share = 0.132
+    # Rows of a verification: compute time beyond that of reading is spread over all but the first
+    usual_rows = 5
+    above = (computed_share * group * usual_rows - 1.0) / (usual_rows - 1)
+    # The first row
+    most_row_share = 1.0
+    return min(max(ROW_SHARE, above), most_row_share)

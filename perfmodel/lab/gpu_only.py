@@ -14,16 +14,12 @@ from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, gpu_peer_link, rep
 from fastdecode.perfmodel.service import NO_LIMITS, Service, ServiceLimits, prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import Workload
 
-MOST_GPUS = 64
-"""GPUs beyond which no S-worker is sought."""
-
-MEMORY_FRACTION = 0.9
-"""The part of a GPU's memory for weights and cache; the rest is activations and the driver (vLLM's default)."""
-
 
 def usable_bytes(gpu: Gpu) -> float:
     """Return the bytes of a GPU's memory for weights and cache."""
-    return MEMORY_FRACTION * gpu.memory_bytes
+    # Part of a GPU's memory for weights and cache; the rest is for activations and the driver (vLLM's default)
+    memory_fraction = 0.9
+    return memory_fraction * gpu.memory_bytes
 
 
 def held_bytes(shape: ModelShape, group: RankGroup) -> int:
@@ -32,7 +28,7 @@ def held_bytes(shape: ModelShape, group: RankGroup) -> int:
 
 
 def check_weights(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> None:
-    """PlanError, by how much, where the weights do not fit the GPU, or the GPUs of ``group`` taken as one."""
+    """Raise PlanError, with the shortage, if the weights do not fit the GPU, or the GPUs of ``group`` as one."""
     weights = held_bytes(shape, group)
     lacking = weights - usable_bytes(gpu)
     if lacking > 0:
@@ -50,7 +46,9 @@ def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | 
     """
     one, link = usable_bytes(gpu) / group.size, group.link or gpu_peer_link(gpu)
     count = 1
-    while count <= MOST_GPUS:
+    # Most GPUs of an S-worker
+    most_gpus = 64
+    while count <= most_gpus:
         if held_bytes(shape, RankGroup(count, link)) <= count * one:
             return count
         count *= 2
@@ -59,11 +57,11 @@ def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | 
 
 @dataclass(frozen=True)
 class GpuOnly:
-    """The best the GPU does alone; ``max_batch_size`` 0 and no throughput where not one sequence can run.
+    """The best result of the GPU alone. ``max_batch_size`` is 0, without throughput, if no sequence can run.
 
-    ``limited_by``: "memory", "latency limit", or "time per token", the limits that users set. ``ttft_seconds``: time to
-    the first token of a request that finds a free seat and no other prompt. ``lone_step_seconds``: time per token of
-    one user, where the limit excludes all batches but memory does not.
+    ``limited_by``: "memory", "latency limit", or "time per token" (users' limits). ``ttft_seconds``: time to first
+    token of a request with a free seat and no other prompt. ``lone_step_seconds``: time per token of one user, if the
+    limit, but not memory, excludes all batches.
     """
 
     max_batch_size: int
@@ -74,7 +72,7 @@ class GpuOnly:
     lone_step_seconds: float | None = None
 
     def service(self, price_per_million_tokens: float | None = None) -> Service | None:
-        """Return this way to serve as its users see it; None if no sequence can run."""
+        """Return this service as its users see it; None if no sequence can run."""
         if self.step_seconds is None or self.ttft_seconds is None:
             return None
         return Service(
@@ -85,11 +83,11 @@ class GpuOnly:
 
 @dataclass(frozen=True)
 class GpuStepTime:
-    """Any step of a GPU that holds the cache itself, at the roofline: answers ``StepTime(tokens, kv_tokens)``.
+    """Any step of a GPU that holds the cache itself, at the roofline. It answers ``StepTime(tokens, kv_tokens)``.
 
-    Attention is the reading of its keys and values, once per step and sequence, and adds to the rest, as the
-    collectives of ``group`` do, whose GPUs ``gpu`` is taken as one. A step reads ``read_share`` of the cache, and
-    reads and writes the states of the sequences that it samples.
+    Attention is the reading of keys and values, once per step and sequence. It adds to the rest, as the collectives of
+    ``group`` do, whose GPUs count as the one ``gpu``. A step reads ``read_share`` of the cache, and reads and writes
+    the states of sampled sequences.
     """
 
     shape: ModelShape
@@ -99,9 +97,9 @@ class GpuStepTime:
     read_share: float = 1.0
 
     def __call__(self, tokens: float, kv_tokens: float, output_tokens: float | None = None) -> float:
-        """Return seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``.
+        """Return the seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens``.
 
-        Only the rows that are sampled, ``output_tokens``, meet the head; all rows unless given.
+        ``output_tokens``: sampled rows, which alone use the head; all rows by default.
         """
         unsampled = 0.0 if output_tokens is None else tokens - output_tokens
         states = 2.0 * self.shape.state_bytes_per_sequence * (tokens - unsampled)
@@ -117,15 +115,17 @@ class GpuStepTime:
 
     @property
     def capacity_tokens(self) -> int:
-        """Cached tokens that fit beside the weights; 0 if not even those do."""
+        """Cached tokens that fit beside the weights; 0 if the weights alone do not fit."""
         return equations.roofline_max_batch_size(
             usable_bytes(self.gpu), held_bytes(self.shape, self.group), self.kv_bytes_per_token
         )
 
 
 def pair_seconds(shape: ModelShape, gpu: Gpu) -> float:
-    """Return the seconds in which ``gpu`` multiplies one query of a prompt with one key, and adds its value, over all
-    layers that attend; a window, or an index, is not discounted."""
+    """Return the seconds of one prompt query and key on ``gpu``, over all attending layers.
+
+    They are for the score and the added value. Windows and indexes are not discounted.
+    """
     layer = shape.layer_layout
     operations = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.attention_layers
     return operations / gpu.flops_per_second.achieved
@@ -138,10 +138,10 @@ def collective_seconds(shape: ModelShape, group: RankGroup, rows: float, sampled
 
 @dataclass(frozen=True)
 class GpuServer:
-    """A model on a GPU without R-workers, its batch filled to the last byte and its kernels at the roofline.
+    """A model on a GPU without R-workers, with memory filled to the last byte and kernels at the roofline.
 
-    Kinder to it than any real server, so that what is said for FastDecode holds. ``read_share``: part of the cache that
-    a step reads.
+    It is better than any real server, so that conclusions in favour of FastDecode hold. ``read_share``: part of the
+    cache that a step reads.
     """
 
     shape: ModelShape
@@ -152,13 +152,13 @@ class GpuServer:
     read_share: float = 1.0
 
     def check_weights(self) -> None:
-        """PlanError, by how much, where the weights do not fit the GPU: then neither way can run."""
+        """Raise PlanError, with the shortage, if the weights do not fit the GPU, since neither way can run then."""
         check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int, more_rows: float = 0.0) -> float:
-        """Return the seconds of a decode step at the achieved rates, the prompts' share of rows included.
+        """Return the seconds of a decode step at the achieved rates, with the prompts' share of rows.
 
-        ``more_rows``: of a prompt, in place of that share.
+        ``more_rows``: rows of a prompt instead of that share.
         """
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
         rows = batch_size + more_rows if more_rows else batch_size * self.workload.rows_per_output_token
@@ -174,14 +174,13 @@ class GpuServer:
         return own + self.read_share * self._shared_kv_bytes / bytes_per_second + collectives
 
     def first_token_seconds(self, batch_size: int) -> float:
-        """Return the time to the first token, beside ``batch_size`` decodes, of a request that does not wait."""
+        """Return the time to first token of a request that does not wait, beside ``batch_size`` decodes."""
         tokens = self.workload.prompt_len - self.workload.shared_prefix_len
         steps = (count * self.step_seconds(batch_size, rows) for count, rows in prompt_chunks(tokens))
         return sum(steps) + self.pair_seconds * prompt_pairs(tokens, self.workload.shared_prefix_len)
 
     def best(self, latency_limit_seconds: float = math.inf, limits: ServiceLimits = NO_LIMITS) -> GpuOnly:
-        """The largest batch that memory, the limit on a whole sequence and those of users allow; throughput only rises
-        with it."""
+        """Return the largest batch within memory and all limits, since throughput rises with the batch."""
         by_memory = self.most_sequences
         limit = latency_limit_seconds / self.workload.output_len
 
@@ -200,7 +199,7 @@ class GpuServer:
 
     @property
     def most_sequences(self) -> int:
-        """Sequences for which the memory has room beside the weights."""
+        """Sequences that fit the memory beside the weights."""
         weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
         of_each = self.own_kv_bytes + self.shape.state_bytes_per_sequence
         return equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, of_each)
@@ -212,7 +211,7 @@ class GpuServer:
 
     @property
     def own_kv_bytes(self) -> float:
-        """Bytes of the mean sequence's cache, apart from the prefix that all share."""
+        """Bytes of the mean sequence's cache without the shared prefix."""
         return (self.workload.mean_context - self.workload.shared_prefix_len) * self.kv_bytes_per_token
 
     @property

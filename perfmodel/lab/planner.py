@@ -1,4 +1,4 @@
-"""The planner makes a plan of measured or assumed times: equations 7 to 11 with prompts, transport and memory."""
+"""The planner: plans from measured or assumed times, by equations 7 to 11 with prompts, transport and memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,23 @@ from fastdecode.perfmodel.states_here import StatesHere
 from fastdecode.perfmodel.step_model import NO_TRANSPORT, StepModel
 from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
-MOST_FOR_SLOWEST = 1.5
-"""The factor up to which R-workers are added for the slowest of them to keep up."""
-
-AROUND_THE_KNEE = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
-"""Numbers of R-workers worth showing, as multiples of the plan's."""
-
 
 @dataclass(frozen=True)
 class Planner:
-    """The machine and the workload; each method answers one question about them.
+    """The machine and the workload. Each method answers one question about them.
 
-    Under tensor parallelism everything but hosts is of one of ``num_ranks`` alike ranks, which has R-workers of its own
-    for its heads of all sequences: ``s_part`` with its collectives, ``r_part``, ``transport``, numbers of R-workers.
+    Under tensor parallelism everything except hosts is of one of ``num_ranks`` equal ranks, which has its own R-workers
+    for its heads of all sequences: ``s_part`` with its collectives, ``r_part``, ``transport``, and numbers of
+    R-workers.
 
-    ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F, chosen when
-    None. ``…_overhead_seconds``: the host's own time in a step, once, for each sequence (``row``), and for each
-    R-worker that is told of it. ``kv_bytes_per_token`` held over all layers is only reported. ``read_share``: part of
-    these bytes that a step reads, with windows and indexes counted; ``r_part`` has the seconds of a cached token of the
-    mean layer, so.
-    ``num_r_workers``: of a pool that is there; as many as keep up with the S-worker when None.
-    ``state_bytes_per_sequence``: of recurrent layers, over all of them; it takes the room of so many cached tokens,
-    unless the S-worker keeps them (``states``). ``pair_seconds``: of the S-worker for a pair of a query and a key of a
-    prompt, over all layers; 0 where it is not known. ``contention``: of S-worker and R-workers on the same cores.
-    ``waits_for_slowest``: the barrier of each layer counts; the paper's equations know nothing of it.
+    ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F; None to choose
+    it. ``…_overhead_seconds``: the host's own time in a step: once, per sequence (``row``), and per R-worker.
+    ``kv_bytes_per_token``: held over all layers; only reported. ``read_share``: part of these bytes that a step reads,
+    with windows and indexes; ``r_part`` already has the seconds of a cached token of the mean layer. ``num_r_workers``:
+    of an existing pool; None for as many as keep up with the S-worker. ``state_bytes_per_sequence``: of all recurrent
+    layers; a state takes the memory of cached tokens, unless the S-worker keeps it (``states``). ``pair_seconds``: of
+    the S-worker per query and key of a prompt, over all layers; 0 if unknown. ``contention``: of S-worker and R-workers
+    on the same cores. ``waits_for_slowest``: count the barrier of each layer, which the paper's equations do not.
     """
 
     workload: Workload
@@ -87,8 +80,10 @@ class Planner:
             )
 
     def plan(self, mini_batch_size: int) -> Plan:
-        """The fewest R-workers that keep up with the S-worker, or those there are, and the load-stabilizing schedule
-        for them; PlanError where those there are cannot hold the batch."""
+        """Return the plan: the fewest R-workers that keep up with the S-worker, or the existing ones.
+
+        It includes the load-stabilizing schedule. Raise PlanError if existing R-workers cannot hold the batch.
+        """
         if mini_batch_size < 1:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
@@ -103,6 +98,8 @@ class Planner:
         if self.states:
             self.states.check_places(in_flight, self.placing.copies, self.state_bytes_per_sequence)
         chosen = self.candidate(mini_batch_size, max(needed, for_memory))
+        # Numbers of R-workers to show, as multiples of the plan's
+        around_the_knee = (0.25, 0.5, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5, 2.0)
         return Plan(
             mini_batch_size=mini_batch_size,
             in_flight=in_flight,
@@ -120,7 +117,7 @@ class Planner:
             r_worker_bandwidth_gb_per_s=_r_worker_bandwidth(self),
             candidates=tuple(
                 self.candidate(mini_batch_size, number)
-                for number in sorted({max(1, round(part * chosen.num_r_workers)) for part in AROUND_THE_KNEE})
+                for number in sorted({max(1, round(part * chosen.num_r_workers)) for part in around_the_knee})
             ),
             tensor_parallel_size=self.num_ranks,
             total_r_workers=self.num_ranks * chosen.num_r_workers,
@@ -130,7 +127,7 @@ class Planner:
         )
 
     def balanced_r_workers(self, mini_batch_size: int) -> float:
-        """Equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
+        """Return equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
         return equations.balanced_r_workers(
             mini_batch_size,
             self._attended_context,
@@ -144,21 +141,24 @@ class Planner:
         )
 
     def enough_r_workers(self, mini_batch_size: int) -> float:
-        """Return the R-workers of which the slowest keeps up, unrounded: equation 11 times the barrier.
+        """Return the R-workers whose slowest keeps up, unrounded: equation 11 times the barrier.
 
-        More R-workers have fewer sequences each, so their slowest lies further above the mean: the second look counts.
+        With more R-workers each has fewer sequences, so the slowest is further above the mean. Hence the second
+        iteration.
         """
         exact = self.balanced_r_workers(mini_batch_size)
         if not self.waits_for_slowest:
             return exact
         spread, enough = self.workload.context_spread, exact
+        # Largest factor by which R-workers are added so that the slowest keeps up
+        most_for_slowest = 1.5
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
-            enough = exact * min(barrier(enough, each, spread), MOST_FOR_SLOWEST)
+            enough = exact * min(barrier(enough, each, spread), most_for_slowest)
         return enough
 
     def step_model(self, num_r_workers: float) -> StepModel:
-        """Return the seconds of any step with that many R-workers."""
+        """Return the model of any step with this many R-workers."""
         return StepModel(
             self.num_layers,
             self.s_part,
@@ -177,7 +177,7 @@ class Planner:
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
-        """Return the figures that a number of R-workers gives, whether or not it is the plan's."""
+        """Return the figures of a number of R-workers, the plan's or another."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
         model, load = self.step_model(num_r_workers), self.load(rows, in_flight, kv_tokens, num_r_workers)
@@ -199,12 +199,15 @@ class Planner:
         )
 
     def load(self, rows: float, sampled: float, kv_tokens: float, num_r_workers: float) -> Load:
-        """Return the load of a step with so many rows, with what ranges and second copies add for mean sequences."""
+        """Return the load of a step with ``rows``, including ranges and second copies of mean sequences."""
         parts = mean_parts(sampled, self.workload.mean_context, self.placing)
         return Load(rows, sampled, kv_tokens, *parts, self.copied_rows(rows, num_r_workers))
 
     def mean_step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
-        """Rows, and cached tokens read, of the mean step: each R-worker reads a shared prefix once per mini-batch."""
+        """Return rows, and cached tokens read, of the mean step.
+
+        Each R-worker reads a shared prefix once per mini-batch.
+        """
         shared = self.workload.shared_prefix_len
         own = in_flight * (self._attended_context - shared)
         tokens = in_flight * self.workload.rows_per_output_token
@@ -212,24 +215,27 @@ class Planner:
 
     @property
     def _attended_context(self) -> float:
-        """Half of all steps attend on second copies, and these read the prefix that home copies share."""
+        """The attended context per row.
+
+        Half of all steps attend on second copies, which read their own shared prefix.
+        """
         return self.workload.mean_context + (self.placing.copies - 1) / 2 * self.workload.shared_prefix_len
 
     def copied_rows(self, rows: float, num_r_workers: float = math.inf) -> float:
-        """Return the part of ``rows``, prompts' as well, that a second R-worker stores too, where there is one."""
+        """Return the part of ``rows``, prompts' included, that a second R-worker stores too, if there is one."""
         return rows if self.placing.twice and num_r_workers > 1 else 0.0
 
     def mean_step_seconds(self, in_flight: float, num_r_workers: float) -> float:
-        """Return the seconds of the mean step: time per output token (TPOT) of every sequence."""
+        """Return the seconds of the mean step, which is the time per output token (TPOT)."""
         rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
         load = Load(rows, in_flight, kv_tokens, copied_rows=self.copied_rows(rows))
         return self.step_model(num_r_workers).seconds(load)
 
     def first_token_seconds(self, in_flight: float, num_r_workers: float) -> float:
-        """Return the time to the first token of a request that finds a free seat and no other prompt before its own.
+        """Return the time to first token of a request with a free seat and no other prompt.
 
-        Its prompt is computed in chunks, each beside the decodes of a step; where prefill workers compute prompts, it
-        is one step.
+        Its prompt is computed in chunks, each beside the decodes of a step. If prefill workers compute prompts, it is
+        one step.
         """
         workload, model = self.workload, self.step_model(num_r_workers)
         tokens = 0.0 if workload.remote_prompts else workload.prompt_len - workload.shared_prefix_len
@@ -241,20 +247,20 @@ class Planner:
         return sum(steps) + self.pair_seconds * prompt_pairs(tokens, workload.shared_prefix_len)
 
     def other_stages(self, mini_batch_size: int) -> float:
-        """Seconds of the slowest stage of a layer but the R-part."""
+        """Return the seconds of the slowest stage of a layer other than the R-part."""
         rows = mini_batch_size * self.workload.rows_per_output_token
         copied_bytes = self.storage.copied_bytes * self.copied_rows(rows)
         hop = self.transport.stage_seconds(rows, last_bytes=copied_bytes) if self.transport.overlapped else 0.0
         return max(self.s_seconds(rows), hop)
 
     def s_seconds(self, rows: float) -> float:
-        """T(B) of the mean mix of prompts and decodes, states that the S-worker keeps included."""
+        """Return T(B) of the mean mix of prompts and decodes, with states on the S-worker."""
         decodes = rows / self.workload.rows_per_output_token
         states = self.states.seconds(decodes, rows - decodes) if self.states else 0.0
         return self.s_part.layer_seconds(rows) + states
 
     def has_places(self, in_flight: int) -> bool:
-        """Whether the S-worker, where it keeps states, has room for those of ``in_flight`` sequences."""
+        """Return whether the S-worker's memory holds the states of ``in_flight`` sequences, if it keeps them."""
         return self.states is None or in_flight * self.placing.copies <= self.states.num_places
 
     def memory_r_workers(self, in_flight: int) -> int:
@@ -263,26 +269,26 @@ class Planner:
 
     @property
     def cache_room(self) -> CacheRoom:
-        """The room that the schedule's peak takes on R-workers."""
+        """The memory of the schedule's peak on R-workers."""
         return CacheRoom(
             self.workload, self.capacity_tokens, self.state_tokens, self.placing.copies, self.interval_steps
         )
 
     @property
     def state_tokens(self) -> float:
-        """Cached tokens whose room the states of one sequence take on R-workers."""
+        """Cached tokens that take the memory of one sequence's states on R-workers."""
         if self.states:
             return 0.0
         return self.state_bytes_per_sequence / self.kv_bytes_per_token if self.kv_bytes_per_token else 0.0
 
     @property
     def kv_bytes_read_per_token(self) -> float | None:
-        """Bytes over all layers that a step reads for each token of a context; None where they are not known."""
+        """Bytes over all layers that a step reads per token of a context; None if unknown."""
         return None if self.kv_bytes_per_token is None else self.read_share * self.kv_bytes_per_token
 
 
 def _r_worker_bandwidth(planner: Planner) -> float | None:
-    """Return the gigabytes of the cache that an R-worker reads in a second; None where bytes are not known."""
+    """Return the gigabytes of cache per second that an R-worker reads; None if bytes are unknown."""
     if planner.kv_bytes_read_per_token is None:
         return None
     return planner.kv_bytes_read_per_token / planner.num_layers / planner.r_part.seconds_per_token / 1e9

@@ -1,4 +1,4 @@
-"""The verdict on a plan: FastDecode or the GPU alone, with the throughput of all and the time per token of each."""
+"""The verdict on a plan: FastDecode or the GPU alone, with total throughput and each user's time per token."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from fastdecode.perfmodel.lab.gpu_only import GpuOnly
 from fastdecode.perfmodel.service import NO_LIMITS, Service, ServiceLimits
 from fastdecode.perfmodel.sizing import Plan, Prices
 
-MARGIN = 1.2
-"""Ratios of throughput below this are within the error of figures that were not measured on the machine at hand."""
-
 
 @dataclass(frozen=True)
 class Verdict:
-    """``use_fastdecode`` is None if nothing is known of the GPU alone; ``sentence`` says it in words."""
+    """A verdict. ``use_fastdecode``: None if nothing is known of the GPU alone. ``sentence``: the verdict in words."""
 
     use_fastdecode: bool | None
     sentence: str
 
 
 def judge(plan: Plan, alone: GpuOnly | None, prices: Prices, limits: ServiceLimits = NO_LIMITS) -> Verdict:
-    """Judge within ``limits`` by throughput, and by the price of a token where prices are known.
+    """Judge within ``limits`` by throughput, and by the price per token if prices are known.
 
-    Every sentence names the time per token of each user.
+    Every sentence has the time per token of each user.
     """
     service = plan.service
     if alone is None:
@@ -51,7 +48,9 @@ def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> 
         times += f"; {price:.3g} against {alone_price:.3g} per million tokens"
         if price >= alone_price:
             return Verdict(False, f"Do not use FastDecode here, unless for speed at any price: it gives {times}.")
-    if ratio < MARGIN:
+    # Ratios of throughput below this are within the error of figures not measured on the machine at hand
+    margin = 1.2
+    if ratio < margin:
         return Verdict(
             False,
             f"Do not use FastDecode here on these figures alone, the gain is within their error: it gives {times}.",
@@ -60,7 +59,7 @@ def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> 
 
 
 def _alone(alone: GpuOnly, limits: ServiceLimits) -> str:
-    """Return what the GPU alone does, as a clause."""
+    """Return the result of the GPU alone, as a clause."""
     service = alone.service()
     if service:
         return f"the GPU alone serves {users(service.users)} at {milliseconds(service.tpot_seconds)} per token"
@@ -89,6 +88,6 @@ def users(number: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, with three digits where it has fewer."""
+    """Return a time in milliseconds, with three digits if it has fewer."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

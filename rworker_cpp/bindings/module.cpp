@@ -65,6 +65,9 @@ void bind_step(py::class_<PyRWorker>& cls) {
     cls.def("share", &PyRWorker::share, py::arg("mini_batch"), py::arg("layer"), py::arg("counts").noconvert());
     cls.def("ready", &PyRWorker::ready, py::arg("mini_batch"));
     cls.def("wait", &PyRWorker::wait, py::arg("mini_batch"));
+    cls.def("weigh", &PyRWorker::weigh, py::kw_only(), py::arg("sequence_id"), py::arg("position"), py::arg("offset"),
+            py::arg("block"), py::arg("layers"), py::arg("queries").noconvert(), py::arg("norms").noconvert() = py::none(),
+            py::arg("finds_norms") = false);
     cls.def("end_step", &PyRWorker::end_step);
     cls.def("abandon_step", &PyRWorker::abandon_step);
 }

@@ -38,12 +38,12 @@ std::vector<Record> parse_table(const py::array& table, const std::string& name,
 
 void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t floats) {
     const bool right = py::isinstance<py::array_t<float>>(partials) && partials.ndim() == 3 &&
-                       (rows < 0 || partials.shape(0) == rows) && partials.shape(1) == num_heads &&
+                       (rows < 0 || partials.shape(0) == rows) && (num_heads < 0 || partials.shape(1) == num_heads) &&
                        partials.shape(2) == floats && (partials.flags() & py::array::c_style) != 0 &&
                        reinterpret_cast<std::uintptr_t>(partials.data()) % sizeof(float) == 0;
     if (right) return;
     throw Error("partials must be a C-contiguous, aligned float32 array of shape (" +
-                (rows < 0 ? "rows" : std::to_string(rows)) + ", " + std::to_string(num_heads) + ", " +
+                (rows < 0 ? "rows" : std::to_string(rows)) + ", " + (num_heads < 0 ? "heads" : std::to_string(num_heads)) + ", " +
                 std::to_string(floats) + "), not " + describe(partials));
 }
 

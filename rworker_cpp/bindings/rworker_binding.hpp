@@ -39,6 +39,9 @@ class PyRWorker {
     void wait(std::int64_t mini_batch);
     py::tuple end_step();
     void abandon_step();
+    py::array_t<float> weigh(std::int64_t sequence_id, std::int64_t position, std::int64_t offset, std::int64_t block,
+                             const std::vector<std::int64_t>& layers, const std::vector<py::array>& queries,
+                             const std::optional<py::array>& norms, bool finds_norms);
     py::tuple read_tokens(std::int64_t sequence_id, std::int64_t layer) const;
     py::array_t<std::uint8_t> export_sequence(std::int64_t sequence_id, std::int64_t start,
                                               std::optional<std::int64_t> most);
@@ -79,7 +82,8 @@ std::string describe(const py::array& array);
 /// Of a C-contiguous uint8 array of one dimension; Error for others.
 std::span<const std::uint8_t> bytes_of(const py::array& data);
 
-/// Throws Error unless partial results are float32 [rows, num_heads, 2 + value_dim]; any number of rows where negative.
+/// Throws Error unless partial results are float32 [rows, num_heads, 2 + value_dim]; any number of rows, or of heads,
+/// where negative.
 void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t floats);
 
 /// Whole blocks as they lie in the cache, and the checksum of bytes: see the stub.

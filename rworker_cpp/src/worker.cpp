@@ -236,9 +236,9 @@ void Worker::finish(std::int64_t mini_batch) {
     }
 }
 
-void Worker::check_all_done() const {
+void Worker::check_all_done(const std::string& what) const {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i) {
-        const std::string name = "end_step: mini-batch " + std::to_string(i);
+        const std::string name = what + ": mini-batch " + std::to_string(i);
         require(!mini_batches_[i].outstanding, name + " has a layer outstanding; wait for it first");
         if (!mini_batches_[i].rows.any()) continue;
         const auto& submitted = mini_batches_[i].submitted;
@@ -250,7 +250,7 @@ void Worker::check_all_done() const {
 
 StepReport Worker::end_step() {
     require(in_step_, "end_step: no step is open; begin_step comes first");
-    check_all_done();
+    check_all_done("end_step");
     edits_.wait();
     cache_.commit_step();
     in_step_ = false;

@@ -14,8 +14,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 EXPERTS_NAME = "fastdecode"
 """The ``experts_implementation`` under which models call :func:`experts_forward`."""
 
-MIN_EXPERT_ROWS = 8
-
 
 def use_padded_experts(model: torch.nn.Module) -> None:
     """Make the experts of ``model`` use :func:`experts_forward` in place of transformers' grouped products."""
@@ -32,7 +30,8 @@ def experts_forward(
     """Return ``hidden_states`` [rows, hidden] through each row's experts ``top_k_index``, int64 [rows, k], weighted."""
     k = top_k_index.shape[1]
     counts = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts)
-    missing = (MIN_EXPERT_ROWS - counts).clamp(min=0) * (counts > 0)
+    min_expert_rows = 8
+    missing = (min_expert_rows - counts).clamp(min=0) * (counts > 0)
     added = torch.repeat_interleave(torch.arange(len(counts)), missing)
     if not len(added):
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)

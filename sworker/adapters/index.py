@@ -21,9 +21,6 @@ from fastdecode.sworker.adapters.latents import LatentRows
 PROOF_ROWS = 24
 """Random rows on which an indexer's picks are compared with those of this module."""
 
-ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
-"""Rotation functions of modeling modules, of which an indexer uses one."""
-
 
 @dataclass
 class IndexRows(Calls):
@@ -181,7 +178,9 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
     own, mixin = type(indexer), TokenIndexer if hasattr(indexer, "wq_b") else BlockIndexer
     if over_latents != (mixin is TokenIndexer):
         return None
-    for name, last in product(ROTATIONS, (False, True) if mixin is TokenIndexer else (False,)):
+    # Rotation functions of modeling modules, of which an indexer uses one
+    rotations = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+    for name, last in product(rotations, (False, True) if mixin is TokenIndexer else (False,)):
         if rotate := getattr(sys.modules[own.__module__], name, None):
             parts = {"__module__": own.__module__, "rotate": staticmethod(rotate), "rotates_last": last}
             found = type(own.__name__, (mixin, own), parts)

@@ -214,19 +214,6 @@ class RemBertSelfAttention(_BertSelfAttention, rembert.RemBertSelfAttention):
     """RemBERT's attention, which is BERT's."""
 
 
-IN_PLACE_OF: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
-    bloom.BloomAttention: BloomAttention,
-    mpt.MptAttention: MptAttention,
-    mpt.MptModel: MptModel,
-    codegen.CodeGenAttention: CodeGenAttention,
-    japanese.GPTNeoXJapaneseAttention: GPTNeoXJapaneseAttention,
-    openai.Attention: OpenAIGPTAttention,
-    xglm.XGLMAttention: XGLMAttention,
-    megatron_bert.MegatronBertSelfAttention: MegatronBertSelfAttention,
-    rembert.RemBertSelfAttention: RemBertSelfAttention,
-}
-
-
 def register() -> None:
     """Enter our attention in the tables of models that have one."""
     falcon.FALCON_ATTENTION_CLASSES[ATTENTION_NAME] = FalconAttention
@@ -236,5 +223,16 @@ def register() -> None:
 
 def adapt(model: torch.nn.Module) -> None:
     """Replace attention modules of a loaded model by their adapters, if it has no such table."""
+    in_place_of: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+        bloom.BloomAttention: BloomAttention,
+        mpt.MptAttention: MptAttention,
+        mpt.MptModel: MptModel,
+        codegen.CodeGenAttention: CodeGenAttention,
+        japanese.GPTNeoXJapaneseAttention: GPTNeoXJapaneseAttention,
+        openai.Attention: OpenAIGPTAttention,
+        xglm.XGLMAttention: XGLMAttention,
+        megatron_bert.MegatronBertSelfAttention: MegatronBertSelfAttention,
+        rembert.RemBertSelfAttention: RemBertSelfAttention,
+    }
     for module in model.modules():
-        module.__class__ = IN_PLACE_OF.get(type(module), type(module))
+        module.__class__ = in_place_of.get(type(module), type(module))

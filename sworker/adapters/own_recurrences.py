@@ -46,23 +46,20 @@ class _Convolved(nn.Module):
         return convolved(hidden_states, self.weight.squeeze(1), self.bias)
 
 
-METHODS = {
-    "MiniMaxLightningAttention": ("forward", _lightning_attention),
-    "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
-}
-"""Methods of transformers' modules by class, and their replacements in our forwards."""
-
-CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
-"""Modules that convolve by a submodule, and its name."""
-
-
 def use_own_recurrences(model: nn.Module) -> bool:
     """Make modules of ``model`` with such recurrences leave its forwards; return False if it has none."""
-    found = [each for each in model.modules() if type(each).__name__ in {*METHODS, *CONVOLUTIONS}]
+    # Methods of transformers' modules by class, and their replacements in our forwards
+    methods = {
+        "MiniMaxLightningAttention": ("forward", _lightning_attention),
+        "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
+    }
+    # Modules that convolve by a submodule, and its name
+    convolutions = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
+    found = [each for each in model.modules() if type(each).__name__ in {*methods, *convolutions}]
     for each in found:
         name = type(each).__name__
-        if name in METHODS:
-            replace(type(each), *METHODS[name])
+        if name in methods:
+            replace(type(each), *methods[name])
         else:
-            setattr(each, CONVOLUTIONS[name], _Convolved(getattr(each, CONVOLUTIONS[name])))
+            setattr(each, convolutions[name], _Convolved(getattr(each, convolutions[name])))
     return bool(found)

@@ -24,14 +24,6 @@ from fastdecode.kinds import Recurrent
 from fastdecode.sworker.adapters.calls import Calls, Rule
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 
-CONVOLUTION = "causal_conv1d_fn"
-
-WINDOW_DIMS = (64, 32, 16)
-"""Channels that count as a head in a layer that is only a convolution.
-
-R-workers' threads divide a sequence by heads.
-"""
-
 
 @dataclass(frozen=True)
 class Convolution:
@@ -131,7 +123,10 @@ def convolved(
 
 def as_heads(channels: int) -> tuple[int, int]:
     """Return the heads, and the channels of each, if each channel is independent."""
-    dim = next((dim for dim in WINDOW_DIMS if channels % dim == 0), 1)
+    # Channels that count as a head in a layer that is only a convolution. R-workers' threads divide a sequence by
+    # heads.
+    window_dims = (64, 32, 16)
+    dim = next((dim for dim in window_dims if channels % dim == 0), 1)
     return channels // dim, dim
 
 
@@ -204,27 +199,25 @@ def _selective_scan(
     return out if z is None else out * F.silu(z)
 
 
-RECURRENCES: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _scan,
-    "mamba_selective_scan": _selective_scan,
-}
-"""Functions of transformers' modeling modules, and their replacements in our forwards."""
-
-OF_CONVOLVED = frozenset(("mamba_selective_scan",))
-"""Recurrences whose inputs are computed from the convolved rows."""
-
-
 def use_states(model: torch.nn.Module) -> bool:
     """Make recurrent layers of ``model`` leave its forwards; return False if it has no known ones."""
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
-    found = [each for each in modules if hasattr(each, CONVOLUTION)]
+    convolution = "causal_conv1d_fn"
+    found = [each for each in modules if hasattr(each, convolution)]
+    # Functions of transformers' modeling modules, and their replacements in our forwards
+    recurrences: dict[str, Callable[..., Any]] = {
+        "torch_chunk_gated_delta_rule": _delta_rule,
+        "chunk_kimi_delta_attention": _delta_rule,
+        "mamba2_chunk_scan": _scan,
+        "mamba_selective_scan": _selective_scan,
+    }
+    # Recurrences whose inputs are computed from the convolved rows
+    of_convolved = frozenset(("mamba_selective_scan",))
     for module in found:
-        names = {name for name in RECURRENCES if hasattr(module, name)}
+        names = {name for name in recurrences if hasattr(module, name)}
         for name in names:
-            replace(module, name, RECURRENCES[name])
-        replace(module, CONVOLUTION, _convolution if names - OF_CONVOLVED else convolved)
+            replace(module, name, recurrences[name])
+        replace(module, convolution, _convolution if names - of_convolved else convolved)
     return bool(found)
 
 

@@ -21,12 +21,6 @@ Render = Callable[[list[dict[str, Any]]], str]
 MARK = "fastdecodemark"
 """A word put into content to test whether a template shows it."""
 
-PRINTED_PART = re.compile(r"""["']type["']\s*:""")
-"""A list of parts that a template prints literally, since it takes text."""
-
-GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A transformers tag that marks the assistant's tokens."""
-
 
 def formats_of(template: str, special_tokens: Mapping[str, Any]) -> dict[str, Format]:
     """Return the content format that ``template`` takes for each role; other roles use that of "user".
@@ -70,8 +64,10 @@ def in_formats(
 def told_by_syntax(template: str) -> Format:
     """Return ``openai`` if a loop of ``template`` iterates over a message's content, else ``string``."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    # A transformers tag that marks the assistant's tokens
+    generation = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
     try:
-        tree = environment.parse(GENERATION.sub("", template))
+        tree = environment.parse(generation.sub("", template))
     except TemplateError:
         return "string"
     return "openai" if any(_loops_over_content(tree)) else "string"
@@ -91,7 +87,9 @@ def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
         text = render(conversation)
     except Exception:  # a template may raise anything for a conversation that does not suit it
         return False
-    return MARK in text and not PRINTED_PART.search(text)
+    # A list of parts that a template prints literally, since it takes text
+    printed_part = re.compile(r"""["']type["']\s*:""")
+    return MARK in text and not printed_part.search(text)
 
 
 def _trial(role: str, kind: Format, found: Mapping[str, Format]) -> list[dict[str, Any]]:

@@ -17,21 +17,6 @@ from fastdecode.sworker.files import gguf_tokenizer
 
 logger = logging.getLogger(__name__)
 
-NAMES = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
-"""Names used from generation_config.json, as in vLLM, with our names."""
-
-NOT_TAKEN = {
-    "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": None,
-    "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "sequence_bias": None, "stop_strings": None,
-    "suppress_tokens": None, "top_h": None, "typical_p": 1.0, "watermarking_config": None,
-}  # fmt: skip
-"""Settings that transformers follows and vLLM does not, with their neutral values."""
-
 
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
     """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
@@ -48,15 +33,28 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
     asked = {} if config.generation_config == "vllm" else loaded
     asked = asked | config.override_generation_config
     own = gguf_tokenizer.sampling(file) if file and config.generation_config != "vllm" else {}
-    wanted = own | {NAMES[name]: asked[name] for name in NAMES if asked.get(name) is not None}
-    left = sorted(name for name, usual in NOT_TAKEN.items() if asked.get(name) not in (None, usual, [], {}))
+    # Names used from generation_config.json, as in vLLM, with our names
+    names = {
+        "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+        "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+    }  # fmt: skip
+    wanted = own | {names[name]: asked[name] for name in names if asked.get(name) is not None}
+    # Settings that transformers follows and vLLM does not, with their neutral values
+    not_taken = {
+        "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
+        "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "forced_bos_token_id": None,
+        "forced_eos_token_id": None, "guidance_scale": 1.0, "min_length": 0, "min_new_tokens": None,
+        "no_repeat_ngram_size": 0, "num_beams": 1, "penalty_alpha": None, "sequence_bias": None, "stop_strings": None,
+        "suppress_tokens": None, "top_h": None, "typical_p": 1.0, "watermarking_config": None,
+    }  # fmt: skip
+    left = sorted(name for name, usual in not_taken.items() if asked.get(name) not in (None, usual, [], {}))
     if left:
         logger.warning("%s: not taken from %s: %s", config.model, GENERATION_CONFIG_NAME, ", ".join(left))
     text_config = hf_config.get_text_config()
     named = loaded.get("eos_token_id")
     ends = _listed(getattr(text_config, "eos_token_id", None) if named is None else named)
     every = dict.fromkeys([*ends, *(gguf_tokenizer.ends(file) if file else ())])
-    SamplingParams(**{NAMES[name]: each for name, each in config.override_generation_config.items() if name in NAMES})
+    SamplingParams(**{names[name]: each for name, each in config.override_generation_config.items() if name in names})
     defaults = {name: value for name, value in wanted.items() if _can_be_meant(config.model, name, value)}
     return defaults, [each for each in every if _is_token(config.model, each, int(text_config.vocab_size))]
 

@@ -15,58 +15,6 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata
 from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker.files import gguf_rope
 
-READ = {
-    "attention.head_count", "attention.head_count_kv", "block_count", "context_length", "decoder_start_token_id",
-    "embedding_length", "expert_count", "expert_used_count", "feed_forward_length", "shortconv.l_cache", "vocab_size",
-}  # fmt: skip
-"""Keys that transformers reads for every architecture."""
-
-WITHOUT_EFFECT = {
-    "attention.causal", "nextn_predict_layers", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout",
-}  # fmt: skip
-"""Keys that do not change a causal model's arithmetic."""
-
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "attention.key_length": ("head_dim",),
-    "attention.value_length": ("v_head_dim", "head_dim"),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
-    "attention.sliding_window": ("sliding_window",),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
-    "attention.shared_kv_layers": ("num_kv_shared_layers",),
-    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
-    "expert_weights_norm": ("norm_topk_prob",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "logit_scale": ("logit_scale",),
-    "use_parallel_residual": ("use_parallel_residual",),
-}
-"""Keys with their attributes in configurations; the first one that a model has counts."""
-
-NONE_BY_ZERO = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-"""Keys for which llama.cpp takes 0 as none."""
-
-HEAD_LENGTHS = ("attention.key_length", "attention.value_length")
-"""Keys of the size of a head. Models without such a setting derive it from the hidden size."""
-
-GEMMA4 = {"attention.key_length": ("global_head_dim",), "attention.key_length_swa": ("head_dim",)}
-"""Gemma 4's keys, since it has heads of two sizes."""
-
-BIASES = {
-    "attention_bias": (".attn_q.bias", ".attn_k.bias", ".attn_v.bias"), "mlp_bias": (".ffn_gate.bias", ".ffn_up.bias"),
-}  # fmt: skip
-"""Attributes that enable biases, and endings of tensor names that show biases."""
-
-LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
-"""Layer counts of the Gemmas that scale scores by the hidden size per head; llama.cpp identifies them likewise."""
-
-USUAL_END = {"llama": 2}
-"""End-of-text ids by kind of tokenizer, for files that name none."""
-
-ROUTED_BY_SOFTMAX = 1
-"""llama.cpp's number for softmax in expert_gating_func."""
-
 
 def complete(hf_config: Any, file: Path) -> None:
     """Set in ``hf_config`` what ``file`` says and transformers has dropped.
@@ -78,15 +26,19 @@ def complete(hf_config: Any, file: Path) -> None:
     own = {name.removeprefix(f"{arch}."): each for name, each in metadata.items() if name.startswith(f"{arch}.")}
     keys = {gguf_rope.OTHER_NAMES.get(name, name): each for name, each in own.items()}
     _check_kind(metadata, file)
+    # End-of-text ids by kind of tokenizer, for files that name none
+    usual_end = {"llama": 2}
     if "tokenizer.ggml.eos_token_id" not in metadata:
-        hf_config.eos_token_id = USUAL_END.get(metadata.get("tokenizer.ggml.model", ""))
+        hf_config.eos_token_id = usual_end.get(metadata.get("tokenizer.ggml.model", ""))
     if "tokenizer.ggml.padding_token_id" not in metadata:
         hf_config.pad_token_id = None  # the class's default may exceed the vocabulary
+    # Layer counts of the Gemmas that scale scores by the hidden size per head; llama.cpp identifies them likewise
+    large_gemmas = {"gemma2": 46, "gemma3": 62}
     if arch not in GGUF_CONFIG_ARCHS:  # transformers reads every key of these
         _set_attributes(hf_config, arch, keys, file)
         _set_biases(hf_config, tensors)
-        if arch in LARGE_GEMMAS:
-            large = keys["block_count"] == LARGE_GEMMAS[arch]
+        if arch in large_gemmas:
+            large = keys["block_count"] == large_gemmas[arch]
             heads = hf_config.hidden_size // hf_config.num_attention_heads
             hf_config.query_pre_attn_scalar = heads if large else hf_config.head_dim
         if arch == "gpt2":
@@ -108,17 +60,40 @@ def _check_kind(metadata: Mapping[str, Any], file: Path) -> None:
 
 
 def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Path) -> None:
-    known = ATTRIBUTES | (GEMMA4 if arch == "gemma4" else {})
+    # Keys with their attributes in configurations; the first one that a model has counts
+    attributes: dict[str, tuple[str, ...]] = {
+        "attention.key_length": ("head_dim",),
+        "attention.value_length": ("v_head_dim", "head_dim"),
+        "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+        "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+        "attention.sliding_window": ("sliding_window",),
+        "attn_logit_softcapping": ("attn_logit_softcapping",),
+        "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+        "attention.shared_kv_layers": ("num_kv_shared_layers",),
+        "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+        "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+        "expert_weights_norm": ("norm_topk_prob",),
+        "final_logit_softcapping": ("final_logit_softcapping",),
+        "logit_scale": ("logit_scale",),
+        "use_parallel_residual": ("use_parallel_residual",),
+    }
+    # Gemma 4's keys, since it has heads of two sizes
+    gemma4 = {"attention.key_length": ("global_head_dim",), "attention.key_length_swa": ("head_dim",)}
+    known = attributes | (gemma4 if arch == "gemma4" else {})
+    # Keys for which llama.cpp takes 0 as none
+    none_by_zero = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    # Keys of the size of a head. Models without such a setting derive it from the hidden size.
+    head_lengths = ("attention.key_length", "attention.value_length")
     for key, value in keys.items():
         name = next((each for each in known.get(key, ()) if hasattr(hf_config, each)), None)
-        if not value and key in NONE_BY_ZERO:
+        if not value and key in none_by_zero:
             value = None
         if name is not None:
             if not _is_close(getattr(hf_config, name), value):
                 setattr(hf_config, name, value)
         elif key == "attention.sliding_window_pattern":
             _set_pattern(hf_config, value)
-        elif key in HEAD_LENGTHS and value == gguf_rope.head_dim(hf_config):
+        elif key in head_lengths and value == gguf_rope.head_dim(hf_config):
             continue
         elif not _is_understood(arch, key, value):
             raise ModelLoadError(
@@ -129,10 +104,34 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
 
 def _is_understood(arch: str, key: str, value: Any) -> bool:
     """Return whether a key is read elsewhere, has a neutral value, or has no effect."""
-    if key in READ | gguf_rope.KEYS | WITHOUT_EFFECT or not value or key.startswith(("mm.", "vision.")):
+    # Keys that transformers reads for every architecture
+    read = {
+        "attention.head_count",
+        "attention.head_count_kv",
+        "block_count",
+        "context_length",
+        "decoder_start_token_id",
+        "embedding_length",
+        "expert_count",
+        "expert_used_count",
+        "feed_forward_length",
+        "shortconv.l_cache",
+        "vocab_size",
+    }
+    # Keys that do not change a causal model's arithmetic
+    without_effect = {
+        "attention.causal",
+        "nextn_predict_layers",
+        "pooling_type",
+        "rope.scaling.finetuned",
+        "tensor_data_layout",
+    }
+    if key in read | gguf_rope.KEYS | without_effect or not value or key.startswith(("mm.", "vision.")):
         return True
+    # llama.cpp's number for softmax in expert_gating_func
+    routed_by_softmax = 1
     if key == "expert_gating_func":
-        return bool(value == ROUTED_BY_SOFTMAX) or arch == "minimax-m2"
+        return bool(value == routed_by_softmax) or arch == "minimax-m2"
     if arch == "gemma4":
         return key.startswith(("rope.", "attention.value_length"))
     return arch == "mamba" and key.startswith("ssm.")
@@ -153,6 +152,11 @@ def _set_pattern(hf_config: Any, pattern: Any) -> None:
 
 
 def _set_biases(hf_config: Any, tensors: tuple[str, ...]) -> None:
-    for name, ends in BIASES.items():
+    # Attributes that enable biases, and endings of tensor names that show biases
+    biases = {
+        "attention_bias": (".attn_q.bias", ".attn_k.bias", ".attn_v.bias"),
+        "mlp_bias": (".ffn_gate.bias", ".ffn_up.bias"),
+    }
+    for name, ends in biases.items():
         if getattr(hf_config, name, None) is False and any(each.endswith(ends) for each in tensors):
             setattr(hf_config, name, True)

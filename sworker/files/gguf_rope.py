@@ -29,9 +29,6 @@ KEYS = {
 OTHER_NAMES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": "rope.freq_base_swa"}
 """Keys in files of converters other than llama.cpp's, and llama.cpp's keys."""
 
-USUAL_BASE = 10000.0
-"""Base of the frequencies if a file names none."""
-
 
 def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], file: Path, whole: bool) -> None:
     """Set the rotary embedding of ``hf_config``; without ``whole``, only its scaling.
@@ -46,8 +43,10 @@ def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], fi
     if "full_attention" in parameters:  # layers with a window have their own embedding, which is not scaled
         own, parameters = parameters["sliding_attention"], parameters["full_attention"]
         own["rope_theta"] = keys.get("rope.freq_base_swa", own["rope_theta"])
+    # Base of the frequencies if a file names none
+    usual_base = 10000.0
     if whole:
-        parameters["rope_theta"] = keys.get("rope.freq_base", USUAL_BASE)
+        parameters["rope_theta"] = keys.get("rope.freq_base", usual_base)
         _set_part(hf_config, parameters, keys, file)
     if scaling:
         for name in {*parameters} - {"rope_theta", "partial_rotary_factor"}:

@@ -22,17 +22,11 @@ WHOLE_WORDS = {
 Llama 3's and Mistral's. The names are llama.cpp's.
 """
 
-DIGITS = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
-"""Kinds that split every digit off, before they split like GPT-2."""
-
 AS_GPT2 = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
 """Kinds that split like GPT-2, as transformers does for every unknown kind."""
 
 ENDS = re.compile(r"tokenizer\.ggml\.e(?:os|ot|om|og)_token_ids?")
 """Keys with ids that end a text, a turn or a message."""
-
-TEMPLATE = re.compile(r"tokenizer\.chat_template\.(.+)")
-"""Keys of chat templates for a purpose, such as tool_use."""
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 """Sampling defaults in a file (general.sampling.…), with our names."""
@@ -52,7 +46,9 @@ def complete(hf: Any, file: Path) -> None:
         _set_splitting(hf, pre, file)
     elif kind == "llama" and metadata.get("tokenizer.ggml.add_space_prefix") is False:
         _leave_out_space(hf.backend_tokenizer)
-    named = {match[1]: value for name, value in metadata.items() if (match := TEMPLATE.fullmatch(name))}
+    # Keys of chat templates for a purpose, such as tool_use
+    template = re.compile(r"tokenizer\.chat_template\.(.+)")
+    named = {match[1]: value for name, value in metadata.items() if (match := template.fullmatch(name))}
     if named and isinstance(hf.chat_template, str):
         hf.chat_template = {"default": hf.chat_template, **named}
 
@@ -76,9 +72,11 @@ def _of(file: Path, names: re.Pattern[str]) -> Mapping[str, Any]:
 
 def _set_splitting(hf: Any, pre: str, file: Path) -> None:
     backend = hf.backend_tokenizer
+    # Kinds that split every digit off, before they split like GPT-2
+    digits = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
     if pre in WHOLE_WORDS:
         backend.model.ignore_merges = True
-    elif pre in DIGITS:
+    elif pre in digits:
         as_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), as_gpt2])
     elif pre not in AS_GPT2 | GGUF_PRE_TOKENIZER_SPLITS.keys():

@@ -15,9 +15,6 @@ from fastdecode.core.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-LFS_POINTER = b"version https://git-lfs.github.com/"
-"""The beginning of a Git LFS pointer, which stands in for a large file."""
-
 
 def check_files(folder: Path) -> None:
     """Raise ModelLoadError if a file of ``folder``'s checkpoint is missing or damaged; the error names the file.
@@ -39,10 +36,12 @@ def check_files(folder: Path) -> None:
 def check_file(file: Path) -> None:
     """Raise ModelLoadError, naming ``file``, unless it is a complete safetensors file."""
     where = f"cannot load {str(file.parent)!r}: {file.name}"
+    # The beginning of a Git LFS pointer, which stands in for a large file
+    lfs_pointer = b"version https://git-lfs.github.com/"
     try:
         with file.open("rb") as opened:
-            begin = opened.read(len(LFS_POINTER))
-        if begin == LFS_POINTER:
+            begin = opened.read(len(lfs_pointer))
+        if begin == lfs_pointer:
             raise ModelLoadError(f"{where} is a pointer of Git LFS and has no weights: run git lfs pull there")
         with safe_open(file, "pt"):
             return

@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 MAPPED_BYTES = 1 << 25
 """Bytes read from a file before it is opened again, which frees its pages and those of unpacking."""
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-"""Kinds of checkpoints that this module unpacks."""
-
 
 Codes = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """A function that reads the int8 codes of a weight, and the scale of each output."""
@@ -195,7 +192,9 @@ def unpacked(model: str, revision: str | None, hf_config: Any, dtype: torch.dtyp
     ``hf_config`` is that of a plain model afterwards. Raise ModelLoadError for an unknown layout.
     """
     settings = quantization(hf_config)
-    if settings.get("quant_method") not in METHODS:
+    # Kinds of checkpoints that this module unpacks
+    methods = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+    if settings.get("quant_method") not in methods:
         return None
     _check(settings)
     packed = Packed(_files(model, revision), settings, dtype)

@@ -28,7 +28,11 @@ class ModelCode(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights, as they lie there, shared ones once."""
+        """Memory of the weights as they were loaded, shared ones once."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once; of packed weights as they are packed."""
 
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None = None

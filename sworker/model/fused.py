@@ -25,8 +25,6 @@ ROTARY = "apply_rotary_pos_emb"
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-ONE_THREAD = 1 << 18, 4
-"""Elements, and torch threads, up to which one thread here is faster than torch's operations on all threads."""
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -124,7 +122,9 @@ def _array(rows: torch.Tensor) -> Any:
 
 def _is_large(x: torch.Tensor) -> bool:
     """Return whether torch's many threads are faster than one here."""
-    elements, threads = ONE_THREAD
+    # Elements, and torch threads, up to which one thread here is faster than torch's operations on all threads
+    one_thread = 1 << 18, 4
+    elements, threads = one_thread
     return x.numel() > elements and torch.get_num_threads() > threads
 
 

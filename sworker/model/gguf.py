@@ -18,12 +18,6 @@ from fastdecode.sworker.files import gguf_config, gguf_rope
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers needs for such a file."""
 
-COMPUTED = ("attn_rot_embd.weight", "rope_freqs.weight")
-"""Endings of tensors that old files repeat in each layer, and that the configuration determines."""
-
-TAKEN_ASIDE = {"gpt2": ("output.weight",)}
-"""Tensors that transformers uses without reporting it."""
-
 
 def source(model: str) -> tuple[str, dict[str, str]]:
     """Return arguments of ``from_pretrained``, positional and by name. For PATH.gguf they name its folder and file.
@@ -66,13 +60,17 @@ def check_all_taken(model: Any, name: str) -> None:
     if header.architecture in GGUF_CONFIG_ARCHS:  # their loading reports them
         return
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
+    # Tensors that transformers uses without reporting it
+    taken_aside = {"gpt2": ("output.weight",)}
     taken = {
         *get_gguf_hf_weights_map(model, processor),
         *gguf_rope.TENSORS,
-        *TAKEN_ASIDE.get(header.architecture, ()),
+        *taken_aside.get(header.architecture, ()),
     }
     taken |= {f"{each}.weight" for each in taken}  # parameters of experts, which transformers names without the ending
-    left = [each for each in header.ggml_types if each not in taken and not each.endswith(COMPUTED)]
+    # Endings of tensors that old files repeat in each layer, and that the configuration determines
+    computed = ("attn_rot_embd.weight", "rope_freqs.weight")
+    left = [each for each in header.ggml_types if each not in taken and not each.endswith(computed)]
     if left:
         raise ModelLoadError(
             f"cannot load {name!r}: transformers' {model.config.model_type} has no parameter for {len(left)} of the "

@@ -42,23 +42,17 @@ Its threads would read ahead without limit. The experts of all layers would then
 joined: 1.8 times the weights, measured with FP8.
 """
 
-ROPE_NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
-"""Keys of rotary embeddings, which transformers keeps in one attribute."""
-
-DIGEST_NUMBERS = 64
-"""Numbers of each parameter that enter the digest of a model."""
-
 
 def load_hf_config(config: EngineConfig) -> Any:
     """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
     lora.check_folder(Path(config.model))
-    with _one_clear_error(config.model):
+    with one_clear_error(config.model):
         name, named = gguf.source(config.model)
         hf_config = AutoConfig.from_pretrained(
             name, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
         )
         gguf.completed(hf_config, config.model)
-    _apply_overrides(hf_config, config.hf_overrides)
+    apply_overrides(hf_config, config.hf_overrides)
     check_config(hf_config)
     return hf_config
 
@@ -76,7 +70,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     device = resolve_device(config.device)
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
-    with _one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
+    with one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
             with device:  # a GPU makes random numbers much faster
@@ -105,7 +99,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     has_states = use_states(model) or use_own_recurrences(model)
     if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
-    with _one_clear_error(config.model):
+    with one_clear_error(config.model):
         model = lora.merged(gguf.unpacked(model), config.lora)
         adapt(model)
         use_latent_rows(model)
@@ -131,7 +125,7 @@ def _weights_source(config: EngineConfig, hf_config: Any, dtype: torch.dtype) ->
 
 def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
     """Return ``model``, or its part for ``rank`` of tensor parallelism, on ``config.device``."""
-    with _one_clear_error(config.model):  # the device may be too small
+    with one_clear_error(config.model):  # the device may be too small
         if rank:
             sharding.shard(model, hf_config, rank)
         return model.to(resolve_device(config.device))
@@ -143,10 +137,12 @@ def weights_digest(model: torch.nn.Module) -> str:
     It tells checkpoints apart in milliseconds.
     """
     digest = hashlib.sha256()
+    # Numbers of each parameter that enter the digest of a model
+    digest_numbers = 64
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         numbers = parameter.detach().reshape(-1)
-        some = numbers[:: max(1, len(numbers) // DIGEST_NUMBERS)][:DIGEST_NUMBERS]
+        some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
         digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -217,10 +213,12 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     return replace(shape, weight_bits=8.0, multiplies_int8=True) if config.quantization == "int8" else shape
 
 
-def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
+def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
+    # Keys of rotary embeddings, which transformers keeps in one attribute
+    rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     for name, value in overrides.items():
-        if name in ROPE_NAMES:
+        if name in rope_names:
             rope.override(hf_config.get_text_config(), name, value)
             continue
         if not hasattr(hf_config, name):
@@ -237,7 +235,7 @@ def _apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _one_clear_error(model: str) -> Iterator[None]:
+def one_clear_error(model: str) -> Iterator[None]:
     """Turn any error of loading into one line that names the model."""
     try:
         yield

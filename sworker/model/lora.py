@@ -16,13 +16,6 @@ from fastdecode.sworker.files.weight_files import check_file
 FILE = "adapter_config.json"
 """The file that marks an adapter's folder, in peft's format."""
 
-NOT_MERGED = {
-    "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
-    "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "
-    "model with its layers repeated, and give that",
-}
-"""Features of adapters that cannot be merged into weights."""
-
 
 def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.Module:
     """Return ``model`` with the weights of ``adapter``, a name and a folder, added; unchanged for None.
@@ -108,7 +101,13 @@ def _check(folder: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelLoadError(f"lora_modules: {str(folder)!r} holds an adapter of type {kind!r}, not LORA")
-    for name, why in NOT_MERGED.items():
+    # Features of adapters that cannot be merged into weights
+    not_merged = {
+        "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
+        "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "
+        "model with its layers repeated, and give that",
+    }
+    for name, why in not_merged.items():
         if config.get(name):
             raise ModelLoadError(f"lora_modules: {str(folder)!r} has {name} in its {FILE}: {why}")
     if find_spec("peft") is None:

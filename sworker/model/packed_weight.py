@@ -26,8 +26,6 @@ ABOUT_ITSELF = {getattr(torch.Tensor, name).__get__ for name in FACTS} | {
 IS_FALSE = {getattr(torch.Tensor, name).__get__ for name in ("is_meta", "is_cuda")}
 """Attributes that are false, since the stand-in represents a tensor on the CPU."""
 
-DEVICE = getattr(torch.Tensor, "device").__get__  # noqa: B009 (as a descriptor; type checkers see the value)
-
 
 class PackedWeight(torch.nn.Parameter):
     """A parameter on the CPU with shape and dtype but without memory. Reading its values unpacks them.
@@ -57,8 +55,9 @@ class PackedWeight(torch.nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Handle every use of the parameter, before torch reads its memory."""
+        device = getattr(torch.Tensor, "device").__get__  # noqa: B009 (as a descriptor; type checkers see the value)
         with torch._C.DisableTorchFunctionSubclass():
-            if func == DEVICE:
+            if func == device:
                 return torch.device("cpu")
             if func in IS_FALSE:
                 return False

@@ -17,20 +17,11 @@ from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 
 logger = logging.getLogger(__name__)
 
-ROWS_HINT = 64
-"""Rows for which the packed layout is chosen. It serves any number, within 3 per cent of layouts for 16 to 1024."""
-
-SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"),)
-"""Names of sibling layers that read the same rows. Gate and up gain nothing, since both are wide already."""
-
 PROOF_ROWS = 16
 """Random rows on which a packed product is compared with torch's own."""
 
 PROOF_OUTPUTS = 512
 """Columns of the product that are compared, since torch packs what it reads, and heads are large."""
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest difference between two computations of the same rows, relative to the largest value: a few rounding units."""
 
 
 class PackedLinears:
@@ -107,7 +98,9 @@ class SharedProduct:
         self._widths = [linear.out_features for linear in linears]
         weights = [linear.weight.data for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype).contiguous(), ROWS_HINT)
+        # Rows for which the packed layout is chosen. It serves any number, within 3 per cent of layouts for 16 to 1024.
+        rows_hint = 64
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype).contiguous(), rows_hint)
         biases = [linear.bias.data for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases).to(self._dtype) if biases else None
         self._rows: torch.Tensor | None = None
@@ -159,7 +152,9 @@ def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     largest, apart = wanted.detach().abs().max(), (found.detach().double() - wanted.detach().double()).abs().max()
-    return bool(apart <= TOLERANCE[wanted.dtype] * largest)
+    # Largest difference between two computations of the same rows, relative to the largest value: a few rounding units
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+    return bool(apart <= tolerance[wanted.dtype] * largest)
 
 
 def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
@@ -171,9 +166,11 @@ def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
     """Yield every plain ``nn.Linear`` on the CPU, grouped with those that read the same rows."""
     seen: set[int] = set()
+    # Names of sibling layers that read the same rows. Gate and up gain nothing, since both are wide already.
+    shared_inputs = (("q_proj", "k_proj", "v_proj"),)
     for module in model.modules():
         children = dict(module.named_children())
-        for names in SHARED_INPUTS:
+        for names in shared_inputs:
             linears = [children[name] for name in names if name in children]
             if len(linears) == len(names) and _can_share(linears):
                 seen.update(map(id, linears))

@@ -15,19 +15,6 @@ from fastdecode.sworker.adapters.masks import MaskProbe
 from fastdecode.sworker.model.refusals import OTHER_MASK, refuse
 from fastdecode.sworker.run.prompts import Sight
 
-HARMLESS = frozenset(
-    [
-        "dropout",
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "output_attentions",
-        "output_router_logits",
-        "logits_to_keep",
-    ]
-)
-"""Arguments of attention calls that do not change our result."""
-
 
 class Recorder:
     """Answers attention calls with values, and records shapes and scoring rules."""
@@ -140,7 +127,19 @@ class Recorder:
             refuse(self.hf_config, "attends in both directions", "attention that is causal")
         if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             refuse(self.hf_config, "does not hand over one key and value per token")
-        unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
+        # Arguments of attention calls that do not change our result
+        harmless = frozenset(
+            [
+                "dropout",
+                "position_ids",
+                "use_cache",
+                "cache_position",
+                "output_attentions",
+                "output_router_logits",
+                "logits_to_keep",
+            ]
+        )
+        unknown = [name for name, given in kwargs.items() if given is not None and name not in harmless]
         if unknown:
             needs = "an adapter of its indexer (`sworker/adapters/index.py`)" if {*unknown} & {*INDEX_ARGUMENTS} else ""
             refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}", needs)

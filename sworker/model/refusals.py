@@ -23,10 +23,6 @@ STATE = "this recurrence in the R-workers' kernels, and its rows handed to them 
 ADAPTER = "an adapter (`sworker/adapters/own_attention.py`)"
 OTHER_MASK = "such a rule in the kernels"
 
-KNOWN = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse"}
-KNOWN |= {"attention", "moe", "mlp"}
-"""Kinds of layers that run if the probe accepts them; some cache nothing."""
-
 NEEDS = {
     "hybrid_sliding": STATE,
     "compressed_sparse_attention": "rows that stand for several tokens in the cache",
@@ -67,7 +63,10 @@ def check_config(hf_config: Any) -> None:
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
     check_named(text_config)
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - KNOWN - STATE_TYPES
+    # Kinds of layers that run, where the probe finds nothing against them; some cache nothing
+    attending = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+    known = {*attending, "indexed_attention", "minimax_m3_sparse", "moe", "mlp"}
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - known - STATE_TYPES
     if unknown:
         needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
         refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))

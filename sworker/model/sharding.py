@@ -27,27 +27,6 @@ from fastdecode.sworker.products.codes import codes_of, cut_experts, expert_code
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""
 
-ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
-"""Styles of linear layers of which a rank has a part of the inputs. The last two cut whole inputs."""
-
-SUMS = ("moe_tp_experts", "all_reduce")
-"""Styles of modules whose outputs are summed."""
-
-IDENTITY = "moe_identity_expert"
-"""The style of an expert that every rank has whole, among experts whose outputs are summed."""
-
-NOTHING = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
-"""Styles without effect if no gradients are needed."""
-
-SILENCE = datetime.timedelta(minutes=5)
-"""How long a rank waits within a layer for a stalled rank."""
-
-FOREVER = datetime.timedelta(days=365)
-"""How long a rank waits for the next step."""
-
-MEETING = datetime.timedelta(minutes=5)
-"""How long the ranks wait for each other at the start."""
-
 
 @dataclass(frozen=True)
 class Rank:
@@ -110,7 +89,9 @@ class Rendezvous:
 
     def __init__(self, index: int, size: int, host: str, port: int, has_store: bool) -> None:
         self.index, self.size = index, size
-        self._store = dist.TCPStore(host, port, is_master=has_store, timeout=MEETING, wait_for_workers=False)
+        # How long the ranks wait for each other at the start
+        meeting = datetime.timedelta(minutes=5)
+        self._store = dist.TCPStore(host, port, is_master=has_store, timeout=meeting, wait_for_workers=False)
         self.port = int(self._store.port)
 
     def tell(self, name: str, value: str) -> None:
@@ -128,10 +109,14 @@ class Rendezvous:
     def join(self, device: str, local_index: int) -> Rank:
         """Join the group. Its layers use NCCL if ``device`` has a GPU (number ``local_index``), else gloo."""
         has_gpu = device != "cpu" and torch.cuda.is_available()
-        dist.init_process_group("gloo", store=self._store, rank=self.index, world_size=self.size, timeout=FOREVER)
+        # How long a rank waits for the next step
+        forever = datetime.timedelta(days=365)
+        dist.init_process_group("gloo", store=self._store, rank=self.index, world_size=self.size, timeout=forever)
         if has_gpu:
             torch.cuda.set_device(local_index)
-        layers = dist.new_group(backend="nccl" if has_gpu else "gloo", timeout=SILENCE)
+        # How long a rank waits within a layer for a stalled rank
+        silence = datetime.timedelta(minutes=5)
+        layers = dist.new_group(backend="nccl" if has_gpu else "gloo", timeout=silence)
         rank = Rank(self.index, self.size, layers)
         return rank if has_gpu else replace(rank, near=self._share_memory(rank))
 
@@ -163,19 +148,25 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
     plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     _untie(model, plan)
     modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
+    # Styles of modules whose outputs are summed
+    sums = ("moe_tp_experts", "all_reduce")
+    # The style of an expert that every rank has whole, among experts whose outputs are summed
+    identity = "moe_identity_expert"
+    # Styles without effect if no gradients are needed
+    nothing = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
     for name, style in plan.items():
         module = modules.get(name)
         owner = modules[name.rpartition(".")[0]] if module is None else module
-        if isinstance(owner, torch.nn.Embedding) or style in NOTHING:
+        if isinstance(owner, torch.nn.Embedding) or style in nothing:
             continue
         if isinstance(owner, torch.nn.Linear):
             if module is not None:
                 repeats = name.endswith((".k_proj", ".v_proj", ".indexer.q_proj")) and rank.size > num_kv_heads
                 _cut_linear(name, owner, style, rank, num_kv_heads if repeats else 0)
-        elif module is not None and style == IDENTITY:
+        elif module is not None and style == identity:
             module.register_forward_hook(lambda module, args, output: output / rank.size)
         elif module is not None:
-            _check_style(name, style, SUMS)
+            _check_style(name, style, sums)
             if expert_codes_of(module, "down_proj"):
                 continue  # their product sums over all ranks
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
@@ -203,7 +194,8 @@ def layers_with_cut_inputs(model: Any) -> set[str]:
     """Return the names of layers of which a rank has a part of the inputs, whatever the number of ranks."""
     plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return {name for name in names if plan.get(name, plan.get(re.sub(r"\b\d+\b", "*", name))) in ROWS}
+    styles = {name: plan.get(name) or plan.get(re.sub(r"\b\d+\b", "*", name)) or "" for name in names}
+    return {name for name, style in styles.items() if style.startswith("rowwise")}
 
 
 def _head_counts(hf_config: Any) -> tuple[int, int]:
@@ -230,7 +222,9 @@ def _untie(model: Any, plan: dict[str, str]) -> None:
 
 def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_kv_heads: int) -> None:
     """Cut a linear layer. ``num_kv_heads``: set if ranks outnumber KV heads, so that several have the same; else 0."""
-    _check_style(name, style, (*COLUMNS, *ROWS))
+    # Styles of linear layers of which a rank has a part of the inputs. The last two cut whole inputs.
+    rows = ("rowwise", "rowwise_rep", "rowwise_split_input")
+    _check_style(name, style, (*COLUMNS, *rows))
     if style in COLUMNS:
         width = linear.out_features
         _cut_outputs(linear, lambda whole: rank.cut(_repeated(whole, num_kv_heads, rank.size), 0))

@@ -24,15 +24,6 @@ SLOT_BYTES = 4 << 20
 FLAG_WORDS = 16
 """int64 words between two ranks' numbers, so that they share no cache line."""
 
-YIELDS = 400
-"""How often a waiting rank yields its core before it sleeps."""
-
-SLEEP_SECONDS = 2e-5
-LOOK_EVERY = 100
-"""Sleeps between two checks that the others live."""
-
-SILENCE_SECONDS = 300.0
-
 
 class SharedMemory:
     """A file of shared memory that all ranks open. Its name is removed once the first has closed it."""
@@ -163,20 +154,26 @@ class SharedExchange:
         return slots[:, : len(part)]
 
     def _wait(self) -> None:
-        for _ in range(YIELDS):
+        # How often a waiting rank yields its core before it sleeps
+        yields = 400
+        for _ in range(yields):
             if self._flags.min() >= self._number:
                 return
             os.sched_yield()
-        deadline = time.monotonic() + SILENCE_SECONDS
+        silence_seconds = 300.0
+        deadline = time.monotonic() + silence_seconds
+        sleep_seconds = 2e-5
+        # Sleeps between two checks that the others live
+        look_every = 100
         while True:
-            for _ in range(LOOK_EVERY):
+            for _ in range(look_every):
                 if self._flags.min() >= self._number:
                     return
-                time.sleep(SLEEP_SECONDS)
+                time.sleep(sleep_seconds)
             if self._watched.poll(0):
                 raise RuntimeError("a rank of this machine has ended")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"a rank of this machine stood still for {SILENCE_SECONDS:.0f} s")
+                raise RuntimeError(f"a rank of this machine stood still for {silence_seconds:.0f} s")
 
 
 def num_bytes(size: int) -> int:

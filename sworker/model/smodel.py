@@ -18,6 +18,7 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.files.generation import generation_defaults
 from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.first_layers import first_layers
+from fastdecode.sworker.model.load_code import load_code
 from fastdecode.sworker.model.loader import (
     load_hf_config,
     max_position_embeddings,
@@ -28,13 +29,9 @@ from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import repeats_rows, varying_layers
 from fastdecode.sworker.model.tokenizer import HFTokenizer
-from fastdecode.sworker.model.transformers_code import load as load_code
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
-
-UNREAD = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Configuration keys that do not affect the computation, or are covered elsewhere."""
 
 
 class SModel:
@@ -91,7 +88,9 @@ class SModel:
 
         The R-workers' arithmetic is not part of it.
         """
-        known = {name: value for name, value in self._hf_config.to_dict().items() if name not in UNREAD}
+        # Configuration keys that do not affect the computation, or are covered elsewhere
+        unread = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+        known = {name: value for name, value in self._hf_config.to_dict().items() if name not in unread}
         text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -103,7 +102,7 @@ class SModel:
     @property
     def num_parameters(self) -> int:
         """Parameters; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return self.code.num_parameters
 
     @property
     def on_gpu(self) -> bool:

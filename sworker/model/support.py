@@ -32,9 +32,6 @@ TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 """Rows 0 and 3 have the same token at the same position among other rows, so their logits must be equal."""
 
-LONGEST_TEXT = 1 << 14
-"""Most tokens that are embedded and projected to examine the masks of a text."""
-
 
 def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
     """Run a packed row through a model's code and return what its attention calls said.
@@ -134,6 +131,8 @@ def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
 def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
     """Return the rule of each mask that a forward requests, in order. The forward ends at its first attention call."""
     length = len(TOKENS)
+    # Most tokens that are embedded and projected to examine the masks of a text
+    longest_text = 1 << 14
     while True:
         texts = MaskProbe()
         with contextlib.suppress(_FirstCallError):
@@ -141,7 +140,7 @@ def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
             _forward(code, hf_config, partial(ProbedGreenlet, masks=texts), _stop, tokens, range(length))
         sights = [asked.sight() for asked in texts.asked]
         needed = max((asked.reach for asked in texts.asked), default=0)
-        if None not in sights or not length < needed <= LONGEST_TEXT:
+        if None not in sights or not length < needed <= longest_text:
             return sights
         length = needed  # masks that depend on their text's tokens need them all
 

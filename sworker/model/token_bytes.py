@@ -82,9 +82,6 @@ def _spellings() -> dict[int, str]:
     return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}
 
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
 class Spellings:
     """The bytes that each token adds to a text, by the tokenizer's decoder. ``special``: tokens that texts omit."""
 
@@ -108,7 +105,8 @@ class Spellings:
             return b"".join(
                 bytes([self._by_letter[letter]]) if letter in self._by_letter else letter.encode() for letter in token
             )
-        if "ByteFallback" in kinds and (found := _BYTE.fullmatch(token)):
+        byte = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+        if "ByteFallback" in kinds and (found := byte.fullmatch(token)):
             return bytes([int(found[1], 16)])
         for step in self._steps:
             token = _decoded(step, token)

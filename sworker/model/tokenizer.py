@@ -26,9 +26,6 @@ from fastdecode.sworker.files.content_format import Format, formats_of, in_forma
 from fastdecode.sworker.model import gguf
 from fastdecode.sworker.model.token_bytes import Spellings, text_bound
 
-MOST_TEMPLATES = 32
-"""Most chat templates whose content format is remembered."""
-
 
 class HFTokenizer:
     """A transformers tokenizer backed by the tokenizers library."""
@@ -183,8 +180,10 @@ class HFTokenizer:
             template = self.hf.get_chat_template(chat_template, tools)
         except ValueError as error:  # several templates, and no default one
             raise RequestError(f"messages: {error}") from None
+        # Most chat templates whose content format is remembered
+        most_templates = 32
         if template not in self._formats:
-            kept = dict(list(self._formats.items())[-MOST_TEMPLATES:])
+            kept = dict(list(self._formats.items())[-most_templates:])
             self._formats = kept | {template: formats_of(template, self.hf.special_tokens_map)}
         return self._formats[template]
 

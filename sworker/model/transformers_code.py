@@ -45,6 +45,11 @@ class TransformersCode:
         """Memory of parameters and buffers."""
         return bytes_of(self.module)
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:

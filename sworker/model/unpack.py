@@ -13,9 +13,6 @@ import torch
 PART_ELEMENTS = 1 << 18
 """Elements of a weight unpacked at once; each takes some 16 bytes meanwhile."""
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ's "gemm" layout stores the eight columns of a word, lowest bits first."""
-
 
 def in_parts(
     shape: tuple[int, int], unit: int, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
@@ -60,7 +57,9 @@ def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch
 
     ``words`` [in, out / 8], ``zeros`` [groups, out / 8], ``scales`` [groups, out].
     """
-    numbers, offsets = (integers(each, 4, AWQ_ORDER).T for each in (words, zeros))
+    # Where AWQ's "gemm" layout stores the eight columns of a word, lowest bits first
+    awq_order = (0, 4, 1, 5, 2, 6, 3, 7)
+    numbers, offsets = (integers(each, 4, awq_order).T for each in (words, zeros))
     return grouped(numbers, scales.T, offsets)
 
 

@@ -19,17 +19,8 @@ NAME = "integer_codes"
 EXPERTS = "expert_codes"
 """The attribute of an experts' module that holds the codes of each expert, by parameter."""
 
-MOST_BLOCK = 4096
-"""Most elements that are mixed."""
-
-LANES = 16
-"""Elements of a Hadamard matrix from which on several such parts of a row are mixed."""
-
 FACTORS = (3, 5, 7)
 """Numbers of parts that a reflection mixes."""
-
-DEGREES = range(1, 17)
-"""Numbers of ranks for which a rotation must stay within each rank's part of a row."""
 
 
 class Ranks(Protocol):
@@ -99,11 +90,13 @@ def block_of(width: int, num_heads: int, is_cut: bool) -> int:
 
     ``is_cut``: ranks have parts of a row each. Blocks divide these for every number of ranks that the heads allow.
     """
-    degrees = DEGREES if is_cut else (1,)
+    # Numbers of ranks for which a rotation must stay within each rank's part of a row
+    degrees = range(1, 17) if is_cut else (1,)
     common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
-    block = min(common & -common, MOST_BLOCK)
-    for factor in FACTORS if block >= LANES else ():
-        while common % (block * factor) == 0 and block * factor <= MOST_BLOCK:
+    most = 4096  # elements that are mixed
+    block = min(common & -common, most)
+    for factor in FACTORS if block >= 16 else ():  # the kernels mix whole vectors
+        while common % (block * factor) == 0 and block * factor <= most:
             block *= factor
     return block
 

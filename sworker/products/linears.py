@@ -33,12 +33,6 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 
 logger = logging.getLogger(__name__)
 
-SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that read the same rows, which are then quantized once."""
-
-KEPT_NAMES = ("router", "indexer", "kv_b_proj")
-"""Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers multiply with them."""
-
 
 def quantize_linears(
     model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes], with_cut_inputs: Container[str]
@@ -80,7 +74,9 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
         return False
     if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
         return False
-    return not any(part in name for part in KEPT_NAMES)
+    # Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers multiply with them
+    kept_names = ("router", "indexer", "kv_b_proj")
+    return not any(part in name for part in kept_names)
 
 
 @functools.cache
@@ -224,9 +220,11 @@ class IntegerProduct(SharedProduct):
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
     """Yield every layer with codes, grouped with those that read the same rows."""
     seen: set[int] = set()
+    # Names of sibling layers that read the same rows, which are then quantized once
+    shared_inputs = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     for module in model.modules():
         children = dict(module.named_children())
-        for names in SHARED_INPUTS:
+        for names in shared_inputs:
             linears = [children[name] for name in names if name in children]
             if len(linears) == len(names) and _can_share(linears):
                 seen.update(map(id, linears))

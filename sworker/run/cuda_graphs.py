@@ -39,9 +39,6 @@ ROW_COUNTS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 With more rows, the GPU computes longer than a launch takes.
 """
 
-WARM_UPS = 3
-"""Forwards before a capture, for library set-up that must not be captured (torch's manual: a few)."""
-
 
 class GraphRecorder:
     """The part of ``torch.cuda`` that :class:`ModelGraphs` uses. Tests replace it."""
@@ -128,6 +125,8 @@ class CudaGraphForward:
     def _attend(self, layer: int, rows: AttentionRows) -> None:
         count = self._packed.num_rows
         self._staging.send(self.mini_batch, layer, rows.q[:count], rows.k[:count], rows.v[:count])
+        if self._packed.tap:
+            self._packed.tap.take(layer, rows.q)
         self.layer += 1
         o: torch.Tensor = self.own_greenlet.parent.switch()
         rows.o[:count].copy_(o.view(rows.o.dtype))
@@ -180,7 +179,9 @@ class _Capture:
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
 
     def _capture(self, count: int) -> CapturedForward:
-        for _ in range(WARM_UPS):
+        # Forwards before a capture, for library set-up that must not be captured (torch's manual: a few)
+        warm_ups = 3
+        for _ in range(warm_ups):
             self._run(count, [], lambda rows: None)
         graphs = [self._recorder.begin(self._pool)]
 

@@ -10,17 +10,12 @@ import torch
 
 from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cores
 
-REPEATS = 5
-
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
 """Rows, columns and depth of the timed product."""
 
 READ_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 
 LINK_BYTES = 256 << 20
-
-INPROC_BYTES_PER_SECOND = 1e12
-"""Rate of the link to R-workers in the same process, where nothing is copied."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,9 @@ def measure_device() -> DeviceSpeed:
         flops, reading = _flops(device), _read_rate(device)
     finally:
         torch.set_num_threads(before)
-    return DeviceSpeed(cpu_name(), False, flops, reading, INPROC_BYTES_PER_SECOND, float(available_memory_bytes()))
+    # Rate of the link to R-workers in the same process, where nothing is copied
+    inproc_bytes_per_second = 1e12
+    return DeviceSpeed(cpu_name(), False, flops, reading, inproc_bytes_per_second, float(available_memory_bytes()))
 
 
 def _flops(device: torch.device) -> float:
@@ -74,10 +71,11 @@ def _copy_seconds(device: torch.device) -> float:
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of ``work``, after one run that does not count."""
     seconds = []
-    for _ in range(REPEATS + 1):
+    repeats = 5
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return sorted(seconds[1:])[REPEATS // 2]
+    return sorted(seconds[1:])[repeats // 2]

@@ -111,6 +111,8 @@ class MiniBatchForward:
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
+        if self.packed.tap:
+            self.packed.tap.take(self.layer, q)
         here = self.packed.prompt_rows
         over_scored = bool(here) and self._prompts.over_latents
         if over_scored:

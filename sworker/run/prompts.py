@@ -21,9 +21,6 @@ from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, Verb, Worke
 from fastdecode.kinds.attending import Attending
 from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 
-TILE_ROWS = 256
-"""Rows of a later chunk that attend together, to earlier keys and, masked, to each other's."""
-
 
 class Sight(NamedTuple):
     """The tokens that a query sees: itself and all earlier ones.
@@ -150,7 +147,9 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
 
 def _tile_rows(layer: Attending, num_keys: int) -> int:
     """Return how many rows attend together: fewer if each head has its own mask."""
-    return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else TILE_ROWS
+    # Rows of a later chunk that attend together, to earlier keys and, masked, to each other's
+    tile_rows = 256
+    return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else tile_rows
 
 
 def _mask(num_rows: int, num_keys: int, layer: Attending, q: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,6 @@ from fastdecode.sworker.run.s_worker import SWorker
 from fastdecode.sworker.sampling import SampledToken, SamplingRow
 from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 
-RANDOM_ROWS = 1024
-
 
 class RandomPrompts(SWorker):
     """An S-worker that sends random q, k and v, and draws token 1. Ranks that share a model all do so."""
@@ -56,5 +54,6 @@ class RandomPrompts(SWorker):
 
 def _random_rows(rng: np.random.Generator, num_rows: int, shape: tuple[int, int], layout: KVLayout) -> np.ndarray:
     """Return [num_rows, *shape] in the wire's dtype, repeating a few random rows."""
-    few = to_wire(rng.standard_normal((min(num_rows, RANDOM_ROWS), *shape), dtype=np.float32), layout.model_dtype)
+    random_rows = 1024
+    few = to_wire(rng.standard_normal((min(num_rows, random_rows), *shape), dtype=np.float32), layout.model_dtype)
     return np.resize(few, (num_rows, *shape)) if num_rows > len(few) else few

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -20,6 +21,7 @@ from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
 from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
 from fastdecode.sworker.run.prompt_scratch import PromptScratch
 from fastdecode.sworker.run.prompts import PromptAttention
+from fastdecode.sworker.run.query_taps import QueryTaps
 from fastdecode.sworker.run.staging import (
     TORCH_DTYPE,
     HostStaging,
@@ -38,7 +40,10 @@ Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 
 
 class SWorker:
-    """The model with its prompt scratch, staging buffers, pipeline, and CUDA graphs once captured."""
+    """The model with its prompt scratch, staging buffers, pipeline, and CUDA graphs once captured.
+
+    ``taps``: the queries that the last step was to keep.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class SWorker:
         self._sampler = Sampler()
         self.prompt_scores: dict[int, PromptScores] = {}
         self.graphs: ModelGraphs | None = None
+        self.taps = QueryTaps((), self.device)
 
     def beside(self, code: ModelCode, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None) -> SWorker:
         """Return an S-worker for another model that computes between this one's steps, with the same threads and clock.
@@ -157,8 +163,11 @@ class SWorker:
     def forwards(self, step: ScheduledStep) -> list[Forward]:
         """Return the forwards of ``step``, one per mini-batch with rows."""
         mini_batches, rows = enumerate(step.mini_batches), self.code.least_rows
+        self.taps = taps = QueryTaps(step.taps, self.device)
         return [
-            self._forward(mini_batch, pack(chunks, self.device, rows)) for mini_batch, chunks in mini_batches if chunks
+            self._forward(mini_batch, replace(pack(chunks, self.device, rows), tap=taps[mini_batch]))
+            for mini_batch, chunks in mini_batches
+            if chunks
         ]
 
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:

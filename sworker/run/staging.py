@@ -26,13 +26,20 @@ class PromptRows:
     last_of_prompt: bool
 
 
+class Tap(Protocol):
+    """Keeps queries of a mini-batch."""
+
+    def take(self, layer: int, q: torch.Tensor) -> None:
+        """Keep what is wanted of ``q``, [rows, num_heads, query_dim], before it changes."""
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """One mini-batch, ready for the model.
 
     ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, rows whose
     logits are wanted, padded likewise unless empty; the first ``num_sampled`` count. ``attending_rows``: selects the
-    rows that attend on R-workers among the first ``num_rows``.
+    rows that attend on R-workers among the first ``num_rows``. ``tap``: keeps the queries of some rows.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +49,7 @@ class PackedRows:
     num_sampled: int
     attending_rows: slice | torch.Tensor
     prompt_rows: tuple[PromptRows, ...]
+    tap: Tap | None = None
 
 
 def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:

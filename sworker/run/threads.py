@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 LOST_SECONDS = 3e-3
 """A caller off its core for so long within one layer's model code has waited for a descheduled thread."""
 
-LOST_PART = 0.3
-"""Least part of the time that must be lost so. A smaller loss costs less than one thread fewer."""
-
 LOSSES = 3, 16
 """Losses, among so many calls, before threads are reduced. A busy process takes a core repeatedly, a hiccup once."""
 
@@ -122,7 +119,9 @@ class SharedCores:
         now = self._now()
         seconds = now - self._started
         lost = seconds - (self._cpu_now() - self._cpu_started)
-        self._losses.append(lost > max(LOST_SECONDS, LOST_PART * seconds))
+        # Least part of the time that must be lost so. A smaller loss costs less than one thread fewer.
+        lost_part = 0.3
+        self._losses.append(lost > max(LOST_SECONDS, lost_part * seconds))
         if sum(self._losses) >= LOSSES[0]:
             self._losses.clear()
             self._rest(now)

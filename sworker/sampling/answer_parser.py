@@ -28,12 +28,6 @@ WRAPPER = "wrapper"
 """The field of text around tool calls, which is shown if no call follows."""
 
 
-_OF_TEXTS = ("xml-inline", "kv-lines")
-"""Content parsers whose values are all texts."""
-
-_CLOSING = ("close_re", "close_literals", "close_literal_can_extend")
-
-
 def has_parser() -> bool:
     """Return whether the installed transformers has the response parser with all that is used of it."""
     if ResponseParser is None:
@@ -110,7 +104,9 @@ class AnswerTemplate:
         region does not have the form of the template.
         """
         field = self._reading.fields[region.field]
-        types = list(tools) if field.content in _OF_TEXTS else None
+        # Content parsers whose values are all texts
+        of_texts = ("xml-inline", "kv-lines")
+        types = list(tools) if field.content in of_texts else None
         if field.content == "xml-inline":
             rest = re.sub(field.content_args["tag_pattern"], "", region.body, flags=re.DOTALL)
             if rest.strip() or not region.closed:
@@ -149,7 +145,8 @@ def _regions(template: Any) -> Any:
 def _mark(field: Any) -> Any:
     """Return a field that takes only the end of ``field``."""
     empty = load_response_template({"start_anchor": "-", "fields": {"end": {"open": "-", "close_pattern": ""}}})
-    opening = {name.replace("close", "open"): getattr(field, name) for name in _CLOSING}
+    closing = ("close_re", "close_literals", "close_literal_can_extend")
+    opening = {name.replace("close", "open"): getattr(field, name) for name in closing}
     return dataclasses.replace(empty.fields["end"], name="content_end", **opening)
 
 

@@ -18,16 +18,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-KEPT_GRAMMARS = 64
-"""Most compiled grammars that are kept for later requests of the same form."""
-
-UNSPELT = "\U0010fffd"
-"""A private-use character that begins the names of tokens which no text can spell."""
-
 DEAD_END = "no text can complete this form, such as where a rule or $ref leads only to itself"
 
-_BIAS_OF_BITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
-_BIAS_OF_BITS = _BIAS_OF_BITS.astype(np.float32)
+_BIAS_OF_BITS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
+).astype(np.float32)
 """Eight tokens' biases per byte of a mask. A look-up is ten times as fast as applying the mask."""
 
 
@@ -105,7 +100,9 @@ class Grammars:
         self._no_token = None if eos_token_ids else tokenizer.get_vocab_size(with_added_tokens=True)
         self._known: LLTokenizer | None = None
         self._reading = threading.Lock()
-        self.compiled = lru_cache(KEPT_GRAMMARS)(self._compile)
+        # Most compiled grammars that are kept for later requests of the same form
+        kept_grammars = 64
+        self.compiled = lru_cache(kept_grammars)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """Return the initial state of a text of this form.
@@ -197,14 +194,16 @@ def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[s
     told = msgspec.json.decode(tokenizer)
     names: dict[str, str] = {}
     ids: dict[str, int] = {}
+    # A private-use character that begins the names of tokens which no text can spell
+    unspelt = "\U0010fffd"
     for each in told["added_tokens"]:
         if each["special"] or _IN_BRACKETS.fullmatch(each["content"]):
             ids[each["content"]] = each["id"]
-            names[each["content"]] = each["content"] = f"{UNSPELT}{each['id']}"
+            names[each["content"]] = each["content"] = f"{unspelt}{each['id']}"
             each["special"] = True
     if no_token is not None:
         plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        told["added_tokens"].append({"id": no_token, "content": f"{UNSPELT}{no_token}", "special": True, **plain})
+        told["added_tokens"].append({"id": no_token, "content": f"{unspelt}{no_token}", "special": True, **plain})
     model = told["model"]
     if isinstance(model.get("vocab"), dict):
         model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}

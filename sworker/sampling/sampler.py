@@ -8,15 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastdecode.core.weighing import AttentionSource
 from fastdecode.sworker.sampling.logits import edited_logits
 from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
 from fastdecode.sworker.sampling.rows import SamplingRow
 
 CHUNK_ELEMENTS = 2**21
 """Logits handled at once where temporaries are needed, which bounds them to about 50 MB for any batch."""
-
-FAILED = -1
-"""Token id of a row without a usable logit."""
 
 EXCLUDED = -2
 """Token id of a row with usable logits, whose limits leave no token."""
@@ -31,13 +29,15 @@ class SampledToken(NamedTuple):
 
     ``logprob`` maps token ids to (log-probability, rank from 1) if requested: the chosen token, then the likeliest in
     order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
-    ``excluded``: it failed because the request's limits leave no token.
+    ``excluded``: it failed because the request's limits leave no token. ``sources``: the blocks of context with
+    the most attention, if requested; the engine finds them.
     """
 
     token_id: int
     logprob: Logprobs | None = None
     failed: bool = False
     excluded: bool = False
+    sources: tuple[AttentionSource, ...] | None = None
 
 
 class Sampler:
@@ -58,11 +58,13 @@ class Sampler:
         if not rows:
             return []
         best = logits.max(dim=-1)  # one pass for the likeliest token and for the check of ``_failed``
-        tokens = best.indices.masked_fill(~best.values.isfinite(), FAILED)
+        # Token id of a row without a usable logit
+        failed = -1
+        tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
         for part in _chunks([i for i, row in enumerate(rows) if not row.plain], logits.shape[1]):
             index = torch.tensor(part, device=logits.device)
             chosen = _choose(logits.index_select(0, index), [rows[i] for i in part])
-            tokens[index] = chosen.masked_fill(tokens[index] == FAILED, FAILED)
+            tokens[index] = chosen.masked_fill(tokens[index] == failed, failed)
         token_ids: list[int] = tokens.tolist()
         logprobs = _requested_logprobs(logits, rows, token_ids)
         return [

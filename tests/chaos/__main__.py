@@ -18,7 +18,7 @@ from typing import Any
 
 from chaos.configuration import KINDS, SMALL, Configuration, draw
 
-FAULTS = ("exception", "tokens", "blocks", "negative-free", "lost-count", "left", "hang")
+FAULTS = ("exception", "tokens", "sources", "blocks", "negative-free", "lost-count", "left", "hang")
 COUNTS = ("kills", "drains", "joins", "preemptions", "sequences", "tokens", "different", "missed")
 ROUND_SECONDS = 240
 

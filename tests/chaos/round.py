@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from chaos.configuration import Ask, Configuration, accepted_settings
 from chaos.events import Events
 from chaos.processes import Leftovers, Processes
 from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
+from fastdecode import RequestOutput, SamplingParams
 from fastdecode.core.errors import RequestError
 from fastdecode.engine.engine import LLMEngine
 
@@ -147,6 +148,7 @@ class Round:
                 wanted, found = dict(reference.answers), Answers()
                 for outputs in self._steps(engine, events, wanted):
                     take(outputs, found)
+                    self.result.faults += [fault for output in outputs for fault in source_faults(output)]
                 self._compare(wanted, found)
             engine.look_around()
             engine.look_around()
@@ -196,7 +198,7 @@ class Round:
     def _add(self, engine: LLMEngine, number: int, ask: Ask, wanted: Answers) -> None:
         """Refused where it fits on none of the R-workers that are left, as the error says."""
         try:
-            engine.add_request(str(number), prompt_of(ask), params_of(ask))
+            engine.add_request(str(number), prompt_of(ask), asking(engine, number, params_of(ask)))
         except RequestError as error:
             wanted.pop(number, None)
             self.result.log.append(f"request {number} refused: {error}")
@@ -212,6 +214,31 @@ class Round:
             )
         if any(not is_right for is_right in self._hopeless.values()):
             self.result.fault("tokens: a sequence was given up that fits on an R-worker that is left")
+
+
+def asking(engine: LLMEngine, number: int, params: SamplingParams) -> SamplingParams:
+    """One request of three asks for attention sources, where they can be told: its tokens are the same."""
+    wanted = replace(params, attention_sources=4)
+    try:
+        engine.world.sources.check(wanted)
+    except RequestError:
+        return params
+    return params if number % 3 else wanted
+
+
+def source_faults(output: RequestOutput) -> list[str]:
+    """What is wrong with the last token's sources; they are missing only where an R-worker was lost."""
+    faults = []
+    for completion in output.outputs:
+        told = completion.all_sources
+        if told is not None and len(told) != len(completion.tokens):
+            faults.append(f"sources: {len(told)} of {len(completion.tokens)} tokens, request {output.request_id}")
+        last = told[-1] if told else None
+        length = len(output.prompt_token_ids) + len(completion.tokens) - 1
+        shares = [each.weight for each in last or ()]
+        if sum(shares) > 1.0001 or any(not 0 <= each.first <= each.last < length for each in last or ()):
+            faults.append(f"sources: {last} of {length} tokens, request {output.request_id}")
+    return faults
 
 
 def cache_bytes(drawn: Configuration, wanted: Reference, has_ranges: bool) -> int:

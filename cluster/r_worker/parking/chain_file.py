@@ -32,8 +32,6 @@ from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks
 
 MAGIC = b"FDCHAIN2"
 SUFFIX, UNFINISHED = ".chain", ".part"
-MAX_HEAD_BYTES = 1 << 16
-FETCH_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
 _DIGEST_BYTES, _CHECKSUM_BYTES = 32, 16
@@ -176,7 +174,8 @@ class ChainReader:
     def fetch(self, number: int) -> None:
         """Load piece ``number`` into the page cache."""
         start, _ = self.place(number)
-        end, part = start + self.head.piece_bytes(number), bytearray(FETCH_BYTES)
+        fetch_bytes = 1 << 18
+        end, part = start + self.head.piece_bytes(number), bytearray(fetch_bytes)
         while start < end and (count := os.preadv(self.fileno(), [part], start)):
             start += count
 
@@ -202,7 +201,8 @@ class ChainReader:
     def _read_start(self) -> tuple[Head, tuple[bytes, ...]]:
         text = self._read(len(MAGIC) + _LENGTH.size)
         (num_bytes,) = _LENGTH.unpack(text[len(MAGIC) :])
-        if text[: len(MAGIC)] != MAGIC or num_bytes > MAX_HEAD_BYTES:
+        max_head_bytes = 1 << 16
+        if text[: len(MAGIC)] != MAGIC or num_bytes > max_head_bytes:
             raise self._broken("it is no parked chain")
         text += self._read(num_bytes)
         try:

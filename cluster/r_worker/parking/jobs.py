@@ -14,12 +14,6 @@ from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWri
 from fastdecode.core.errors import CapacityError, ChainError
 from fastdecode.core.parked import PIECE_TOKENS
 
-READ_AHEAD = 4
-"""Pieces that the disk's thread fetches in advance if they are not in memory."""
-
-AT_ONCE_BYTES = 1 << 23
-"""Bytes of pieces read into the cache between two looks at the time."""
-
 FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyError)
 
 
@@ -97,7 +91,9 @@ class WakeJob(_Job):
         super().__init__(worker, threads, sequence_id)
         self._num_wanted, self._reader = num_wanted, reader
         self._num_pieces, self._next = -(-num_wanted // PIECE_TOKENS), 0
-        self._most = max(worker.num_threads, AT_ONCE_BYTES // reader.head.piece_bytes(0))
+        # Bytes of pieces read into the cache between two looks at the time
+        at_once_bytes = 1 << 23
+        self._most = max(worker.num_threads, at_once_bytes // reader.head.piece_bytes(0))
         self._num_fetched = 0
 
     def advance(self, deadline: float) -> bool:
@@ -141,7 +137,9 @@ class WakeJob(_Job):
         """Let the disk's thread fetch the next piece, and later ones; return 1 once the next is there."""
         first = self._num_fetched - len(self._pending)
         self._num_fetched = max(self._num_fetched, self._next)
-        while self._num_fetched < min(self._next + READ_AHEAD, self._num_pieces):
+        # Pieces that the disk's thread fetches in advance if they are not in memory
+        read_ahead = 4
+        while self._num_fetched < min(self._next + read_ahead, self._num_pieces):
             self._pending.append(self._threads.submit(self._reader.fetch, self._num_fetched))
             self._num_fetched += 1
         while self._pending and first <= self._next:

@@ -29,10 +29,6 @@ from fastdecode.core.errors import ChainError
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
 from fastdecode.kinds.layout import KVLayout
 
-CHAINS_AHEAD, LEAST_AHEAD_BYTES = 2, 1 << 26
-"""Memory committed in advance: room for so many of the longest chain, and so many bytes."""
-
-
 log = logging.getLogger("fastdecode.r_worker")
 
 
@@ -168,8 +164,10 @@ class Parker:
 
     def _keep_room(self, at_once: bool = False) -> None:
         """Commit memory for chains that may be woken, if there are any."""
+        # Memory committed in advance: room for so many of the longest chain, and so many bytes
+        chains_ahead, least_ahead_bytes = 2, 1 << 26
         if largest := self._directory.largest:
-            self._room.keep(max(CHAINS_AHEAD * largest, LEAST_AHEAD_BYTES), at_once)
+            self._room.keep(max(chains_ahead * largest, least_ahead_bytes), at_once)
 
     def _give_up(self) -> None:
         job, self._job, self._asked = self._job, None, ()

@@ -8,17 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from fastdecode import _rworker
 
-CHUNK_BYTES = 1 << 18
-"""Bytes committed at a time, which bounds the wait for the thread."""
-
-REST_SECONDS = 0.2
-"""Seconds between a job and the commits for the next one, so that waiting steps go first."""
-
 SHARE = 0.1
 """Most of one core's time while an S-worker may take steps."""
-
-MOST_OF_CACHE = 8
-"""At most this part of the cache, as 1 / n, is committed ahead of its use."""
 
 
 class Room:
@@ -37,7 +28,9 @@ class Room:
     def keep(self, num_bytes: int, at_once: bool = False) -> None:
         """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: no S-worker takes steps yet."""
         self.stop()
-        ahead = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // MOST_OF_CACHE)
+        # At most this part of the cache, as 1 / n, is committed ahead of its use
+        most_of_cache = 8
+        ahead = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // most_of_cache)
         if ahead:
             self._stop.clear()
             self._done = self._threads.submit(self._commit, ahead, at_once)
@@ -50,11 +43,13 @@ class Room:
             self._done = None
 
     def _commit(self, ahead: int, at_once: bool) -> None:
-        rest = 0.0 if at_once else REST_SECONDS
+        # Seconds between a job and the commits for the next one, so that waiting steps go first
+        rest_seconds = 0.2
+        rest = 0.0 if at_once else rest_seconds
         while not self._stop.wait(rest):
             start = time.perf_counter()
             if not self._commit_chunk(ahead):
-                rest, at_once = REST_SECONDS, False
+                rest, at_once = rest_seconds, False
             elif not at_once:
                 rest = (time.perf_counter() - start) * (1 / SHARE - 1)
 
@@ -62,7 +57,9 @@ class Room:
         """Commit a chunk; return False if nothing is left to commit."""
         used = self._worker.blocks_touched
         first, end = max(used, self._end), min(used + ahead, self._worker.num_blocks)
-        count = min(end - first, max(1, CHUNK_BYTES // self._worker.block_bytes))
+        # Bytes committed at a time, which bounds the wait for the thread
+        chunk_bytes = 1 << 18
+        count = min(end - first, max(1, chunk_bytes // self._worker.block_bytes))
         if count <= 0:
             return False
         self._worker.commit_blocks(first, count)

@@ -9,8 +9,6 @@ TEXTS_ONLY = "models that embed, classify or score are not run here"
 NO_SLEEP = "the model stays loaded: close, and load it again"
 ELSEWHERE = "other hosts run R-workers: start them with `fastdecode launch`, and give r_workers=HOST:PORT,…"
 REPLICAS = "start one engine each, or one with more R-workers"
-OVERRIDES = "give hf_overrides"
-DRAFTS = 'give speculative_config, such as {"method": "ngram", "num_speculative_tokens": 4}'
 NO_CODE = "no code is loaded by name"
 
 WITHOUT_EFFECT = without_effect({
@@ -84,7 +82,7 @@ REFUSED = refused([
     ("calculate_kv_scales?", "kv_cache_dtype int8 and int4 have scales of their own"),
     ("code_revision", "give revision"),
     ("hf_config_path", "give hf_overrides, or a model folder with that config.json"),
-    ("config_format", "configurations are those of transformers", "auto", "hf"),
+    ("config_format", "configurations come from transformers", "auto", "hf"),
     ("convert", TEXTS_ONLY, "auto", "none"),
     ("runner task", TEXTS_ONLY, "auto", "generate"),
     ("pooler_config override_pooler_config", TEXTS_ONLY),
@@ -98,7 +96,7 @@ REFUSED = refused([
     ("nnodes -n", ELSEWHERE, 1),
     ("node_rank -r", ELSEWHERE, 0),
     ("device_ids", "set the environment variable CUDA_VISIBLE_DEVICES"),
-    ("disable_sliding_window? rope_scaling rope_theta", OVERRIDES),
+    ("disable_sliding_window? rope_scaling rope_theta", "give hf_overrides"),
     ("download_dir", "set the environment variable HF_HUB_CACHE"),
     ("enable_prompt_embeds?", "give text or token ids"),
     ("enable_return_routed_experts? return_sampling_mask? enable_trace_replay?",
@@ -116,15 +114,14 @@ REFUSED = refused([
     ("lora_target_modules*", "an adapter names its own modules"),
     ("qlora_adapter_name_or_path", "give lora_modules"),
     ("logits_processors*", "no code comes with requests; logit_bias, allowed_token_ids and bad_words do much of it"),
-    ("logprobs_mode", "log-probabilities are those of the raw logits", "raw_logprobs"),
+    ("logprobs_mode", "log-probabilities come from the raw logits", "raw_logprobs"),
     ("mamba_cache_dtype", "give mamba_ssm_cache_dtype: windows of convolutions have the model's dtype", "auto"),
     ("enable_mamba_cache_stochastic_rounding?", "states are rounded to the nearest value"),
     ("mamba_cache_philox_rounds", "states are rounded to the nearest value", 0),
     ("max_num_scheduled_tokens", "give max_num_batched_tokens"),
     ("max_num_active_seqs", "give max_num_seqs"),
     ("max_num_queued_tokens", "give max_num_queued_reqs"),
-    ("model_class_overrides model_weights", "models are those of transformers"),
-    ("model_impl", "models are those of transformers", "auto", "transformers"),
+    ("model_class_overrides model_weights", "models come from transformers"),
     ("io_processor_plugin reasoning_parser_plugin", f"{NO_CODE}: a tokenizer's response_template says what it writes"),
     ("scheduler_cls", f"{NO_CODE}: give schedule"),
     ("worker_cls", "workers are this program's own", "auto"),
@@ -140,7 +137,8 @@ REFUSED = refused([
     ("profiler_config", "give trace=FILE, which writes Chrome trace events"),
     ("speculative_model num_speculative_tokens ngram_prompt_lookup_max ngram_prompt_lookup_min "
      "speculative_draft_tensor_parallel_size spec_decoding_acceptance_method speculative_max_model_len "
-     "speculative_disable_by_batch_size", DRAFTS),
+     "speculative_disable_by_batch_size",
+     'give speculative_config, such as {"method": "ngram", "num_speculative_tokens": 4}'),
     ("enable_prompt_adapter? max_prompt_adapters max_prompt_adapter_token prompt_adapters*",
      "there are no prompt adapters: give lora_modules"),
 ])  # fmt: skip

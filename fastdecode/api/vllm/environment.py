@@ -25,9 +25,6 @@ INSTEAD = {
 }
 """Variables for which a flag exists here."""
 
-_OF_KUBERNETES = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
-"""Variables that Kubernetes sets in every container if a Service is called vllm."""
-
 
 def said() -> str:
     """Return one sentence about vLLM's variables that are set and have no effect; "" if there are none."""
@@ -41,4 +38,6 @@ def said() -> str:
 def _is_a_setting(name: str, value: str) -> bool:
     if not value or not name.startswith("VLLM_"):
         return False
-    return name not in TAKEN and not _OF_KUBERNETES.fullmatch(name) and "://" not in value
+    # Variables that Kubernetes sets in every container if a Service is called vllm
+    of_kubernetes = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
+    return name not in TAKEN and not of_kubernetes.fullmatch(name) and "://" not in value

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MARKS = {"?": "none", "*": "many", "~": "maybe"}
-
 
 @dataclass(frozen=True)
 class Foreign:
@@ -51,13 +49,14 @@ def _read(names: str, is_refused: bool, text: str, neutral: tuple[Any, ...] = ()
     "+" marks a switch that is on by default. Words that begin with "-" are more flags of the name before them.
     """
     found: list[Foreign] = []
+    marks = {"?": "none", "*": "many", "~": "maybe"}
     for word in names.split():
         if word.startswith("-"):
             last = found.pop()
             found.append(Foreign(**{**vars(last), "shorts": (*last.shorts, word)}))
             continue
         name, on = word.removesuffix("+"), word.endswith("+")
-        values = _MARKS.get(name[-1], "one")
+        values = marks.get(name[-1], "one")
         found.append(Foreign(name.rstrip("?*~"), is_refused, text, values, (True,) if on else neutral))
     return found
 

@@ -52,7 +52,7 @@ NAMES = {
     "EmbeddingRequestOutput": TEXTS_ONLY,
     "GuidedDecodingParams": "StructuredOutputsParams, as SamplingParams(structured_outputs=…)",
     "LoRARequest": ADAPTERS,
-    "ModelRegistry": "models are those of transformers: register yours there",
+    "ModelRegistry": "models come from transformers: register yours there",
     "PoolingOutput": TEXTS_ONLY,
     "PoolingParams": TEXTS_ONLY,
     "PoolingRequestOutput": TEXTS_ONLY,

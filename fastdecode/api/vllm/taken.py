@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-_SAME = ""
-
 TAKEN = dict.fromkeys(
     (
         "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "block_size", "chat_template",
@@ -13,7 +11,7 @@ TAKEN = dict.fromkeys(
         "port", "reasoning_parser", "revision", "root_path", "seed", "shutdown_timeout", "skip_tokenizer_init",
         "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "tensor_parallel_size",
         "tokenizer", "tool_call_parser", "trust_remote_code", "uvicorn_log_level",
-    ), _SAME,
+    ), "",
 ) | {
     "api_key": "several keys too",
     "quantization": "int8, for products of integers on the CPU; what is packed is unpacked without it",
@@ -27,6 +25,7 @@ TAKEN = dict.fromkeys(
     "lora_modules": "one adapter, as NAME=FOLDER or vLLM's JSON",
     "mamba_ssm_cache_dtype": "`half` and `float` too",
     "max_model_len": "`4k`, `4K`, `auto` and `-1` too",
+    "model_impl": "`auto` is transformers; `vllm` needs `fastdecode[vllm]`",
     "max_num_batched_tokens": "`8k` and `8K` too",
     "served_model_name": "several names",
     "spec_method": "as speculative_config.method",

@@ -9,18 +9,10 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 
-DTYPES = {"half": "float16", "float": "float32"}
 DTYPE_SETTINGS = ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype")
-
-LOAD_FORMATS = dict.fromkeys(("safetensors", "hf", "gguf", "fastsafetensors", "instanttensor", "mistral"), "auto")
-"""Load formats that the loader detects from the files."""
 
 COUNTS = ("max_model_len", "max_num_batched_tokens", "kv_load_limit", "kv_shard_tokens")
 """Settings that may be written as "4k"."""
-
-_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-_DRAFT_SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
 
 def read_count(text: str) -> int:
@@ -39,7 +31,8 @@ def read_count(text: str) -> int:
         raise ValueError(
             f"must have no fraction before {unit}, a power of two: give {text.strip().lower()}, or a whole"
         )
-    return round(float(whole + (fraction or "")) * _MULTIPLES[unit]) if fraction else int(whole) * _MULTIPLES[unit]
+    multiples = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    return round(float(whole + (fraction or "")) * multiples[unit]) if fraction else int(whole) * multiples[unit]
 
 
 def translate(name: str, value: Any) -> Any:
@@ -52,8 +45,10 @@ def translate(name: str, value: Any) -> Any:
         return _count(name, value)
     if name == "quantization" and value in ("gguf", "none"):
         return None  # a packed checkpoint is unpacked while it is loaded
+    # Load formats that the loader detects from the files
+    load_formats = dict.fromkeys(("safetensors", "hf", "gguf", "fastsafetensors", "instanttensor", "mistral"), "auto")
     if name == "load_format":
-        return LOAD_FORMATS.get(value, value)
+        return load_formats.get(value, value)
     if name == "lora_modules" and isinstance(value, list | tuple):
         return [pair for each in value for pair in _adapters(each)]
     return value
@@ -61,8 +56,9 @@ def translate(name: str, value: Any) -> Any:
 
 def drafts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``settings`` with vLLM's shortcuts for draft tokens merged into ``speculative_config``."""
-    given = {name: value for name, value in settings.items() if name not in _DRAFT_SHORTCUTS}
-    shortcuts = {_DRAFT_SHORTCUTS[name]: settings[name] for name in _DRAFT_SHORTCUTS if settings.get(name) is not None}
+    draft_shortcuts = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+    given = {name: value for name, value in settings.items() if name not in draft_shortcuts}
+    shortcuts = {draft_shortcuts[name]: settings[name] for name in draft_shortcuts if settings.get(name) is not None}
     config = given.get("speculative_config")
     if not shortcuts and not (config and isinstance(config, Mapping)):
         return given
@@ -79,7 +75,8 @@ def drafts(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _dtype(name: str, value: str) -> str:
     if name == "kv_cache_dtype" and value.startswith("fp8"):
         raise ConfigError(f"kv_cache_dtype: {value} is not there: int8 takes as many bytes, int4 half of them")
-    return DTYPES.get(value, value)
+    dtypes = {"half": "float16", "float": "float32"}
+    return dtypes.get(value, value)
 
 
 def _count(name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The R-workers a configuration asks for: which attention backend, what cores and memory, and whether it is enough."""
+"""The R-workers of a configuration: the attention backend, their cores and memory, and checks that these suffice."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def make_backend(
     run: Run | None = None,
     insists: bool = True,
 ) -> AttentionBackend:
-    """The R-workers that ``config.r_workers`` names, those of this machine on ``cores``, and a listener for more.
+    """Return a backend over the R-workers in ``config.r_workers``, those of this machine on ``cores``.
 
-    ``model``: its identity; ``run``: of the journal; by both R-workers know which session goes on. ``insists``:
-    an S-worker before this one that is silent gives way. The listener is also
-    that of prefill workers that join ``prefill_workers``. ``ray_job``: of ``place_on_ray``.
+    It has a listener for R-workers that join, which also serves prefill workers that join ``prefill_workers``.
+    ``model``: its identity; ``run``: of the journal. By both, R-workers know which session continues. ``insists``: a
+    silent S-worker before this one loses its session. ``ray_job``: from ``place_on_ray``.
     """
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
@@ -77,9 +77,9 @@ def make_backend(
 
 
 def place_on_ray(config: EngineConfig) -> RayJob | None:
-    """Room for R-workers in a Ray cluster, None where ``config`` asks for none; CapacityError where it has none.
+    """Reserve room for R-workers in a Ray cluster; return None if ``config`` asks for none.
 
-    The caller must end the job, unless ``make_backend`` gets it.
+    Raise CapacityError if there is no room. The caller must end the job, unless ``make_backend`` gets it.
     """
     spec = config.r_worker_spec
     if spec.kind != "ray":
@@ -91,8 +91,7 @@ def place_on_ray(config: EngineConfig) -> RayJob | None:
 
 
 def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
-    """``config`` for processes that are started here and speak with actors of ``ray_job``: where it has no key file,
-    with one of the job's key, which ``cleanup`` removes, and the job's security."""
+    """Return ``config`` with a file of the job's key, unless it has a key file. ``cleanup`` removes the file."""
     if config.prefill_workers is None or config.key_file or ray_job.security.secret is None:
         return config
     path = Path(cleanup.enter_context(tempfile.TemporaryDirectory())) / "key"
@@ -102,7 +101,7 @@ def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> En
 
 
 def parks_of(backend: AttentionBackend) -> Parks | None:
-    """The disks of R-workers behind ``backend``; None where it has no way to them."""
+    """Return the disks of R-workers behind ``backend``; None if it cannot reach them."""
     from fastdecode.cluster.pool.backend import PoolBackend
     from fastdecode.cluster.pool.parks import PoolParks
 
@@ -110,7 +109,7 @@ def parks_of(backend: AttentionBackend) -> Parks | None:
 
 
 def journal_copies(backend: AttentionBackend) -> Place:
-    """The memory of the R-workers behind ``backend`` for a journal; BackendError where it has no way to them."""
+    """Return R-workers' memory as a place for a journal. Raise BackendError if ``backend`` cannot reach it."""
     from fastdecode.cluster.pool.backend import PoolBackend
     from fastdecode.cluster.pool.journal_copies import JournalCopies
 
@@ -120,16 +119,16 @@ def journal_copies(backend: AttentionBackend) -> Place:
 
 
 def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
-    """``layout``, a model's or a rank's part of it, as R-workers are told it."""
+    """Return ``layout``, a model's or a rank's part, as R-workers get it."""
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
     told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
-    exits_early = config.speculative is not None and config.speculative.method == "early_exit"  # in steps without end
+    exits_early = config.speculative is not None and config.speculative.method == "early_exit"  # over unlimited steps
     return told.outliving() if config.keep_session or exits_early else told
 
 
 def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "loopback", "any"]:
-    """Where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
+    """Return where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
     spec = config.prefill_worker_spec
     if spec is None:
         return ""
@@ -139,7 +138,7 @@ def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "l
 
 
 def _is_near(spec: WorkerSpec) -> bool:
-    """True where these workers are on this machine, and are reached over nothing but it."""
+    """Return whether these workers are on this machine and are reached only through it."""
     if spec.kind == "ray":
         return False
     if spec.kind == "mpi":
@@ -150,7 +149,7 @@ def _is_near(spec: WorkerSpec) -> bool:
 
 
 def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
-    """The prefill workers that ``config.prefill_workers`` names; those of this machine start to load their models."""
+    """Return the prefill workers in ``config.prefill_workers``. Those of this machine start loading their models."""
     spec = config.prefill_worker_spec
     if spec is None:
         return None
@@ -169,15 +168,18 @@ def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
 
 
 def tuning() -> Tuning:
-    """What R-workers of this machine attend with; see :func:`fastdecode.cluster.r_worker.tuning.tuning`."""
+    """Return the tuning of this machine's R-workers; see :func:`fastdecode.cluster.r_worker.tuning.tuning`."""
     from fastdecode.cluster.r_worker import tuning as measured
 
     return measured.tuning()
 
 
 def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KVLayout) -> StateRoom | None:
-    """Have this process keep the states of ``layout`` beside the R-workers behind ``backend``, which is not open yet,
-    where ``config`` says so; the room for them. CapacityError where it is too small for all sequences in flight."""
+    """Keep the states of ``layout`` in this process, beside the R-workers of ``backend``, if ``config`` says so.
+
+    Return the room for them, or None. ``backend`` must not be open yet. Raise CapacityError if the room is too small
+    for all sequences in flight.
+    """
     if config.state_on != "s":
         return None
     from fastdecode.cluster.pool.backend import PoolBackend
@@ -240,10 +242,10 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
 
 
 def prepare(config: EngineConfig) -> None:
-    """What an engine needs before it loads its model; ConfigError for what would fail after that.
+    """Do what an engine needs before it loads its model. Raise ConfigError for what would fail afterwards.
 
-    Checks the environment variables of R-workers on this machine. With MPI it takes this process's place in the job,
-    since the other ranks should not wait for the model, and end with this process if it cannot be loaded.
+    It checks the environment variables of R-workers on this machine. With MPI, it also joins the job here. So the other
+    ranks need not wait for the model, and end with this process if it cannot be loaded.
     """
     spec, prefill = config.r_worker_spec, config.prefill_worker_spec
     if config.in_mpi_job:
@@ -263,14 +265,16 @@ def prepare(config: EngineConfig) -> None:
 
 
 def kv_cache_bytes(config: EngineConfig) -> int:
-    """KV cache of each R-worker on this machine, in bytes."""
+    """Return the KV cache of each R-worker on this machine, in bytes."""
     wanted = config.bytes_of("kv_cache_memory")
     return wanted or int(available_memory_bytes() * KV_CACHE_SHARE) // config.num_r_workers
 
 
 def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
-    """Every R-worker must hold one longest sequence, or all together its ranges; CapacityError says how much memory
-    that takes. ConfigError where there is one R-worker for two copies."""
+    """Raise CapacityError unless every R-worker can hold one longest sequence, or all together its ranges.
+
+    The message says how much memory that takes. Raise ConfigError if there is one R-worker for two copies.
+    """
     placing = config.placing
     if not config.pool_listen:
         placing.check_r_workers(max(len(workers), config.num_r_workers))  # one may be lost since

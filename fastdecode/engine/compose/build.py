@@ -55,15 +55,12 @@ from fastdecode.sworker.run.s_worker import Lead
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
 
-STANDBY_SECONDS = 0.25
-"""Between two looks whether a session is free."""
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of; ``config`` is this rank's, and ``companions`` are all those beside the steps."""
+    """The parts of an engine. ``config`` is this rank's; ``companions``: all companions of the cycle."""
 
     config: EngineConfig
     s_model: SModel
@@ -78,14 +75,16 @@ class Parts:
 
     @property
     def companions(self) -> tuple[Companion, ...]:
-        """Those that are there, in the order of their turns."""
+        """The companions that exist, in the order of their turns."""
         return tuple(each for each in (self.membership, self.parking, self.prefills, self.speculation) if each)
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """The R-workers, open for a model; ``ranks``: ``backend``, where several ranks share the model; ``state_room``:
-    where states lie here."""
+    """The R-workers, open for a model.
+
+    ``ranks``: ``backend`` if several ranks share the model. ``state_room``: set if states are kept here.
+    """
 
     backend: AttentionBackend
     ranks: TensorParallelBackend | None
@@ -95,9 +94,9 @@ class _Pool:
 
 
 def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitStack) -> Parts:
-    """Load the model, open its R-workers (``backend``, or those that ``config`` names) and put all parts together.
+    """Load the model, open its R-workers (``backend``, or those in ``config``) and join all parts.
 
-    ``cleanup`` frees what was begun, also after an error. Any FastDecodeError that a part raises. On another rank than
+    ``cleanup`` frees what was started, also after an error. Raise the FastDecodeError of any part. On a rank other than
     the first this does not return.
     """
     config = with_absorption(config)
@@ -135,10 +134,15 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
 def _first_pool(
     config: EngineConfig, open_pool: Callable[[Run, bool, ExitStack], _Pool], cleanup: ExitStack
 ) -> tuple[_Pool, Run]:
-    """What ``open_pool`` opens; one that stands by asks until the S-worker before it is gone, and insists once that
-    gives no sign of life in the journal's folder. Without one R-workers notice its silence."""
+    """Return the result of ``open_pool``. A standby repeats it until the S-worker before it is gone.
+
+    It insists once that S-worker gives no sign of life in the journal's folder. Without a folder, R-workers notice its
+    silence.
+    """
     pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
     reason = ""
+    # Between two looks whether a session is free
+    standby_seconds = 0.25
     while True:
         run = next_run(config.journal_folder)
         with ExitStack() as opening:
@@ -153,11 +157,11 @@ def _first_pool(
                 if str(error) != reason:
                     reason = str(error)
                     logger.warning("stands by for session %s: %s", config.session, reason)
-        time.sleep(STANDBY_SECONDS)
+        time.sleep(standby_seconds)
 
 
 def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
-    """The R-workers of ``own``, or those of all ranks, with caches for ``model``."""
+    """Open the R-workers of ``own``, or those of all ranks, with caches for ``model``; return them."""
     shared = ranks.backend(own) if ranks else None
     backend = shared or own
     cleanup.callback(backend.close)
@@ -201,7 +205,8 @@ def _put_together(
     resume_session(scheduler, pool.r_workers, journal, config.keep_session > 0)
     method = config.prefill_parallel
     prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
-    world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks)
+    in_ranges = scheduler.limits.placing.segment_tokens < model.max_model_len
+    world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks, in_ranges)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
     parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)
@@ -213,7 +218,10 @@ def _put_together(
 def _make_prompts(
     config: EngineConfig, model: SModel, pool: _Pool, num_tokens: int, cleanup: ExitStack
 ) -> PromptCache | None:
-    """What attends up to ``num_tokens`` tokens of prompts on this process's cores; None: torch, or nothing does."""
+    """Return what attends up to ``num_tokens`` tokens of prompts on this process's cores.
+
+    None means that torch does, or nothing.
+    """
     if model.on_gpu or not num_tokens:
         return None
     backend = make_prompt_backend(config, pool.layout, num_tokens, pool.r_workers)
@@ -224,7 +232,7 @@ def _make_prompts(
 def _make_s_worker(
     config: EngineConfig, model: SModel, pool: _Pool, prompts: PromptCache | None, num_mini_batches: int
 ) -> SWorker:
-    """The dense layers of ``model``; where ranks share it, this rank's, with the others led."""
+    """Return the S-worker of ``model``, or of this rank's part, which then leads the other ranks."""
     clock = StateClock()
     if pool.ranks:
         lead = pool.ranks.lead
@@ -244,7 +252,7 @@ def _make_speculation(
     cleanup: ExitStack,
     lead: Lead | None,
 ) -> Speculation | None:
-    """What drafts tokens for the requests in flight, where any are to be drafted; ``lead``: see ``make_drafter``."""
+    """Return what drafts tokens for requests in flight; None without drafting. ``lead``: see ``make_drafter``."""
     if config.speculative is None:
         return None
 

@@ -70,7 +70,8 @@ def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: 
     elif keeps and any(each.token_ids for each in known.values()):
         logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
     if keeps and not in_one_place:
-        # else rows that attended on an R-worker which is lost in their first step would count as right until its end
+        # otherwise rows that attended on an R-worker which is lost in their first step would count as right until its
+        # end
         adopted = {each.sequence_id: scheduler.store.adopted.num_adopted(each.sequence_id) for each in known.values()}
         journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
 
@@ -78,7 +79,7 @@ def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: 
 def _adopt(
     scheduler: Scheduler, r_workers: list[RWorkerInfo], held: Held, journal: Journal, known: dict[int, KnownTokens]
 ) -> None:
-    """Keep what R-workers hold of sequences of ``known`` tokens, and have them forget the rest."""
+    """Keep what R-workers hold of sequences of ``known`` tokens, and release the rest."""
     ends = (1 + each.cache_id for several in held.values() for each in several)
     journal.next_sequence_id = max(journal.next_sequence_id, *ends)
     lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
@@ -92,5 +93,5 @@ def _adopt(
 
 
 def _wrote(journal: Journal, r_worker: RWorkerInfo) -> bool:
-    """Whether ``r_worker`` has kept what it has of the run that wrote ``journal``, and not of one before or after."""
+    """Return whether ``r_worker`` kept the cache of the run that wrote ``journal``, and not of another run."""
     return r_worker.kept_of.rpartition(" ")[2] in ("", journal.before)

@@ -14,7 +14,7 @@ from fastdecode.kinds.layout import KVLayout
 
 
 def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: int) -> AttentionBackend:
-    """An R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
+    """Return an R-worker for a draft model with KV cache ``layout``, in this process and on the S-worker's cores."""
     from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.r_worker.host import RWorkerSize
 
@@ -28,10 +28,10 @@ def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: in
 def make_prompt_backend(
     config: EngineConfig, layout: KVLayout, num_tokens: int, r_workers: Sequence[RWorkerInfo]
 ) -> AttentionBackend:
-    """An R-worker in this process and on the S-worker's cores, open for ``num_tokens`` tokens of prompts in progress.
+    """Return an open R-worker in this process for ``num_tokens`` tokens of prompts in progress.
 
-    It attends in the arithmetic of ``r_workers`` where they have one in common that this processor has too: then it
-    makes no difference to a token where it was computed.
+    It runs on the S-worker's cores, in the arithmetic of ``r_workers`` if they have one in common that this processor
+    supports. Then a token does not depend on where it was computed.
     """
     from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
@@ -46,8 +46,10 @@ def make_prompt_backend(
 
 
 def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayout], Any]:
-    """Makes ``_rworker.RWorker``s in this process for one layer, a sequence of ``num_tokens`` and the S-worker's
-    threads."""
+    """Return a function that makes ``_rworker.RWorker``s here, for one layer and one sequence of ``num_tokens``.
+
+    They use the S-worker's threads.
+    """
     from fastdecode.cluster.r_worker.host import make_layer_cache
 
     cores = tuple(config.s_core_list or usable_cores())
@@ -55,6 +57,6 @@ def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayo
 
 
 def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
-    """The instruction set in whose arithmetic all of ``r_workers`` attend; "auto" where they differ."""
+    """Return the instruction set whose arithmetic all of ``r_workers`` use; "auto" if they differ."""
     isa, *others = {worker.isa for worker in r_workers}
     return "auto" if others else isa

@@ -1,4 +1,4 @@
-"""What an engine is built from settings and what was loaded: its threads, its scheduler, and the model of its steps."""
+"""Parts of an engine made from settings and loaded parts: threads, scheduler, and the model of its steps."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from fastdecode.sworker.model.loader import model_shape
 logger = logging.getLogger(__name__)
 
 CPU_TILE_TOKENS = 64
-"""A token budget that is to keep a target is a multiple of this: matrix products are at their best there."""
+"""A token budget with a time target is a multiple of this, for which matrix products are fastest."""
 
 
 def pin_s_worker(config: EngineConfig) -> int:
-    """Bind this thread to the S-worker's cores, if it was given any; returns the threads it may use."""
+    """Bind this thread to the S-worker's cores, if there are any; return the number of threads to use."""
     if config.s_core_list:
         os.sched_setaffinity(0, config.s_core_list)
     return s_thread_count(config)
 
 
 def s_thread_count(config: EngineConfig) -> int:
-    """Return threads of a matrix product of the S-worker: one per core it has, unless told."""
+    """Return the threads of the S-worker's matrix products: by default one per core."""
     return config.s_threads or len(config.s_core_list or usable_cores())
 
 
@@ -58,9 +58,12 @@ def make_scheduler(
     prefill_policy: PrefillPolicy | None,
     state_room: StateRoom | None,
 ) -> Scheduler:
-    """The scheduler that ``config`` asks for, with prompts of ``scratch_tokens`` on the S-worker at a time; where it
-    names a time between tokens, a profile says what steps take, or some are timed for it. ``prefill_policy``: of its
-    prefill workers; ``state_room``: where states lie with the S-worker."""
+    """Return the scheduler for ``config``.
+
+    Prompts of up to ``scratch_tokens`` at a time attend on the S-worker. If ``config`` sets a target time between
+    tokens, step times come from a profile, or some steps are timed. ``prefill_policy``: that of its prefill workers.
+    ``state_room``: set if states are on the S-worker.
+    """
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
     calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
@@ -99,14 +102,14 @@ def make_scheduler(
 
 
 def _of_states_here(room: StateRoom | None, block_bytes: int) -> dict[str, int]:
-    """What ``Limits`` say of states that lie with the S-worker, beside R-workers with blocks of ``block_bytes``."""
+    """Return ``Limits`` fields for states on the S-worker, beside R-workers with blocks of ``block_bytes``."""
     if room is None:
         return {}
     return {"kept_states": room.kept, "state_worth_blocks": -(-room.state_bytes // block_bytes)}
 
 
 def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy | None:
-    """Return what decides how many tokens are drafted; None if none are to be."""
+    """Return the policy that decides how many tokens are drafted; None without drafting."""
     if not limits.num_speculative_tokens:
         return None
     return BalancedDrafts(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
@@ -115,8 +118,11 @@ def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy |
 def make_parking(
     config: EngineConfig, model: SModel, parks: Parks | None, r_workers: Sequence[RWorkerInfo], limits: Limits
 ) -> Parking | None:
-    """What parks the prefixes of ``model`` on the disks of ``r_workers``, and of those that join; None where prefixes
-    are not kept, or lie in several pieces or copies. ``parks``: None where R-workers have no disks."""
+    """Return the companion that parks prefixes of ``model`` on the disks of ``r_workers`` and of later ones.
+
+    Return None without prefix caching, or if prefixes have several segments or copies. ``parks``: None if R-workers
+    have no disks.
+    """
     if parks is None or not limits.prefix_caching or not limits.sizes.rewinds:
         return None
     if limits.placing != WHOLE:
@@ -127,10 +133,10 @@ def make_parking(
 
 
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
-    """Return prompt tokens that may attend on the S-worker.
+    """Return how many prompt tokens may attend on the S-worker.
 
-    None of a hybrid's, whose states R-workers have. Unless told otherwise none, where all R-workers share its cores:
-    there is nothing to overlap.
+    A hybrid has none, since R-workers hold its states. By default there are none if all R-workers share the S-worker's
+    cores, since nothing could overlap.
     """
     shares_cores = not model.on_gpu and not any(worker.own_cores for worker in r_workers)
     if model.layout.cannot("scratch") or (config.prefill_scratch is None and shares_cores):
@@ -139,8 +145,10 @@ def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWork
 
 
 def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_gpu: bool = False) -> int:
-    """Prompt tokens whose keys and values the S-worker may hold of its free memory: as the cache stores them, but on a
-    GPU in the model's dtype."""
+    """Return how many prompt tokens' keys and values the S-worker may hold in its free memory.
+
+    They have the cache's dtype, but on a GPU the model's.
+    """
     elements = sum(layer.kv_elements for layer in layout.layers)
     token_bytes = elements * ITEM_BYTES[layout.model_dtype] if on_gpu else layout.kv_bytes_per_token
     wanted = config.bytes_of("prefill_scratch")
@@ -149,15 +157,15 @@ def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_g
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
-    """Return what each R-worker measured it can read, where all of them did; else they count as equal."""
+    """Return each R-worker's measured read bandwidth; all equal unless all measured it."""
     measured = tuple(worker.read_gb_per_s for worker in r_workers)
     return measured if all(measured) else (1.0,) * len(measured)
 
 
 def budget_within(target_seconds: float, step_time: StepTime, least: int, most: int) -> int:
-    """Sarathi-Serve's τ, from ``least`` tokens, one for each sequence that may decode, to ``most``.
+    """Return Sarathi-Serve's τ, from ``least`` (one token per decoding sequence) to ``most`` tokens.
 
-    ConfigError when not even ``least`` tokens take at most ``target_seconds``.
+    Raise ConfigError if even ``least`` tokens take more than ``target_seconds``.
     """
     if step_time(least, 0) > target_seconds:
         raise ConfigError(
@@ -169,13 +177,11 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
     return max(least, token_budget(step_time, target_seconds, tile_tokens=CPU_TILE_TOKENS, most_tokens=most))
 
 
-TRIAL_ID = 1 << 62
-"""Of no other sequence: R-workers may hold any of those of an engine before this one."""
-
-
 def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_tokens: int) -> MeasuredStepTime:
-    """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens, on the R-worker that has most room;
-    nothing of them stays anywhere."""
+    """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; return the times.
+
+    They run on the R-worker with most room, and leave nothing behind.
+    """
     index = max(range(len(r_workers)), key=lambda each: r_workers[each].room_tokens)
     most_tokens = min(most_tokens, r_workers[index].room_tokens)
     largest = min(CPU_TILE_TOKENS, max(most_tokens, 2))
@@ -186,9 +192,11 @@ def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_toke
 
 
 def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
-    """Return the faster of two steps that compute ``num_tokens`` of a prompt, on R-worker ``index``."""
+    """Return the seconds of the faster of two steps with ``num_tokens`` of a prompt, on R-worker ``index``."""
     attends = s_worker.layout.cannot("scratch") is not None
-    chunk = Chunk(TRIAL_ID, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
+    # Of no other sequence: R-workers may hold any of those of an engine before this one
+    trial_id = 1 << 62
+    chunk = Chunk(trial_id, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
     seconds = []
     for _ in range(2):
@@ -203,8 +211,10 @@ def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens:
 
 
 def with_absorption(config: EngineConfig) -> EngineConfig:
-    """``config`` with who absorbs latents decided, where it is left open and its profile has measured both: whichever
-    answers sooner. Every rank decides so by itself."""
+    """Return ``config`` with the place of latent absorption decided, if it is open and the profile has measured both.
+
+    The faster place wins. Every rank comes to the same decision.
+    """
     if config.latent_absorption != "auto" or config.profile is None:
         return config
     shape, spec = model_shape(config), config.r_worker_spec
@@ -221,9 +231,9 @@ def with_absorption(config: EngineConfig) -> EngineConfig:
 def live_step_model(
     config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
 ) -> StepModel:
-    """Return the steps of this engine by ``config.profile``.
+    """Return the model of this engine's steps from ``config.profile``.
 
-    Raise ProfileError if that is another machine's or model's.
+    Raise ProfileError if the profile is of another machine or model.
     """
     profile = load_profile(str(config.profile))
     check_own(profile, this_machine(model.device_name, profile.machine.r_worker, r_workers[0].isa))
@@ -248,7 +258,7 @@ def live_step_model(
 
 
 def _r_workers_per_core(config: EngineConfig, r_workers: Sequence[RWorkerInfo]) -> int:
-    """Return how many R-workers of this machine take turns on a core."""
+    """Return how many R-workers of this machine share a core."""
     if not config.r_worker_spec.on_this_machine:
         return 1
     cores = config.r_core_list or usable_cores()

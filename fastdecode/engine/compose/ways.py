@@ -18,10 +18,8 @@ def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
     return getattr(config, name) not in ("auto", None)
 
 
-STATE_SETTINGS = ("mamba_ssm_cache_dtype", "state_on", "state_memory")
-
 ASKED: tuple[tuple[Way, str, Asks], ...] = (
-    *(("states", name, partial(_is_given, name)) for name in STATE_SETTINGS),
+    *(("states", name, partial(_is_given, name)) for name in ("mamba_ssm_cache_dtype", "state_on", "state_memory")),
     ("ranges", "kv_shard_tokens", lambda config, _: config.kv_shard_tokens is not None),
     ("tsp", "prefill_parallel", lambda config, _: config.prefill_parallel == "tsp"),
     ("ranks", "tensor_parallel_size", lambda config, _: config.tensor_parallel_size > 1),

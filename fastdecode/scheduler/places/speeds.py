@@ -11,12 +11,6 @@ import numpy as np
 
 from fastdecode.core.step import ScheduledStep
 
-MOST_PROMPT_ROWS = 0.05
-"""Highest ratio of prompt rows to attended KV tokens at which a step shows speeds.
-
-R-workers also store prompt rows, which would look like slowness.
-"""
-
 
 @dataclass(frozen=True)
 class Observed:
@@ -33,7 +27,10 @@ class Observed:
         step = self.step
         if step.is_decode:
             return True
-        return step.num_prompt_rows <= MOST_PROMPT_ROWS * sum(step.kv_loads) and step.only_decodes_attend
+        # Highest ratio of prompt rows to attended KV tokens at which a step shows speeds. R-workers also store prompt
+        # rows, which would look like slowness.
+        most_prompt_rows = 0.05
+        return step.num_prompt_rows <= most_prompt_rows * sum(step.kv_loads) and step.only_decodes_attend
 
     @cached_property
     def decodes(self) -> bool:
@@ -85,17 +82,8 @@ class Decayed:
 KEPT = 0.95
 """Weight of the past after another step: about the last 20 steps count."""
 
-AT_WORK = 0.25
-"""An R-worker with less than this part of the busiest one's time, or of the largest load, shows too little."""
-
 LEAST_SECONDS = 0.05
 """Least decayed busy time that shows a speed. Shorter times are mostly fixed costs and noise."""
-
-TOLERANCE = 1.2
-"""Speeds count as expected if their ratios are within this factor, so that placement does not follow noise."""
-
-CHANGED = 1.2
-"""An R-worker may have changed if its speed relative to the others is off by more than this factor."""
 
 NUM_STEPS = 3
 """Consecutive steps with the same kind of deviation before the old speed is dropped."""
@@ -120,13 +108,15 @@ class Speeds:
     def lasting(self) -> np.ndarray:
         """Speeds for decisions that last many steps: float64 [num_workers], in any common unit.
 
-        They equal the bandwidths while all are as expected within ``TOLERANCE``. An R-worker never seen at work counts
+        They equal the bandwidths while all are as expected within ``tolerance``. An R-worker never seen at work counts
         by its bandwidth.
         """
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
         surprise = tokens[seen] / seconds[seen] / self.bandwidths[seen]
-        if not len(surprise) or surprise.max() <= TOLERANCE * surprise.min():
+        # Speeds count as expected if their ratios are within this factor, so that placement does not follow noise
+        tolerance = 1.2
+        if not len(surprise) or surprise.max() <= tolerance * surprise.min():
             return self.bandwidths
         speeds = np.where(seen, tokens / np.where(seen, seconds, 1.0), 0.0)
         return np.where(seen, speeds, self.bandwidths * speeds.sum() / self.bandwidths[seen].sum())
@@ -151,7 +141,9 @@ class Speeds:
         """Learn from one decode step: KV tokens attended and busy seconds of each R-worker."""
         step = np.array([kv_loads, r_seconds], np.float64)
         tokens, seconds = step
-        seen = (seconds >= AT_WORK * seconds.max()) | (tokens >= AT_WORK * tokens.max())
+        # An R-worker with less than this part of the busiest one's time, or of the largest load, shows too little
+        at_work = 0.25
+        seen = (seconds >= at_work * seconds.max()) | (tokens >= at_work * tokens.max())
         seen &= seconds > 0
         self._note_changes(step, seen & (tokens > 0))
         self._usual.add(tokens, seconds, where=seen)
@@ -182,11 +174,13 @@ class Speeds:
         speeds, usual = step[0, compared] / step[1, compared], tokens[compared] / seconds[compared]
         ratios = speeds / usual
         ratios /= _median(ratios)
-        if ratios.max() <= CHANGED and ratios.min() >= 1 / CHANGED:  # as usual, or alone without comparison
+        # An R-worker may have changed if its speed relative to the others is off by more than this factor
+        changed = 1.2
+        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # as usual, or alone without comparison
             self._new[:], self._ways[:] = 0.0, 0
             return
         way = np.zeros_like(self._ways)
-        way[compared] = (ratios > CHANGED).astype(np.int64) - (ratios < 1 / CHANGED)
+        way[compared] = (ratios > changed).astype(np.int64) - (ratios < 1 / changed)
         goes_on = self._ways * way > 0
         self._new = self._new * goes_on + step * (way != 0)
         self._ways = self._ways * goes_on + way

@@ -96,13 +96,6 @@ class Decodes:
         return rows
 
 
-EVEN = 1.002
-"""Ratio of the busiest R-worker's time to the mean, below which nothing is swapped."""
-
-MOST_SWAPS = 64
-"""Most swaps in one step; the next step continues."""
-
-
 class Attendance:
     """Balances the load of R-workers in each step without moving data: either holder of a copy may attend."""
 
@@ -157,9 +150,13 @@ class _Choice:
 
         ``seconds``, float64 [num_workers], is updated; ``speeds``: tokens per second.
         """
-        for _ in range(MOST_SWAPS + len(self._tokens) // 8):
+        # Ratio of the busiest R-worker's time to the mean, below which nothing is swapped
+        even = 1.002
+        # Most swaps in one step; the next step continues
+        most_swaps = 64
+        for _ in range(most_swaps + len(self._tokens) // 8):
             busiest = int(np.argmax(seconds))
-            if seconds[busiest] <= EVEN * mean:
+            if seconds[busiest] <= even * mean:
                 return
             changed = self._best_change(busiest, seconds, speeds)
             if changed is None:

@@ -11,33 +11,6 @@ from fastdecode.core.protocols import StepTime
 LEVEL_RATE = 1 / 16
 """Weight of the last step in the current level. Noise falls to a fifth, and drift is followed within seconds."""
 
-MOST_JUMP = 0.5
-"""Most of a step's time above the expected one, as a part of it. More is a pause of the machine, and counts as this."""
-
-SLOPE_MEMORY = 2.0
-"""Squared relative changes of the row count that a slope rests on: two doublings, or 32 trials of a quarter.
-
-Steps without a change in rows add nothing, so they do not decay it either.
-"""
-
-LEAST_CHANGE = 0.05
-"""Least relative change of the rows; the effect of a smaller one is lost in noise."""
-
-SLOPE_PRIOR_WEIGHT = 0.05
-"""Weight of the prior slope, in the same unit: less than one trial of a quarter."""
-
-LEAST_NOISE = 1e-4
-"""Variance of a step's time over its square: 1 %."""
-
-WIDTH_RATE = LEVEL_RATE / 16
-"""Rate per step at which the range of observed row counts decays."""
-
-MOST_POINTS = 33
-"""Row counts at which a given ``StepTime`` is evaluated, most of them low; it is linear in between."""
-
-SAME_LOAD = 0.02
-"""Relative change of the KV load that is too small for another evaluation."""
-
 
 class RowCost:
     """The time of a step with x rows, in any unit: level + slope · (x - rows).
@@ -59,9 +32,13 @@ class RowCost:
         if not self.rows:
             return 0.0
         unit, proportional = self.rows * self.rows, self.level / self.rows
-        weight = SLOPE_PRIOR_WEIGHT * unit
+        # Weight of the prior slope, in the same unit: less than one trial of a quarter
+        slope_prior_weight = 0.05
+        weight = slope_prior_weight * unit
         fitted = (self._products + weight * self._prior * proportional) / (self._squares + weight)
-        error = math.sqrt(max(self._noise, LEAST_NOISE) * unit / max(self._squares, 1e-9 * unit))
+        # Variance of a step's time over its square: 1 %
+        least_noise = 1e-4
+        error = math.sqrt(max(self._noise, least_noise) * unit / max(self._squares, 1e-9 * unit))
         return min(max(0.0, fitted - optimism * error * proportional), proportional)
 
     def observe(self, rows: float, value: float) -> None:
@@ -72,7 +49,9 @@ class RowCost:
             value = self._fit(rows, value, rate)
         self.level += rate * (value - self.level)
         self.rows += rate * (rows - self.rows)
-        self._widest = max(rows, self._widest - WIDTH_RATE * (self._widest - self.rows))
+        # Rate per step at which the range of observed row counts decays
+        width_rate = LEVEL_RATE / 16
+        self._widest = max(rows, self._widest - width_rate * (self._widest - self.rows))
 
     def at(self, rows: np.ndarray, optimism: float = 0.0) -> np.ndarray:
         """Return the expected time of each of ``rows``, float64 [n]."""
@@ -89,12 +68,20 @@ class RowCost:
         """Fit the slope, and return ``value`` without the part that is a pause."""
         expected, change = self.level + self.slope() * (rows - self.rows), rows - self.rows
         relative = change / self.rows
-        highest = (1.0 + MOST_JUMP) * max(expected, self.level * rows / self.rows)
+        # Most of a step's time above the expected one, as a part of it. More is a pause of the machine, and counts as
+        # this.
+        most_jump = 0.5
+        highest = (1.0 + most_jump) * max(expected, self.level * rows / self.rows)
         value = min(value, highest)
         self._noise += rate * (((value - expected) / self.level) ** 2 - self._noise)
-        kept = min(1.0, SLOPE_MEMORY * self.rows**2 / max(self._squares, 1e-9))
-        kept *= SLOPE_MEMORY / (SLOPE_MEMORY + relative**2)
-        if abs(relative) < LEAST_CHANGE:
+        # Squared relative changes of the row count that a slope rests on: two doublings, or 32 trials of a quarter.
+        # Steps without a change in rows add nothing, so they do not decay it either.
+        slope_memory = 2.0
+        kept = min(1.0, slope_memory * self.rows**2 / max(self._squares, 1e-9))
+        kept *= slope_memory / (slope_memory + relative**2)
+        # Least relative change of the rows; the effect of a smaller one is lost in noise
+        least_change = 0.05
+        if abs(relative) < least_change:
             return value
         most = change * self.level / self.rows  # rows can explain this much; the rest is drift
         self._products = kept * self._products + change * min(max(value - self.level, min(0.0, most)), max(0.0, most))
@@ -117,10 +104,14 @@ class GivenTimes:
         """
         kv_tokens = int(kv_loads.max() * len(kv_loads)) if len(kv_loads) else 0
         tokens, most, loads = self._key
-        if (tokens, most) != (num_tokens, most_more) or abs(kv_tokens - loads) > SAME_LOAD * loads:
+        # Row counts at which a given ``StepTime`` is evaluated, most of them low; it is linear in between
+        most_points = 33
+        # Relative change of the KV load that is too small for another evaluation
+        same_load = 0.02
+        if (tokens, most) != (num_tokens, most_more) or abs(kv_tokens - loads) > same_load * loads:
             self._key = (num_tokens, most_more, kv_tokens)
             places = (
-                np.linspace(0, 1, MOST_POINTS) ** 2 if most_more >= MOST_POINTS else np.linspace(0, 1, most_more + 1)
+                np.linspace(0, 1, most_points) ** 2 if most_more >= most_points else np.linspace(0, 1, most_more + 1)
             )
             self._rows = np.unique(np.rint(most_more * places).astype(int))
             self._times = np.array([self._step_time(num_tokens + int(rows), kv_tokens) for rows in self._rows])

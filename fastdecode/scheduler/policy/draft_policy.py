@@ -13,29 +13,11 @@ from fastdecode.scheduler.policy.draft_costs import LEVEL_RATE, GivenTimes, RowC
 FIRST_STEPS = 4
 """Decode steps before the first drafts; the first steps are slow and tell little."""
 
-S_SLOPE = 1.0
-"""S slope before rows change: S time proportional to rows, the worst case."""
-
-R_SLOPE = 0.25
-"""R slope before rows change, as a part of one read of the cache.
-
-Measured: 0.04 (MHA, bfloat16), 0.4 (groups of 4), 0.8 (groups of 8).
-"""
-
 PRIOR = 0.5
 """Acceptance before any draft was tested. N-grams of code reach 0.6 to 0.8, those of prose 0.3."""
 
-PRIOR_WEIGHT = 2.0
-"""Tests after which a sequence's own rate weighs as much as that of all sequences: one verification."""
-
-POOL_WEIGHT = 4.0
-"""Tests after which the rate of all sequences weighs as much as ``PRIOR``."""
-
 LEAST_GAIN = 0.02
 """Least gain for drafts. The forecast is no more precise, and drafts cost a little host time."""
-
-TRIAL_COST = 0.005
-"""Part of all time for trials, which are as frequent as they are cheap."""
 
 LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
 """Bounds of the steps between trials.
@@ -43,28 +25,7 @@ LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
 The lower one notices repetitive text soon; the upper one notices a change of the machine at last.
 """
 
-TRIAL_ROWS = 0.25
-"""Most additional rows in a trial, as a part of the rows, if the S-worker is the bottleneck.
-
-Otherwise they may double.
-"""
-
-FREE_ROWS = 4
-"""Additional rows that any trial may have, since a step of a few rows takes as long as one of 16."""
-
-OPTIMISM = 2.0
-"""Standard errors by which a trial lowers the slopes, so that it explores."""
-
-LEAST_CHANCE = 1e-3
-"""Least chance of acceptance for a draft token to be considered."""
-
 NOTHING = np.zeros(1, np.int64)
-
-NUM_POINTS = 64
-"""Counts of draft tokens that are compared first, before those around the best."""
-
-SCALE = 65534
-"""Chances are sorted as 16-bit numbers, five times as fast."""
 
 LEAST_SECONDS = 1e-9
 """Least seconds of a step."""
@@ -87,8 +48,13 @@ class BalancedDrafts:
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
-        self._s_part, self._r_part = RowCost(S_SLOPE, 1.0), RowCost(R_SLOPE, R_SLOPE)
-        self._drafting = RowCost(S_SLOPE, 1.0)
+        # S slope before rows change: S time proportional to rows, the worst case
+        s_slope = 1.0
+        # R slope before rows change, as a part of one read of the cache. Measured: 0.04 (MHA, bfloat16), 0.4 (groups of
+        # 4), 0.8 (groups of 8).
+        r_slope = 0.25
+        self._s_part, self._r_part = RowCost(s_slope, 1.0), RowCost(r_slope, r_slope)
+        self._drafting = RowCost(s_slope, 1.0)
         self._overlap = self._exposed = 0.0
         self._num_steps = 0
         self._pooled = PRIOR
@@ -97,8 +63,12 @@ class BalancedDrafts:
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """Return the acceptance of each sequence from its own drafts, and from all sequences' while those are few."""
-        self._pooled = (float(kept.sum()) + POOL_WEIGHT * PRIOR) / (float(tried.sum()) + POOL_WEIGHT)
-        return (kept + PRIOR_WEIGHT * self._pooled) / (tried + PRIOR_WEIGHT)
+        # Tests after which the rate of all sequences weighs as much as ``PRIOR``
+        pool_weight = 4.0
+        self._pooled = (float(kept.sum()) + pool_weight * PRIOR) / (float(tried.sum()) + pool_weight)
+        # Tests after which a sequence's own rate weighs as much as that of all sequences: one verification
+        prior_weight = 2.0
+        return (kept + prior_weight * self._pooled) / (tried + prior_weight)
 
     def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
         """Return the draft counts, int64 [n], from 0 to ``most``.
@@ -151,12 +121,21 @@ class BalancedDrafts:
         usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
         s_bound = self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum()
         rows = num_tokens + usual
-        budget = usual + max(FREE_ROWS, math.ceil(TRIAL_ROWS * rows) if s_bound else rows)
-        chosen = self._best(hopeful, few, num_tokens, kv_loads, OPTIMISM, budget)
+        # Most additional rows in a trial, as a part of the rows, if the S-worker is the bottleneck. Otherwise they may
+        # double.
+        trial_rows = 0.25
+        # Additional rows that any trial may have, since a step of a few rows takes as long as one of 16
+        free_rows = 4
+        budget = usual + max(free_rows, math.ceil(trial_rows * rows) if s_bound else rows)
+        # Standard errors by which a trial lowers the slopes, so that it explores
+        optimism = 2.0
+        chosen = self._best(hopeful, few, num_tokens, kv_loads, optimism, budget)
         more = np.array([usual, max(usual, int(chosen.sum()))])
         before, after = self._seconds(num_tokens, self._filled * more, max(1, int(more.max())), kv_loads).tolist()
         after += float(self._drafting.at(np.array([np.count_nonzero(chosen)]))[0]) * (usual == 0)
-        steps = (after - before) / max(before, LEAST_SECONDS) / TRIAL_COST if chosen.any() else math.inf
+        # Part of all time for trials, which are as frequent as they are cheap
+        trial_cost = 0.005
+        steps = (after - before) / max(before, LEAST_SECONDS) / trial_cost if chosen.any() else math.inf
         self._wait = int(min(max(steps, LEAST_TRIAL_STEPS), MOST_TRIAL_STEPS))
         return chosen
 
@@ -176,8 +155,12 @@ class BalancedDrafts:
         np.multiply.accumulate(chances, axis=1, out=chances)
         chances *= np.arange(width) < most[:, None]
         flat = chances.ravel()
-        order = np.argsort(((1.0 - flat) * SCALE).astype(np.uint16), kind="stable")  # numpy sorts these by radix
-        total = int(np.count_nonzero(flat > LEAST_CHANCE))
+        # Chances are sorted as 16-bit numbers, five times as fast
+        scale = 65534
+        order = np.argsort(((1.0 - flat) * scale).astype(np.uint16), kind="stable")  # numpy sorts these by radix
+        # Least chance of acceptance for a draft token to be considered
+        least_chance = 1e-3
+        total = int(np.count_nonzero(flat > least_chance))
         order = order[: total if budget is None else min(total, budget)]
         total = len(order)
         if not total:
@@ -209,7 +192,9 @@ def _best_count(rates: Callable[[np.ndarray], np.ndarray], total: int) -> int:
 
     Return 0 if the gain is too small.
     """
-    step = 1 + total // NUM_POINTS
+    # Counts of draft tokens that are compared first, before those around the best
+    num_points = 64
+    step = 1 + total // num_points
     counts = np.append(np.arange(0, total, step), total)
     found = rates(counts)
     least, place = (1 + LEAST_GAIN) * found[0], int(found.argmax())

@@ -17,17 +17,8 @@ SLACK = 1.04
 With less, chance would delay newcomers, and they would start as a wave later.
 """
 
-KEPT_PART = 1 / 16
-"""Part of a sequence's life whose earnings are kept while newcomers wait for room. More would start as a wave."""
-
 TOLERANCE = 0.015
 """Spreading starts counts as worthwhile even if the run takes this part longer, since its steps are even."""
-
-KEPT_PER_NEWCOMER = 0.999
-"""Weight of earlier newcomers after another one: about the last 1,000 count."""
-
-FILLING = 1 / 8
-"""Part of free seats at which prompts get all of the token budget."""
 
 
 class LoadControl:
@@ -62,7 +53,9 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        self._per_newcomer = Decayed(KEPT_PER_NEWCOMER, 2)  # rows of prompts, and decode steps
+        # Weight of earlier newcomers after another one: about the last 1,000 count
+        kept_per_newcomer = 0.999
+        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # rows of prompts, and decode steps
 
     def begin_step(
         self,
@@ -117,7 +110,9 @@ class LoadControl:
         present = self._limit.shares > 0
         hidden = float((kv_loads[present] / self._limit.of_workers[present]).max())
         even = min(token_budget, num_seats * (1 + self._per_newcomer.ratio(0, 1)) * max(1.0, hidden))
-        return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / FILLING) ** 2))
+        # Part of free seats at which prompts get all of the token budget
+        filling = 1 / 8
+        return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / filling) ** 2))
 
     def _should_begin(
         self,
@@ -158,7 +153,9 @@ class LoadControl:
         slack = 1.0 if self._interval_steps else SLACK
         mean = (self._limit.tokens or 0) / (ripple * slack if self._limit.is_strict else 1.0)
         enough = max(interval * mean, area)
-        self._earned = min(self._earned + mean, enough + mean * head.decode_steps * KEPT_PART - self._granted)
+        # Part of a sequence's life whose earnings are kept while newcomers wait for room. More would start as a wave.
+        kept_part = 1 / 16
+        self._earned = min(self._earned + mean, enough + mean * head.decode_steps * kept_part - self._granted)
         total = self._earned + self._granted
         is_due = self._steps_paced % self._interval_steps == 0 if self._interval_steps else total >= enough
         if at_once or is_due:

@@ -17,9 +17,6 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 20
 """Decode steps of a measurement."""
 
-ROUNDING = 1 + 1e-12
-"""Tolerance for the sum of shares; without it a sequence that just fits would be refused."""
-
 
 class LoadLimit:
     """KV tokens per step over all R-workers, divided in proportion to their speeds.
@@ -57,7 +54,9 @@ class LoadLimit:
     @property
     def of_workers(self) -> np.ndarray:
         """Each R-worker's part of the limit, float64 [num_workers]; infinite while unknown."""
-        return self.shares * (np.inf if self.known is None else self.known * ROUNDING)
+        # Tolerance for the sum of shares; without it a sequence that just fits would be refused
+        rounding = 1 + 1e-12
+        return self.shares * (np.inf if self.known is None else self.known * rounding)
 
     @property
     def strict(self) -> np.ndarray | None:

@@ -23,29 +23,11 @@ class TransferPrice:
         self.per_token = self._seen.ratio(0, 1, 1.0)
 
 
-KEPT_OF_RARE = 0.995
-"""Weight of the past after another step in counts of starts, which are rare."""
-
-NEVER = 1 << 30
-"""Steps until newcomers come, if none start."""
-
-UNEVEN = 0.02
-"""Part of a step by which the busiest R-worker must exceed the mean before moves are considered."""
-
 SHARE = 0.05
 """Part of the steps' time that corrections may take."""
 
 MOST_STEPS = 8.0
 """Most steps of time for one correction. Decodes wait for it, so that each is late by so much."""
-
-PAUSE_STEPS = 16
-"""Steps without another look after one that found nothing worth its price."""
-
-SAMPLES = 16
-"""Evenly spread coming steps in which R-workers are compared."""
-
-HIGHEST = 1e6
-"""Seconds above the busiest R-worker that no move reaches."""
 
 
 class MovePrices:
@@ -59,7 +41,9 @@ class MovePrices:
         """``corrects``: whether corrections are allowed at all."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
         self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, and their seconds
-        self._begun = Decayed(KEPT_OF_RARE, 3)  # starts, rows of prompts, and steps
+        # Weight of the past after another step in counts of starts, which are rare
+        kept_of_rare = 0.995
+        self._begun = Decayed(kept_of_rare, 3)  # starts, rows of prompts, and steps
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
@@ -73,7 +57,9 @@ class MovePrices:
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
         above_mean = busiest - float(at_work.sum() / len(at_work)) if len(at_work) else 0.0
-        self._is_uneven = min(above_mean, wait_seconds) > UNEVEN * step_seconds
+        # Part of a step by which the busiest R-worker must exceed the mean before moves are considered
+        uneven = 0.02
+        self._is_uneven = min(above_mean, wait_seconds) > uneven * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
         self._pause = max(0, self._pause - 1)
         self._begun.add(observed.step.num_starts, observed.step.num_prompt_rows, 1.0)
@@ -85,10 +71,12 @@ class MovePrices:
         a move wins time until then. With s starts and p prompt rows per step, they attend p·t + s·t²/2 after t steps.
         """
         starts, rows = (self._begun.ratio(each, 2, 1.0) for each in (0, 1))
+        # Steps until newcomers come, if none start
+        never = 1 << 30
         if not rows:
-            return NEVER
+            return never
         root = math.sqrt(rows * rows + 2 * starts * kv_tokens)
-        return max(1, min(NEVER, round(2 * kv_tokens / (rows + root))))
+        return max(1, min(never, round(2 * kv_tokens / (rows + root))))
 
     @property
     def may_pay(self) -> bool:
@@ -114,7 +102,9 @@ class MovePrices:
 
     def looked(self, found: bool) -> None:
         """Record whether a look for a correction found one."""
-        self._pause = 0 if found else PAUSE_STEPS
+        # Steps without another look after one that found nothing worth its price
+        pause_steps = 16
+        self._pause = 0 if found else pause_steps
 
     def worth(self, gains: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Return the seconds that moves win beyond their price, float64 [n, num_targets].
@@ -152,12 +142,16 @@ class SharedPeak:
     """
 
     def __init__(self, loads: np.ndarray, seconds_per_token: np.ndarray, hidden: float) -> None:
-        self.stride = max(1, loads.shape[1] // SAMPLES)
+        # Evenly spread coming steps in which R-workers are compared
+        samples = 16
+        self.stride = max(1, loads.shape[1] // samples)
         self.steps = np.arange(0, loads.shape[1], self.stride)
         self.seconds_per_token = seconds_per_token
         self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
         rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
-        beyond = 2 * rising[:, -1:] + HIGHEST
+        # Seconds above the busiest R-worker that no move reaches
+        highest = 1e6
+        beyond = 2 * rising[:, -1:] + highest
         self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)
         slices, num_above = np.diff(self._heights, axis=1), np.arange(len(loads), -1, -1)
         self._paid = np.pad(np.cumsum(slices / np.maximum(num_above, 1), axis=1), ((0, 0), (1, 0)))

@@ -10,9 +10,6 @@ import numpy as np
 MIN_ENDED = 16
 """Outputs that must have stopped by themselves before the estimate is used."""
 
-GOLDEN = 0.6180339887498949
-"""The golden ratio: its multiples modulo 1 are evenly spread, however many there are."""
-
 SAMPLE = 512
 """Waiting requests that are examined. In longer queues every n-th stands for n, a power of two."""
 
@@ -78,7 +75,9 @@ class OutputLengths:
             return np.asarray(max_tokens, np.int64)
         survival, _ = self._curves()
         now = np.minimum(num_outputs, len(survival) - 1)
-        parts = (np.arange(len(now)) * GOLDEN + 0.5) % 1.0
+        # The golden ratio: its multiples modulo 1 are evenly spread, however many there are
+        golden = 0.6180339887498949
+        parts = (np.arange(len(now)) * golden + 0.5) % 1.0
         lengths = np.searchsorted(-survival, -parts * survival[now], side="right")
         lengths = np.where(lengths >= len(survival), max_tokens, lengths)
         return np.clip(lengths, np.minimum(num_outputs + 1, max_tokens), max_tokens).astype(np.int64)

@@ -18,9 +18,6 @@ from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.store import Store
 
-ALIKE = 0.05
-"""Costs that differ by less than this part of their range count as equal."""
-
 
 class HomePlacement:
     """Places a sequence of one segment where the coming load makes it cheapest."""
@@ -141,7 +138,9 @@ class SecondPlacement:
         if not len(able):
             return None
         spread = float(np.ptp(costs[allowed]))
-        best = able[costs[able] <= costs[able].min() + ALIKE * spread]
+        # Costs that differ by less than this part of their range count as equal
+        alike = 0.05
+        best = able[costs[able] <= costs[able].min() + alike * spread]
         return int(best[np.argmin(self._shared_with(home)[best])])
 
     def _shared_with(self, home: int) -> np.ndarray:

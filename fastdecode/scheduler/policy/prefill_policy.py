@@ -9,19 +9,6 @@ from typing import Protocol
 
 from fastdecode.core.remote_prefill import PrefillPart
 
-GAIN = 0.2
-"""Weight of one finished prompt in the estimate of its workers' speed."""
-
-LARGEST_CORRECTION = 4.0
-"""Most that one prompt corrects a speed, as a factor: a stall says little about the next prompt."""
-
-PACE_STEP = 0.05
-"""Speeds are rounded to multiples of this, so that parts do not change with every prompt."""
-
-
-MOST_KNOWN = 4096
-"""Most predictions that are cached."""
-
 
 class PrefillForecast(Protocol):
     """Predicted times of a chain.
@@ -151,8 +138,10 @@ class LeastWaiting:
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Return the best parts and their seconds. Equal workers share a cached answer."""
         asked = num_tokens, context_len, speeds
+        # Most predictions that are cached
+        most_known = 4096
         if asked not in self._known:
-            if len(self._known) >= MOST_KNOWN:
+            if len(self._known) >= most_known:
                 self._known.clear()
             rows = self._forecast.parts(num_tokens, speeds, context_len)
             self._known[asked] = rows, self._forecast.seconds(rows, speeds, context_len)
@@ -171,13 +160,19 @@ class LeastWaiting:
         return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
 
     def _correct(self, worker: int, pace: float, ratio: float) -> None:
-        ratio = min(max(ratio, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
-        self._pace[worker] += GAIN * (pace * ratio - self._pace[worker])
+        # Most that one prompt corrects a speed, as a factor: a stall says little about the next prompt
+        largest_correction = 4.0
+        ratio = min(max(ratio, 1 / largest_correction), largest_correction)
+        # Weight of one finished prompt in the estimate of its workers' speed
+        gain = 0.2
+        self._pace[worker] += gain * (pace * ratio - self._pace[worker])
 
 
 def _speed(pace: float) -> float:
     """Return the speed in discrete steps; never 0."""
-    return max(round(1 / pace / PACE_STEP), 1) * PACE_STEP
+    # Speeds are rounded to multiples of this, so that parts do not change with every prompt
+    pace_step = 0.05
+    return max(round(1 / pace / pace_step), 1) * pace_step
 
 
 def _parts(workers: Sequence[int], rows: Sequence[int], start: int) -> tuple[PrefillPart, ...]:

@@ -24,17 +24,8 @@ from fastdecode.scheduler.store.store import Store
 SHARE = 0.1
 """Part of the steps' time for making second copies; decodes wait meanwhile."""
 
-LEAST_SECONDS = 0.01
-"""Least seconds for a piece of a copy, even if steps are short, since each piece has fixed costs."""
-
 MOST_BLOCKS = 1 << 20
 """Most blocks of a piece."""
-
-MOST_TRIED = 4
-"""Most sequences examined before the next step, since there may be room for none of thousands."""
-
-UNEVEN_HOLDERS = 0.9
-"""An R-worker that holds less than this part of its share gets second copies from others."""
 
 
 class SecondCopies:
@@ -146,7 +137,9 @@ class SecondCopies:
 
     def _piece_tokens(self) -> int:
         """Return how many tokens to copy in a part of a step's time, in whole blocks."""
-        seconds, block_size = max(SHARE * self._step_seconds, LEAST_SECONDS), self._workers.block_size
+        # Least seconds for a piece of a copy, even if steps are short, since each piece has fixed costs
+        least_seconds = 0.01
+        seconds, block_size = max(SHARE * self._step_seconds, least_seconds), self._workers.block_size
         num_blocks = seconds / max(self._price.per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
@@ -158,7 +151,9 @@ class SecondCopies:
         rows = self._table.rows
         ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
-        for sequence_id in sorted(set(ids))[:MOST_TRIED]:
+        # Most sequences examined before the next step, since there may be room for none of thousands
+        most_tried = 4
+        for sequence_id in sorted(set(ids))[:most_tried]:
             sequence = self._residents.decoding[sequence_id]
             for segment in sequence.segments:
                 target = -1
@@ -189,7 +184,9 @@ class SecondCopies:
             return None
         held = table.count_held(table.rows, table.num_cached[table.rows], len(self._workers))
         times = held / np.maximum(self._workers.speeds.lasting, 1e-300)
-        if times[target] >= UNEVEN_HOLDERS * times[accepting].mean():
+        # An R-worker that holds less than this part of its share gets second copies from others
+        uneven_holders = 0.9
+        if times[target] >= uneven_holders * times[accepting].mean():
             return None
         source = max(accepting, key=lambda worker: times[worker])
         for sequence in self._residents.on(source):

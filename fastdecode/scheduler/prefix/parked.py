@@ -14,9 +14,6 @@ from fastdecode.scheduler.prefix.index import PrefixIndex, usable_hashes
 from fastdecode.scheduler.prefix.source import Keeper, Source
 from fastdecode.scheduler.sequence import TokenSequence
 
-LEAST_FREE = 10
-"""Prefixes are parked early if fewer than one block in this many is free, since they may be evicted soon."""
-
 
 class Beginning(NamedTuple):
     """The first ``num_blocks`` blocks of ``chain``, parked by R-worker ``worker``."""
@@ -167,7 +164,9 @@ class Parked(Source):
         Return None if there is none.
         """
         state = self._workers[worker]
-        is_short = state.free * LEAST_FREE < state.num_blocks
+        # Prefixes are parked early if fewer than one block in this many is free, since they may be evicted soon
+        least_free = 10
+        is_short = state.free * least_free < state.num_blocks
         for prefix in state.prefixes.values():
             if prefix.is_parked or not prefix.blocks or self._index.is_within_another(prefix):
                 continue

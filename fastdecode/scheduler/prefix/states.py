@@ -17,12 +17,6 @@ from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
 from fastdecode.scheduler.sequence import TokenSequence
 
-STATES_SHARE = 4
-"""Blocks of tokens between checkpoints, per block of a state."""
-
-MOST_SEEN = 1 << 16
-"""Most remembered blocks of prompts, by which a common beginning is noticed; the latest are kept."""
-
 
 class StateIndex(PrefixIndex):
     """Prefixes that are found only by their end."""
@@ -95,7 +89,9 @@ class States(Keeper):
         """``worth_blocks``: how many blocks of tokens take the memory of one state."""
         self._workers, self._index, self._ids, self._names = workers, index, ids, names
         self._most_kept, self._interval = most_kept, 1
-        while self._interval < STATES_SHARE * worth_blocks:
+        # Blocks of tokens between checkpoints, per block of a state
+        states_share = 4
+        while self._interval < states_share * worth_blocks:
             self._interval *= 2
         self._seen: dict[bytes, bool] = {}
 
@@ -120,7 +116,9 @@ class States(Keeper):
         shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
         for depth, block_hash in enumerate(usable, 1):
             before[block_hash] = before.pop(block_hash, False) or depth == shared
-        while len(before) > MOST_SEEN:
+        # Most remembered blocks of prompts, by which a common beginning is noticed; the latest are kept
+        most_seen = 1 << 16
+        while len(before) > most_seen:
             del before[next(iter(before))]
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:

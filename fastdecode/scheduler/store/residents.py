@@ -8,13 +8,6 @@ from fastdecode.core.step import Chunk
 from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.scheduler.store.table import SequenceTable
 
-MOST_PARTIAL_RESULTS = 2048
-"""Most rows of a prompt chunk times ranges that it attends in.
-
-A range answers each row and head with float32 numbers, some 17 kB for 32 heads of 128, and an R-worker accepts at most
-256 MiB of them per layer.
-"""
-
 
 class Residents:
     """``prompts``: sequences whose prompt is in computation, in the order of their start.
@@ -69,8 +62,11 @@ class Residents:
         """
         tail, start, closed = sequence.tail, sequence.num_cached, []
         count = min(most, self.table.segment_tokens - tail.num_tokens)
+        # Most rows of a prompt chunk times ranges that it attends in. A range answers each row and head with float32
+        # numbers, some 17 kB for 32 heads of 128, and an R-worker accepts at most 256 MiB of them per layer.
+        most_partial_results = 2048
         if sequence.num_closed and sequence.attends_in_prompt:
-            count = min(count, max(1, MOST_PARTIAL_RESULTS // (1 + sequence.num_closed)))
+            count = min(count, max(1, most_partial_results // (1 + sequence.num_closed)))
             closed = sequence.closed
         last = start + count == sequence.num_prefill
         return Chunk(

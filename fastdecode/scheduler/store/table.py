@@ -10,9 +10,6 @@ from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.step import CHUNK, NO_READS, READ, MiniBatch
 from fastdecode.scheduler.sequence import TokenSequence
 
-KEPT = 0.9
-"""Weight of earlier counts after another verification: about the last ten estimate a sequence's acceptance."""
-
 
 class DraftColumns:
     """``tokens``: int64 [most_rows, most_drafts]; the first ``counts`` of each row are proposed for the next step.
@@ -43,8 +40,10 @@ class DraftColumns:
 
     def verify(self, row: int, num_tested: int, num_accepted: int) -> None:
         """Count a verification of ``row``. Drafts after the first rejected one were not tested."""
-        self.tried[row] = KEPT * self.tried[row] + min(num_accepted + 1, num_tested)
-        self.kept[row] = KEPT * self.kept[row] + num_accepted
+        # Weight of earlier counts after another verification: about the last ten estimate a sequence's acceptance
+        kept = 0.9
+        self.tried[row] = kept * self.tried[row] + min(num_accepted + 1, num_tested)
+        self.kept[row] = kept * self.kept[row] + num_accepted
 
 
 class SequenceTable:

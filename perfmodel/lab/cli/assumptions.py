@@ -1,4 +1,4 @@
-"""What a plan rests on, in lines that it prints: figures with their sources, and what a model costs machines."""
+"""The printed assumptions of a plan: figures with their sources, and what a model costs machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
 
 
 def rank_lines(group: RankGroup) -> tuple[str, ...]:
-    """Return what the collectives rest on."""
+    """Return the assumptions about collectives."""
     if group.size == 1 or group.link is None:
         return ()
     link = group.link
@@ -30,7 +30,7 @@ def rank_lines(group: RankGroup) -> tuple[str, ...]:
 
 
 def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
-    """Return what a cached token costs R-workers: memory, reading, arithmetic."""
+    """Return the cost of a cached token on R-workers: memory, reading, arithmetic."""
     layer = shape.layer_layout
     operations = 2 * layer.multiply_adds() / layer.token_bytes(kv_dtype)
     return (
@@ -41,7 +41,7 @@ def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str
 
 
 def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
-    """Return who multiplies K and V of latents, and what that costs."""
+    """Return which side multiplies K and V of latents, and the cost."""
     if shape.latent is None:
         return ()
     row = f"{shape.num_layers * shape.attending_row_bytes / 1e6:.3g} MB of a token on the link"
@@ -52,7 +52,7 @@ def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
 
 
 def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Return what windows or an index leave of the reading, and that they leave all of the memory."""
+    """Return how much less is read because of windows or an index; memory stays the same."""
     windows = sorted({window for window in shape.windows if window})
     if not windows:
         return ()
@@ -70,7 +70,7 @@ def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
 
 
 def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Return what the states of recurrent layers take beside the cache, and who keeps them."""
+    """Return the memory of recurrent states besides the cache, and which side keeps them."""
     if not shape.state:
         return ()
     size = shape.state_bytes_per_sequence
@@ -84,7 +84,7 @@ def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
 
 
 def _state_place(planner: Planner) -> str:
-    """Return who keeps states."""
+    """Return which side keeps states."""
     if not planner.states:
         return "R-workers keep states (--state-on r)"
     places = planner.states.num_places

@@ -1,4 +1,4 @@
-"""``fastdecode bench attention``: the R-worker's kernel beside what this machine can read and compute."""
+"""``fastdecode bench attention``: the R-worker's kernel relative to this machine's reading and arithmetic peaks."""
 
 from __future__ import annotations
 
@@ -21,27 +21,8 @@ if TYPE_CHECKING:
     from fastdecode.perfmodel.lab.measure.attention_bench import AttentionBench
     from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape
 
-MOST_DIGITS = 12
-LEAST_CACHE_BYTES = 1 << 20
-"""The least bytes that each thread reads: fewer would measure the processor's caches instead of memory."""
-
 DTYPES = tuple(dtype for dtype in KV_CACHE_DTYPES if dtype != "auto")
 LEAST_REPEATS = 9
-
-SWEPT = (
-    ("--num-heads", "32", "query heads (32)"),
-    ("--num-kv-heads", "32", "(32)"),
-    ("--head-dim", "128", "elements of a key and of a value (128)"),
-    ("--context-len", "1024", "tokens of each sequence; LOW-HIGH draws them uniformly, such as 1-8192 (1024)"),
-    ("--batch-size", "auto", "sequences (auto: so many that copies of their own fill --cache-bytes)"),
-    ("--kv-cache-dtype", "bfloat16", f"{', '.join(DTYPES)} (bfloat16)"),
-    ("--threads", "1", "of the R-worker, each pinned to a core (1)"),
-    ("--isa", "auto", "instruction set (auto: FASTDECODE_ISA where set, else the best there is)"),
-    ("--q-len", "1", "new tokens of each sequence, which attend causally (1)"),
-    ("--shared-prefix-len", "0", "tokens at the start that all sequences share (0)"),
-    ("--latent-dim", "0", "dims of keys that are the values, too, as of latent attention; 0: values are stored (0)"),
-    ("--index-picks", "0", "tokens that an index picks: its scan of its keys is measured; 0: attention is (0)"),
-)
 
 
 def add_command(commands: Any) -> None:
@@ -52,7 +33,25 @@ def add_command(commands: Any) -> None:
         "machine's read peak and multiply-add peak on the same threads.",
     )
     group = parser.add_argument_group("shapes: a comma list sweeps, several lists give every combination")
-    for flag, default, text in SWEPT:
+    swept = (
+        ("--num-heads", "32", "query heads (32)"),
+        ("--num-kv-heads", "32", "(32)"),
+        ("--head-dim", "128", "elements of a key and of a value (128)"),
+        ("--context-len", "1024", "tokens of each sequence; LOW-HIGH draws them uniformly, such as 1-8192 (1024)"),
+        ("--batch-size", "auto", "sequences (auto: so many that copies of their own fill --cache-bytes)"),
+        ("--kv-cache-dtype", "bfloat16", f"{', '.join(DTYPES)} (bfloat16)"),
+        ("--threads", "1", "of the R-worker, each pinned to a core (1)"),
+        ("--isa", "auto", "instruction set (auto: FASTDECODE_ISA where set, else the best there is)"),
+        ("--q-len", "1", "new tokens of each sequence, which attend causally (1)"),
+        ("--shared-prefix-len", "0", "tokens at the start that all sequences share (0)"),
+        (
+            "--latent-dim",
+            "0",
+            "dims of keys that are the values, too, as of latent attention; 0: values are stored (0)",
+        ),
+        ("--index-picks", "0", "tokens that an index picks: its scan of its keys is measured; 0: attention is (0)"),
+    )
+    for flag, default, text in swept:
         group.add_argument(flag, default=default, metavar="LIST", help=text)
     group = parser.add_argument_group("measuring")
     group.add_argument(
@@ -68,7 +67,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row per shape; Ctrl-C writes what was measured."""
+    """Print a row per shape; after Ctrl-C, write what was measured."""
     from fastdecode.perfmodel.lab.measure.attention_bench import AttentionBench
 
     shapes = parse_shapes(args)
@@ -76,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"repeats must be at least {LEAST_REPEATS}, not {args.repeats}")
     check_output_files(args.output_json, plots=(args.plot,))
     cache_bytes = parse_bytes("cache_bytes", args.cache_bytes)
-    if cache_bytes < LEAST_CACHE_BYTES * max(shape.threads for shape in shapes):
+    # Fewest bytes that each thread reads; fewer would measure caches instead of memory
+    least_cache_bytes = 1 << 20
+    if cache_bytes < least_cache_bytes * max(shape.threads for shape in shapes):
         raise ConfigError(f"cache_bytes must be at least 1 MiB for each thread, not {cache_bytes} bytes")
     bench = AttentionBench(cache_bytes, args.repeats, args.seed)
     for shape in shapes:
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
-    """Return every combination of the lists. A ConfigError names the flag that cannot work."""
+    """Return every combination of the lists. A ConfigError names the bad flag."""
     from fastdecode.perfmodel.lab.measure.attention_shape import ContextLen, sweep
 
     whole = (
@@ -151,8 +152,9 @@ def _split(args: argparse.Namespace, name: str) -> list[str]:
 def _whole(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{name} must be a whole number, or several with commas between, not {text!r}")
-    if len(text) > MOST_DIGITS:
-        raise ConfigError(f"{name} must have at most {MOST_DIGITS} digits, not {len(text)}")
+    most_digits = 12
+    if len(text) > most_digits:
+        raise ConfigError(f"{name} must have at most {most_digits} digits, not {len(text)}")
     return int(text)
 
 

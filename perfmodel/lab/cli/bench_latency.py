@@ -1,4 +1,4 @@
-"""``fastdecode bench latency``: how long one batch of requests takes from its start to its last token, as vLLM's."""
+"""``fastdecode bench latency``: the time of one batch of requests from start to last token, as in vLLM."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from fastdecode.perfmodel.lab.cli.vllm_bench import add_bench_flags, check_bench
 if TYPE_CHECKING:
     from fastdecode.llm import LLM
 
-PERCENTILES = (10, 25, 50, 75, 90, 99)
-
 COUNTS = {
     "input_len": (32, "TOKENS", "of each prompt, drawn at random"),
     "output_len": (128, "TOKENS", "of each output, whatever ends the text"),
@@ -28,7 +26,7 @@ COUNTS = {
     "num_iters_warmup": (10, "N", "batches before the measured ones"),
     "num_iters": (30, "N", "measured batches"),
 }
-"""Flags: default, metavar and help."""
+"""Flags with default, metavar and help."""
 
 
 def add_command(commands: Any) -> None:
@@ -42,11 +40,11 @@ def add_command(commands: Any) -> None:
     add_engine_flags(parser)
     add_common_flags(parser)
     add_bench_flags(parser)
-    parser.set_defaults(run=run, enable_prefix_caching=False)  # else all iterations but the first would skip the prompt
+    parser.set_defaults(run=run, enable_prefix_caching=False)  # otherwise only the first iteration computes the prompt
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time the batches and print vLLM's lines; on Ctrl-C, those of the batches that ran."""
+    """Time the batches and print vLLM's lines; after Ctrl-C, those of the finished batches."""
     for name in COUNTS:
         least = 0 if name == "num_iters_warmup" else 1
         if getattr(args, name) < least:
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             _time_batches(llm, args, latencies)
         except KeyboardInterrupt as stop:
             interrupted = stop
-        if latencies:  # before the engine closes, which fails where its trace cannot be written
+        if latencies:  # before the engine closes, which fails if its trace cannot be written
             report = latency_report(latencies)
             print(*latency_lines(report), sep="\n", flush=True)
             write_json(report, args.output_json)
@@ -94,12 +92,13 @@ def _time_batches(llm: LLM, args: argparse.Namespace, latencies: list[float]) ->
 
 
 def latency_report(latencies: Sequence[float]) -> dict[str, Any]:
-    """vLLM's keys; all in seconds."""
+    """Return the report with vLLM's keys, in seconds."""
+    percentiles = (10, 25, 50, 75, 90, 99)
     return {
         "avg_latency": float(np.mean(latencies)),
         "std_latency": float(np.std(latencies)),
         "latencies": list(latencies),
-        "percentiles": {str(each): float(np.percentile(latencies, each)) for each in PERCENTILES},
+        "percentiles": {str(each): float(np.percentile(latencies, each)) for each in percentiles},
     }
 
 

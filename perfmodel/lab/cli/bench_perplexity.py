@@ -1,4 +1,4 @@
-"""``fastdecode bench perplexity``: the quality meter for cache dtypes."""
+"""``fastdecode bench perplexity``: measures the quality of cache dtypes."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Perplexity:
 def measure_perplexity(
     engine: LLMEngine, text: str, window: int, on_window: Callable[[], object] = lambda: None
 ) -> Perplexity:
-    """Perplexity of ``text``, cut into windows of ``window`` tokens that are each predicted from their first token.
+    """Return the perplexity of ``text``, cut into windows of ``window`` tokens, each predicted from its first token.
 
-    Every token's attention, the prompt's too, runs on an R-worker over keys and values as the cache stores them.
+    All attention, also the prompt's, runs on an R-worker over keys and values in the cache's dtype.
     """
     if engine.s_model.tokenizer is None:
         raise ConfigError("perplexity is measured on text: it needs the tokenizer (no --skip-tokenizer-init)")
@@ -91,6 +91,6 @@ def measure_perplexity(
 
 
 def cut(token_ids: Sequence[int], window: int) -> list[list[int]]:
-    """Return windows that share their border token, so that every token but the first is predicted once."""
+    """Return windows that share their border token, so that every token after the first is predicted once."""
     starts = range(0, len(token_ids) - 1, window - 1)
     return [list(token_ids[start : start + window]) for start in starts]

@@ -1,4 +1,4 @@
-"""``fastdecode bench prefill``: time to the first token by method, prefill workers and context."""
+"""``fastdecode bench prefill``: time to first token by method, number of prefill workers, and context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fastdecode.perfmodel.profile import HardwareProfile
 
 LEAST_LEN = 32
-MOST_WORKERS = 64
 METHODS = ("kvr-e", "kvr-s", "kvr-p", "tsp")
 
 
@@ -49,14 +48,15 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row per method, workers and length; on Ctrl-C, those that were measured."""
+    """Print a row per method, number of workers and length; after Ctrl-C, the measured ones."""
     lengths, counts = wholes("prefill_lens", args.prefill_lens, LEAST_LEN), wholes("workers", args.workers, 1)
     methods = _methods(args.methods)
     for name in ("repeats", "search_repeats"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(args, name)}")
-    if counts[-1] > MOST_WORKERS:
-        raise ConfigError(f"workers: at most {MOST_WORKERS}, not {counts[-1]}")
+    most_workers = 64
+    if counts[-1] > most_workers:
+        raise ConfigError(f"workers: at most {most_workers}, not {counts[-1]}")
     check_output_files(args.output_json, plots=(args.plot,))
     args.prefill_workers = args.prefill_workers or f"spawn:{counts[-1]}"
     config = bench_config(engine_config(args), lengths[-1])
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench_config(config: EngineConfig, longest: int) -> EngineConfig:
-    """``config`` for prompts that share nothing. Raise ConfigError if one has no place."""
+    """Return ``config`` without prefix caching. Raise ConfigError if a prompt has no room."""
     if config.max_model_len is not None and config.max_model_len <= longest:
         raise ConfigError(
             f"prefill_lens: {longest} tokens and one more do not fit max_model_len {config.max_model_len}"
@@ -98,7 +98,7 @@ def measure(
     wanted: tuple[list[int], list[int], list[str]],
     take: Callable[[PrefillRow], object],
 ) -> None:
-    """Rates first, unless a profile has them; then every row, as it is done."""
+    """Measure rates first, unless a profile has them; then each row, passed to ``take`` at once."""
     from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillBench, num_measurements
 
     lengths, counts, methods = wanted
@@ -112,7 +112,7 @@ def measure(
 def profile_of(
     runner: LivePrefill, config: EngineConfig, lengths: list[int], counts: list[int], rounds: int
 ) -> HardwareProfile:
-    """That of ``--profile`` where it knows prefill workers, else rates measured here and now."""
+    """Return the profile of ``--profile`` if it has prefill workers, else rates measured now."""
     from fastdecode.perfmodel.deployment import this_machine
     from fastdecode.perfmodel.lab.measure.prefill_calibrator import measure_rates
     from fastdecode.perfmodel.profile import HardwareProfile
@@ -139,7 +139,7 @@ def _print(rows: list[PrefillRow]) -> None:
 
 
 def wholes(name: str, text: str, least: int) -> list[int]:
-    """Return a flag's list of whole numbers, ascending, each once. Raise ConfigError if it is none."""
+    """Return a flag's list of distinct whole numbers in ascending order. Raise ConfigError if it is malformed."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 8 and int(part) >= least for part in parts):
         raise ConfigError(f"{name} must be whole numbers of at least {least} with commas between, not {text!r}")

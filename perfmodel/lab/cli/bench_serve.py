@@ -1,6 +1,6 @@
-"""``fastdecode bench serve``: the latencies that clients of an OpenAI-compatible server see, as vLLM's.
+"""``fastdecode bench serve``: the latencies that clients of an OpenAI-compatible server see, as in vLLM.
 
-The client needs neither torch nor the model, only its tokenizer.json.
+The client needs neither torch nor the model, only the model's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
     from fastdecode.perfmodel.lab.measure.serving import ServedRequest, Target
 
-RAMP_UP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
-
-UNBOUNDED_TOKENS = 1 << 60
-"""Longest context of a server that does not say how long its contexts may be."""
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("serve", help="latency and throughput of a running OpenAI-compatible server")
@@ -45,7 +40,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the load and print vLLM's table; on Ctrl-C, that of the requests that had ended. 1 where all failed."""
+    """Run the load and print vLLM's table; after Ctrl-C, for the ended requests. Return 1 if all failed."""
     check_bench_flags(args)
     if find_spec("aiohttp") is None:
         raise ConfigError("bench serve needs aiohttp: pip install 'fastdecode[serve]'")
@@ -81,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _spec(args: argparse.Namespace) -> WorkloadSpec:
-    """The workload flags, checked."""
+    """Return the checked workload flags."""
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"max_concurrency must be at least 1, not {args.max_concurrency}")
     if args.num_warmups < 0:
@@ -90,7 +85,7 @@ def _spec(args: argparse.Namespace) -> WorkloadSpec:
 
 
 def _ramp_up(args: argparse.Namespace) -> RampUp | None:
-    """ConfigError where the flags do not go together."""
+    """Return the ramp-up, if any. Raise ConfigError if flags conflict."""
     rates = args.ramp_up_start_rps, args.ramp_up_end_rps
     if args.ramp_up_strategy is None:
         if rates != (None, None):
@@ -104,14 +99,14 @@ def _ramp_up(args: argparse.Namespace) -> RampUp | None:
 
 
 def _pairs(name: str, given: list[str]) -> dict[str, str]:
-    """From ["NAME=VALUE", …]; ConfigError where there is no "="."""
+    """Return the pairs of ["NAME=VALUE", …]. Raise ConfigError if an "=" is missing."""
     if wrong := [pair for pair in given if "=" not in pair]:
         raise ConfigError(f"{name} must be NAME=VALUE, not {wrong[0]!r}")
     return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in given)}
 
 
 def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
-    """Return the address and what the server says of its first model. OPENAI_API_KEY is the key, as in vLLM."""
+    """Return the server's address, and its description of its first model. The key is in OPENAI_API_KEY, as in vLLM."""
     from fastdecode.perfmodel.lab.measure.serving import Target
 
     key = os.environ.get("OPENAI_API_KEY")
@@ -133,7 +128,7 @@ def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
 
 
 def _ready_model(base_url: str, headers: dict[str, str], seconds: float) -> dict[str, Any]:
-    """The server's first model, asked for once a second until ``seconds`` are over; ServerError after that."""
+    """Return the server's first model, asking once a second. Raise ServerError after ``seconds``."""
     from fastdecode.perfmodel.lab.measure.serving import ServerError, served_model
 
     deadline = time.monotonic() + seconds
@@ -149,9 +144,11 @@ def _ready_model(base_url: str, headers: dict[str, str], seconds: float) -> dict
 def _items(
     args: argparse.Namespace, spec: WorkloadSpec, ramp_up: RampUp | None, target: Target, model: dict[str, Any]
 ) -> list[WorkItem]:
-    """The requests. At one rate, the last arrives after exactly their number over it, as in vLLM."""
+    """Return the requests. At a single rate, the last arrives after exactly their number over the rate, as in vLLM."""
     tokenizer = load_tokenizer(args.tokenizer or args.model or model.get("root") or model["id"])
-    longest = model.get("max_model_len") or UNBOUNDED_TOKENS
+    # Assumed longest context if the server does not report it
+    unbounded_tokens = 1 << 60
+    longest = model.get("max_model_len") or unbounded_tokens
     items = make_workload(spec, tokenizer.get_vocab_size(), longest, lambda text: tokenizer.encode(text).ids)
     if target.chat:
         items = [replace(each, prompt=each.prompt or tokenizer.decode(each.prompt_token_ids)) for each in items]
@@ -164,13 +161,13 @@ def _items(
 
 
 def load_tokenizer(place: str) -> Tokenizer:
-    """The tokenizer.json of a model's folder, of a file, or of a model on the Hugging Face hub."""
+    """Return the tokenizer.json of a model's folder, of a file, or of a model on the Hugging Face hub."""
     from tokenizers import Tokenizer
 
     path = Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(place)
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises a plain Exception
         raise ConfigError(
             f"tokenizer: cannot read {path} ({error}); give --tokenizer the folder that has the model's tokenizer.json"
         ) from None
@@ -179,7 +176,7 @@ def load_tokenizer(place: str) -> Tokenizer:
 def _run_load(
     args: argparse.Namespace, target: Target, items: list[WorkItem], served: list[ServedRequest]
 ) -> tuple[float, KeyboardInterrupt | None]:
-    """Warm up, then fill ``served``; returns seconds and the Ctrl-C that came, if one did."""
+    """Warm up, then fill ``served``; return the seconds, and the Ctrl-C that came, if any."""
     from fastdecode.perfmodel.lab.measure.serving import run_load
 
     warm = [replace(items[0], arrival_seconds=0.0)] * args.num_warmups
@@ -195,7 +192,8 @@ def _run_load(
 
 
 def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run as vLLM writes them down."""
+    """Return the settings of the run in vLLM's form."""
+    ramp_up = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
@@ -207,12 +205,12 @@ def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -
         "request_rate": "inf" if math.isinf(spec.request_rate) else spec.request_rate,
         "burstiness": spec.burstiness,
         "max_concurrency": args.max_concurrency,
-        **({name: getattr(args, name) for name in RAMP_UP} if args.ramp_up_strategy else {}),
+        **({name: getattr(args, name) for name in ramp_up} if args.ramp_up_strategy else {}),
     }
 
 
 def _result_file(args: argparse.Namespace, model: str) -> str | None:
-    """Return the file to save, with vLLM's name; ConfigError where nothing can be written there."""
+    """Return the file to save, with vLLM's name. Raise ConfigError if it cannot be written."""
     if not args.save_result:
         return None
     folder = Path(args.result_dir)

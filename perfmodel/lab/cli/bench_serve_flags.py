@@ -1,4 +1,4 @@
-"""The flags of ``fastdecode bench serve``, named as vLLM's."""
+"""The flags of ``fastdecode bench serve``, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-"""Flags that go into every request, where they are given."""
+"""Flags that are set in every request, if given."""
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:

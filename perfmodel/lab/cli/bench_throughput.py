@@ -1,4 +1,4 @@
-"""``fastdecode bench throughput``: offline throughput, with its breakdown."""
+"""``fastdecode bench throughput``: offline throughput and its breakdown."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from fastdecode.core.metrics import Tracer
     from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun
 
-VLLMS_BACKENDS = {"vllm": "fastdecode", "hf": "transformers"}
 
 Outcome: TypeAlias = tuple[dict[str, Any], BaseException | None, Iterator[str]]
-"""The report, what is to be raised after it, and its pictures, each drawn when its line is asked for."""
+"""The report, an exception to raise after it, and pictures, each drawn when its line is requested."""
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("throughput", help="offline throughput of a workload")
+    vllms_backends = {"vllm": "fastdecode", "hf": "transformers"}
     parser.add_argument(
         "--backend", default="fastdecode", choices=["fastdecode", "transformers"], help="(fastdecode)",
-        type=lambda name: VLLMS_BACKENDS.get(name, name),
+        type=lambda name: vllms_backends.get(name, name),
     )  # fmt: skip
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
@@ -48,8 +48,8 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the workload and print its figures; on Ctrl-C, those of the part that ran."""
-    if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share nothing but what they are told to
+    """Run the workload and print its figures; after Ctrl-C, those of the finished part."""
+    if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share only what they are told to
         args.enable_prefix_caching = args.dataset_name != "random"
     check_bench_flags(args)
     config = engine_config(args)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     report, interrupted, pictures = (_run_engine if args.backend == "fastdecode" else _run_transformers)(
         args, config, spec
     )
-    rate = "inf" if math.isinf(spec.request_rate) else spec.request_rate  # JSON knows no infinity
+    rate = "inf" if math.isinf(spec.request_rate) else spec.request_rate  # JSON has no infinity
     report["config"] = {"backend": args.backend, **vars(spec), **vars(config), "request_rate": rate}
     report["machine"] = machine_facts()
     from fastdecode.perfmodel.lab.measure.throughput_report import summary_lines
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_engine_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what plain transformers would ignore."""
+    """Raise ConfigError for flags that plain transformers would ignore."""
     given = [name for name in ("plot_timeline", "plot_steps", "measure_overlap", "trace") if getattr(args, name)]
     given += ["request_rate"] if not math.isinf(args.request_rate) else []
     if given:
@@ -108,7 +108,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
     finally:
         try:
             engine.close()
-        except OSError as unwritten:  # of the trace, beside which the figures must not be lost
+        except OSError as unwritten:  # of the trace; the figures must not be lost with it
             interrupted = interrupted or unwritten
     report = throughput_report(run, config.separate_cores)
     if "num_hidden_layers" in config.hf_overrides and run.steps:
@@ -117,7 +117,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
 
 
 def _pictures(args: argparse.Namespace, run: ThroughputRun, tracer: Tracer | None) -> Iterator[str]:
-    """Draw each picture that a flag names when the iterator is advanced, and yield a line that names its file."""
+    """Yield a line per picture that a flag names. Advancing the iterator draws the picture."""
     from fastdecode.perfmodel.lab.measure.plots import plot_steps, plot_timeline, typical_decode_step
 
     if tracer:

@@ -1,4 +1,4 @@
-"""``fastdecode calibrate``: measure this machine, its R-workers and links into a hardware profile."""
+"""``fastdecode calibrate``: measures this machine, its R-workers and links into a hardware profile."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def without_prefill_workers(config: EngineConfig) -> EngineConfig:
-    """Return this configuration with the S-worker and R-workers alone."""
+    """Return this configuration without prefill workers."""
     return replace(config, prefill_workers=None, prefill_threads=None, prefill_cores=None)
 
 
 def check_own_ranks(num_ranks: int) -> None:
-    """Raise ConfigError if something started ranks: measuring starts them itself, more than once."""
+    """Raise ConfigError if a launcher started ranks, since measuring starts them itself, more than once."""
     from fastdecode.tensor_parallel.rank_place import find_place
 
     if num_ranks > 1 and find_place(num_ranks):
@@ -112,7 +112,7 @@ def _with_ranks(
 
 
 def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[int], quick: bool) -> HardwareProfile:
-    """The profile with the rates of prefill workers and the table of the best parts, each length of it measured."""
+    """Return the profile with the rates of prefill workers, and the table of best parts by length."""
     from fastdecode.perfmodel.lab.measure.prefill_calibrator import (
         PrefillCalibration,
         calibrate_prefill,
@@ -129,7 +129,7 @@ def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[
 
 
 def summary_lines(profile: HardwareProfile) -> list[str]:
-    """Return the measurements as lines of text."""
+    """Return the measurements as text lines."""
     lines = [f"{profile.shape.name} on {profile.machine.s_worker}, R-workers {profile.machine.r_worker}"]
     for ranks, threads in sorted({(point.tensor_parallel_size, point.threads) for point in profile.s_part}):
         points = [p for p in profile.s_part if (p.tensor_parallel_size, p.threads) == (ranks, threads)]
@@ -165,7 +165,7 @@ def summary_lines(profile: HardwareProfile) -> list[str]:
 
 
 def prefill_lines(profile: HardwareProfile) -> list[str]:
-    """Return the measurements of prefill workers as lines of text."""
+    """Return the measurements of prefill workers as text lines."""
     lines = []
     for num_busy in sorted({point.num_busy for point in profile.prefill}):
         model = measured_prefill_model(profile, num_busy)
@@ -184,7 +184,7 @@ def prefill_lines(profile: HardwareProfile) -> list[str]:
 
 
 def _links(config: EngineConfig) -> tuple[str, ...]:
-    """Return both kinds of R-workers of this machine, the one asked for first; or each of those elsewhere."""
+    """Return both kinds of local R-workers, the requested one first; or each remote one."""
     spec = config.r_worker_spec
     if spec.addresses:
         return spec.addresses
@@ -192,7 +192,7 @@ def _links(config: EngineConfig) -> tuple[str, ...]:
 
 
 def _state_lines(profile: HardwareProfile) -> list[str]:
-    """Return what one recurrent layer takes, and the bytes of its states read and written in a second."""
+    """Return the time of one recurrent layer, and the bytes of its states read and written per second."""
     if profile.shape.state is None:
         return []
     state_bytes = profile.shape.state_bytes_per_sequence / profile.shape.state.num_layers

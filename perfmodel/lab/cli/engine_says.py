@@ -1,4 +1,4 @@
-"""The engine's own refusals, asked before a plan is recommended: what no engine runs is not planned."""
+"""The engine's own refusals, checked before a plan is recommended."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from fastdecode.perfmodel.lab.cli.named_machine import HERE_WORD
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.model_shape import ModelShape
 
-REFUSED_TYPES = frozenset(
-    (
-        "bart", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt", "cpmant", "deepseek_v4",
-        "diffllama", "doge", "gemma4_unified_assistant", "git", "hrm_text", "marian", "mbart", "mllama", "moshi", "mvp",
-        "pegasus", "plbart", "prophetnet", "reformer", "roformer", "rwkv", "trocr", "whisper", "xlm", "xlnet", "xlstm",
-        "zaya",
-    )
-)  # fmt: skip
-"""Types of models that the engine refuses to load (docs/models.md)."""
-
 
 def check_runs(name_or_path: str | None) -> None:
-    """Raise UnsupportedModelError if the engine refuses every model of a type."""
+    """Raise UnsupportedModelError if the engine refuses all models of this type."""
     kind = _model_type(name_or_path)
-    if kind in REFUSED_TYPES:
+    # Types of models that the engine refuses to load (docs/models.md)
+    refused_types = {
+        "bart", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt", "cpmant", "deepseek_v4",
+        "diffllama", "doge", "gemma4_unified_assistant", "git", "hrm_text", "marian", "mbart", "mllama", "moshi",
+        "mvp", "pegasus", "plbart", "prophetnet", "reformer", "roformer", "rwkv", "trocr", "whisper", "xlm", "xlnet",
+        "xlstm", "zaya",
+    }  # fmt: skip
+    if kind in refused_types:
         raise UnsupportedModelError(
             f"{name_or_path}: the engine refuses models of the type {kind} (docs/models.md says why): nothing to plan"
         )
@@ -44,7 +41,7 @@ def engine_cannot(case: PlanCase) -> str | None:
 
 
 def _ways(case: PlanCase) -> Iterator[Way]:
-    """Yield what the plan puts the layers through."""
+    """Yield the features that the plan needs of the layers."""
     if case.args.gpu and case.args.gpu != HERE_WORD:
         yield "gpu"
     if case.plan.tensor_parallel_size > 1:

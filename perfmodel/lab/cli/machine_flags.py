@@ -1,4 +1,4 @@
-"""The flags of ``plan`` and ``simulate`` that describe a machine: by name, by a measured profile, or by numbers."""
+"""Flags of ``plan`` and ``simulate`` that describe a machine: by name, by a measured profile, or by numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastdecode.perfmodel.model_sizes import FORMATS
 from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, NUMBERS
 
 BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
-"""The settings that say in bare numbers how fast S-worker and R-workers are."""
+"""Settings that give the speed of S-worker and R-workers as bare numbers."""
 
 DEFAULT_LINK = "100Gb"
-"""Link of the S-worker where --link is not given."""
+"""The S-worker's link without --link."""
 
 
 PRESETS: dict[str, Iterable[str]] = {"gpu": GPUS, "cpu": CPU_HOSTS}
@@ -62,7 +62,7 @@ def add_number_flags(group: Any) -> None:
 
 
 def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
-    """Add how S-worker and R-workers work together. ``automatic``: the number of mini-batches may be "auto"."""
+    """Add the flags of how S-worker and R-workers work together. ``automatic``: allow "auto" mini-batches."""
     group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
     group.add_argument(
         "--mamba-ssm-cache-dtype", default="auto", choices=DTYPES, help="of states of recurrent layers (auto: float32)"

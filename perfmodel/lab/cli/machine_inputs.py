@@ -1,4 +1,4 @@
-"""The planner that the flags of ``plan`` and ``simulate`` describe: presets by name, a measured profile, or numbers."""
+"""The planner for the flags of ``plan`` and ``simulate``: named presets, a measured profile, or numbers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,9 @@ from fastdecode.perfmodel.rank_costs import ALONE, RankGroup, RankSPart, network
 from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, RPart, SPart
 from fastdecode.perfmodel.states_here import StatesHere
 
-HOST_MEMORY_FRACTION = 0.8
-"""The part of a preset host's memory that KV caches take where --kv-cache-memory is not given."""
-
 
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
-    """ConfigError names the flag that is missing or cannot stand beside another."""
+    """Return the inputs of a plan. A ConfigError names a missing or conflicting flag."""
     if args.tensor_parallel_size is None:
         args = argparse.Namespace(**vars(args) | {"tensor_parallel_size": 1})
     if args.seq_len is None:
@@ -92,7 +89,9 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
     group = rank_group(args, machine.gpu)
     gpu, of_rank = machine.gpu.times(group.size), rank_shape(shape, group.size)
     kv_dtype = kv_dtype_of(args, shape)
-    given = args.kv_cache_memory or int(HOST_MEMORY_FRACTION * machine.host.memory_bytes)
+    # Part of a preset host's memory for KV caches without --kv-cache-memory
+    host_memory_fraction = 0.8
+    given = args.kv_cache_memory or int(host_memory_fraction * machine.host.memory_bytes)
     memory = beside_weights(parse_bytes("kv_cache_memory", given), of_rank)
     planner = _named_planner(args, shape, machine, group, kv_dtype, memory)
     check_weights(shape, gpu, group)
@@ -123,7 +122,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
 def _named_planner(
     args: argparse.Namespace, shape: ModelShape, machine: NamedMachine, group: RankGroup, kv_dtype: str, memory: int
 ) -> Planner:
-    """Return the planner of a GPU and hosts that are known by their figures, ``memory`` bytes of KV per R-worker."""
+    """Return the planner of a GPU and hosts given by figures. ``memory``: bytes of KV per R-worker."""
     gpu, of_rank, workload = machine.gpu.times(group.size), rank_shape(shape, group.size), asked_workload(args)
     rank, share = GpuSPart(of_rank, machine.gpu), workload.read_share(shape.windows, shape.chunked)
     planner = make_planner(
@@ -144,7 +143,7 @@ def _named_planner(
 
 
 def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
-    """Say what machines a plan rests on, and what each layer waits for."""
+    """Return the machines that a plan assumes, and what each layer waits for."""
     return *figures(gpu), *figures(machine.host), machine.links(gpu), machine.waits(args.overlapped_transport)
 
 
@@ -216,7 +215,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
 
 
 def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: RankGroup) -> StatesHere | None:
-    """States on the GPUs of ``group``, taken as one: in what the weights leave of their memory, at its rate."""
+    """Return states on the GPUs of ``group``, in the memory that weights leave, at its rate."""
     if shape.own_states is None:
         return None
     memory = asked_state_memory(args) or usable_bytes(gpu) - held_bytes(shape, group)
@@ -226,7 +225,10 @@ def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: Ra
 def _profiled_states(
     args: argparse.Namespace, shape: ModelShape, profile: HardwareProfile, kv_dtype: str
 ) -> StatesHere | None:
-    """States that the S-worker advances as R-workers of its machine were measured to; no profile has its memory."""
+    """Return states that the S-worker advances at the measured rate of local R-workers.
+
+    Profiles do not have its memory.
+    """
     if shape.own_states is None:
         return None
     memory = asked_state_memory(args)
@@ -235,7 +237,7 @@ def _profiled_states(
 
 
 def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: ModelShape) -> SPart:
-    """As measured under tensor parallelism, or an even part of what one rank takes with the collectives on top."""
+    """Return the S-part measured with ranks; without a measurement an even part of one rank's, plus collectives."""
     num_ranks = args.tensor_parallel_size
     if num_ranks in {1, *profile.measured_rank_counts}:
         return profile.measured_s_part(shape=shape, num_ranks=num_ranks)
@@ -250,7 +252,7 @@ def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: 
 
 
 def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
-    """And the host's own time in a step, as measured."""
+    """Return the planner with the host's measured time per step."""
     (none, per_row), (one, _) = (profile.step_overhead_seconds(None, number, planner.num_ranks) for number in (0, 1))
     return replace(
         planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none

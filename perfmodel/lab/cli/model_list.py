@@ -1,4 +1,4 @@
-"""``fastdecode plan --list-models``: the models known by name, with the sizes that decide a plan."""
+"""``fastdecode plan --list-models``: the models known by name, with their relevant sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastdecode.perfmodel.known_models import BUILT_IN
 
 
 def model_lines() -> Iterator[str]:
-    """Yield a line for each model: parameters, weights, a token's cache, and the longest context."""
+    """Yield a line per model: parameters, weights, a token's cache, and the longest context."""
     yield f"{'model':20s} {'parameters':>11s} {'active':>8s} {'weights':>9s} {'KV of a token':>14s} {'context':>10s}"
     for name, shape in BUILT_IN.items():
         context = f"{shape.max_context:,}" if shape.max_context else "-"

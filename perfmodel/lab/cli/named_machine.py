@@ -1,4 +1,4 @@
-"""The machine that ``--gpu``, ``--cpu`` and ``--link`` describe: presets, numbers, or what was measured here."""
+"""The machine in ``--gpu``, ``--cpu`` and ``--link``: presets, numbers, or measured here."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from fastdecode.perfmodel.sizing import Prices
 from fastdecode.perfmodel.stages import NO_CONTENTION, SHARED, Contention
 
 HERE_WORD = "here"
-"""The value of ``--gpu`` and ``--cpu`` that stands for this machine, which is measured."""
-
-HOST_TRIP_SECONDS, NETWORK_TRIP_SECONDS = 113e-6, 159e-6
-"""Seconds of a layer's way there and back with 64 KB: between processes of a host, and by MPI (docs/performance.md)."""
-
-PCIE_LINK = "pcie"
-"""The value of ``--link`` that puts R-workers on the GPU's own host."""
+"""The value of ``--gpu`` and ``--cpu`` for this machine, which is then measured."""
 
 
 @dataclass(frozen=True)
 class NamedMachine:
-    """``link_bytes_per_second``: of the network; None if R-workers are on the GPU's own host.
+    """``link_bytes_per_second``: of the network; None if R-workers are on the GPU's host.
 
     ``contention``: of an S-worker and R-workers on the same cores.
     """
@@ -37,32 +31,34 @@ class NamedMachine:
     contention: Contention = NO_CONTENTION
 
     def hops(self, num_ranks: int) -> tuple[float, ...]:
-        """Return rates of the hops between a rank and its R-workers: PCIe, and its part of the network."""
+        """Return the rates of the hops between a rank and its R-workers: PCIe, and its part of the network."""
         pcie = self.gpu.host_bytes_per_second
         return (pcie,) if self.link_bytes_per_second is None else (pcie, self.link_bytes_per_second / num_ranks)
 
     @property
     def trip_latency_seconds(self) -> float:
-        """Seconds of a layer's way to R-workers and back that no byte takes, as this engine measured them."""
+        """Seconds of a layer's round trip to R-workers independent of its size, as measured with this engine."""
         if self.contention != NO_CONTENTION:
             return 0.0
-        return HOST_TRIP_SECONDS if self.link_bytes_per_second is None else NETWORK_TRIP_SECONDS
+        # Seconds of a layer's round trip with 64 KB: between processes of a host, and by MPI (docs/performance.md)
+        host_trip_seconds, network_trip_seconds = 113e-6, 159e-6
+        return host_trip_seconds if self.link_bytes_per_second is None else network_trip_seconds
 
     def waits(self, overlapped: bool) -> str:
-        """Return what a layer waits for beside the work of both sides."""
+        """Return what a layer waits for besides the work of both sides."""
         trip = f"{self.trip_latency_seconds * 1e6:.0f} us for a layer's way there and back (docs/performance.md)"
         hidden = "hidden behind work (--overlapped-transport)" if overlapped else "not hidden, as the paper measured"
         return f"{trip}; transfers are {hidden}; each layer waits for the slowest R-worker (arXiv 2601.21351)"
 
     def at_home(self, planner: Planner) -> Planner:
-        """Return the planner of one host that has the GPU: its R-workers are all there are."""
+        """Return the planner of one host with the GPU, whose R-workers are the only ones."""
         if self.link_bytes_per_second is not None:
             return planner
         number = planner.num_r_workers or max(1, self.host.r_workers_per_host // planner.num_ranks)
         return replace(planner, num_r_workers=number, contention=self.contention)
 
     def links(self, gpu: Gpu) -> str:
-        """Return what lies between S-worker and R-workers."""
+        """Return the links between S-worker and R-workers."""
         pcie = f"PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s"
         if self.contention != NO_CONTENTION:
             return "S-worker and R-workers share the same cores: what one does, the other cannot"
@@ -71,18 +67,18 @@ class NamedMachine:
         return f"link {self.link_bytes_per_second / 1e9:.4g} GB/s, {pcie} (nominal)"
 
     def list_prices(self, num_gpus: int) -> Prices:
-        """Return the list prices of the presets; None if they are not known. A rented GPU comes with its host."""
+        """Return the presets' list prices; None if unknown. A rented GPU includes its host."""
         gpu, host = self.gpu.price, self.host.price
         included = 0.0 if self.link_bytes_per_second is None else None  # who rents a GPU gets its host
         return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
 
     def price_lines(self) -> tuple[str, ...]:
-        """Return whose list prices they are, and when."""
+        """Return the sources and dates of list prices."""
         return tuple(f"{each.name}: {each.price}" for each in (self.gpu, self.host) if each.price)
 
 
 def named_machine(args: argparse.Namespace) -> NamedMachine:
-    """Return the machine that the flags name. Raise ConfigError for words that are not understood."""
+    """Return the machine that the flags name. Raise ConfigError for unknown words."""
     gpu, is_gpu = _gpu(args.gpu)
     host = host_of(args)
     if not is_gpu and not args.cpu == HERE_WORD:
@@ -92,8 +88,7 @@ def named_machine(args: argparse.Namespace) -> NamedMachine:
 
 
 def host_of(args: argparse.Namespace) -> CpuHost:
-    """Return the host of ``--cpu``, with as many R-workers as were asked for; where it holds the GPUs, each of their
-    ranks has a part of it."""
+    """Return the host of ``--cpu`` with the requested R-workers; if it holds the GPUs, each rank has a part of it."""
     host, ranks = _cpu_host(args.cpu), args.tensor_parallel_size or 1
     at_home = _link(args.link, host) is None
     number = max(host.r_workers_per_host, ranks) if at_home else host.r_workers_per_host
@@ -101,7 +96,7 @@ def host_of(args: argparse.Namespace) -> CpuHost:
 
 
 def one_gpu_or_cpu(words: str) -> Gpu:
-    """Return the device of an S-worker: of this machine it may be the CPU."""
+    """Return the device of an S-worker. For this machine, it may be the CPU."""
     return _gpu(words)[0]
 
 
@@ -116,7 +111,9 @@ def one_gpu(words: str) -> Gpu:
 def _link(words: str | None, host: CpuHost) -> float | None:
     if words is None:
         return None if host.holds_gpu else parse_link(DEFAULT_LINK)
-    return None if words.strip().lower() == PCIE_LINK else parse_link(words)
+    # The value of ``--link`` for R-workers on the GPU's own host
+    pcie_link = "pcie"
+    return None if words.strip().lower() == pcie_link else parse_link(words)
 
 
 @cache
@@ -138,12 +135,12 @@ def _cpu_host(words: str) -> CpuHost:
 
 
 def per_host(args: argparse.Namespace, unless_given: int) -> int:
-    """Return the R-workers on a host, as asked."""
+    """Return the requested R-workers per host."""
     return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
 
 
 def _shared_host(host: CpuHost, number: int) -> CpuHost:
-    """Return a host with so many R-workers; what more than one per NUMA node get is a part of it."""
+    """Return a host with ``number`` R-workers. More than one per NUMA node share its resources."""
     part = min(1.0, host.r_workers_per_host / number) if number > 0 else 1.0
     read = replace(host.read_bytes_per_second, nominal=part * host.read_bytes_per_second.nominal)
     return replace(

@@ -1,4 +1,4 @@
-"""``fastdecode plan``: how many R-workers for this model, GPU and workload, and whether to use them at all."""
+"""``fastdecode plan``: how many R-workers for this model, GPU and workload, and whether they pay at all."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from fastdecode.perfmodel.sizing import Plan, Prices
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """``found``: figures of the plan's features, by the names of their variants.
+    """A plan and its comparison. ``found``: figures of the plan's features, by variant name.
 
-    ``unlimited``: the plan without limits on users' times, None if these cost nothing.
+    ``unlimited``: the plan without limits on users' times; None if they cost nothing.
     """
 
     case: PlanCase
@@ -32,7 +32,7 @@ class PlanAnswer:
 
     @property
     def service(self) -> Service:
-        """FastDecode as its users see it; with prefill workers, their time to the first token counts."""
+        """FastDecode as its users see it. With prefill workers, their time to first token counts."""
         plan, prefill = self.case.plan, self.found.get("prefill")
         first = plan.ttft_seconds if prefill is None else prefill.ttft_seconds or math.inf
         price = self.prices.per_million_tokens(plan.num_hosts, plan.output_tokens_per_second)
@@ -40,25 +40,25 @@ class PlanAnswer:
 
     @property
     def prices(self) -> Prices:
-        """Prices as given, or else those of lists."""
+        """The given prices, or else list prices."""
         given = self.case.planner.prices
         return given if given.gpu_per_hour is not None else self.case.inputs.list_prices
 
     @property
     def uses_list_prices(self) -> bool:
-        """True if no price was given, and lists have one of the GPU."""
+        """True if no price was given and there is a list price of the GPU."""
         return self.case.planner.prices.gpu_per_hour is None and self.prices.gpu_per_hour is not None
 
     @property
     def alone_service(self) -> Service | None:
-        """The GPU alone as its users see it; None if it was not compared or cannot run a sequence."""
+        """The GPU alone as its users see it; None if it was not compared, or cannot run a sequence."""
         if self.alone is None:
             return None
         return self.alone.service(self.prices.per_million_tokens(0, self.alone.output_tokens_per_second))
 
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
-    """Plan as the flags ask, and compare. Raise PlanError if no plan can be."""
+    """Plan as the flags ask, and compare. Raise PlanError if there is no plan."""
     check_runs(args.model)
     args = with_enough_gpus(args)
     case, found = examine(PlanCase.of(args))
@@ -73,7 +73,7 @@ def answer_of(args: argparse.Namespace) -> PlanAnswer:
 
 
 def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
-    """Return the plan without limits on users' times, where it is another one."""
+    """Return the plan without limits on users' times, if it differs."""
     if args.mini_batch_size is not None or args.latency_limit is not None:
         return None
     try:
@@ -84,7 +84,7 @@ def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
 
 
 def plan_figures(answer: PlanAnswer) -> dict[str, Any]:
-    """Return the object of ``--output-json`` but for its features; figures that nothing determines are null."""
+    """Return the object of ``--output-json`` without features; undetermined figures are null."""
     case, alone = answer.case, answer.alone
     unknown = dict.fromkeys(("max_batch_size", "output_tokens_per_second", "step_seconds", "limited_by"))
     gpu_only = {**asdict(alone), **service_figures(answer.alone_service)} if alone else unknown
@@ -115,7 +115,7 @@ def plan_figures(answer: PlanAnswer) -> dict[str, Any]:
 
 
 def service_figures(service: Service | None) -> dict[str, Any]:
-    """Return the figures that users feel, as JSON has them."""
+    """Return the figures that users notice, for JSON."""
     if service is None:
         return {}
     first = service.ttft_seconds

@@ -1,4 +1,4 @@
-"""The files of ``fastdecode plan --emit``: the hosts of a plan and the lines that start it, on placeholders."""
+"""The files of ``fastdecode plan --emit``: a plan's hosts, as placeholders, and the commands that start it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from fastdecode.perfmodel.lab.cli.variants import VARIANTS
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.sizing import Plan
 
-KEY_FILE = "pool.key"
 FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
 
 
 def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
-    """Return the plan in the format that was asked for; ``found``: figures of its features, by their variants' names.
+    """Return the plan in the requested format. ``found``: figures of its features, by variant name.
 
-    Each prefill worker has a host of its own, so that all ranks need a key.
+    Each prefill worker has its own host, so all ranks need a key.
     """
     args = case.args
     num_prefill_workers = found["prefill"].num_prefill_workers if "prefill" in found else 0
@@ -37,6 +36,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
     _check_simple(args, num_prefill_workers)
     if args.emit == "kubernetes":
         return kubernetes_manifests(_pod_plan(case, found))
+    key_file = "pool.key"
     job = JobShape(
         "s-worker",
         tuple(_hosts(case.plan)),
@@ -46,7 +46,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
         p_hosts=tuple(HostSlots(f"prefill-host-{index + 1}", 1) for index in range(num_prefill_workers)),
         p_flags=f" {_model_words(args).rstrip()}" if args.model else "",
         p_gpu=bool(args.prefill_gpu or args.gpu),
-        guard=f" --key-file {KEY_FILE}" if num_prefill_workers else "",
+        guard=f" --key-file {key_file}" if num_prefill_workers else "",
     )
     if args.emit == "ray":
         cores = _r_cores(args)
@@ -57,7 +57,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
 
 
 def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
-    """Raise ConfigError for what the format does not start."""
+    """Raise ConfigError for what the format cannot start."""
     if args.tensor_parallel_size > 1:
         raise ConfigError(f"tensor_parallel_size: --emit {args.emit} has an S-worker of one rank")
     if num_prefill_workers and args.emit in ("kubernetes", "ray"):
@@ -65,7 +65,7 @@ def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
 
 
 def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
-    """Without a limit of the KV load: that is found while the pool grows and shrinks."""
+    """Return the pods' plan. It sets no limit of the KV load, which is measured as the pool grows and shrinks."""
     args, memory = case.args, _kv_cache_memory(case)
     flags = {name: value for name, value in _s_flags(case, found).items() if name != "--kv-load-limit"}
     return PodPlan(
@@ -84,7 +84,7 @@ def _r_cores(args: argparse.Namespace) -> int | None:
 
 
 def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
-    """Flags of the S-worker and their values: what the plan's inputs fix, but the model, and what the plan gives."""
+    """Return the S-worker's flags with values: those that the inputs fix, without the model, and the plan's own."""
     plan, dtype = case.plan, case.args.kv_cache_dtype
     rows = plan.in_flight * case.planner.workload.rows_per_output_token
     figures = {
@@ -104,9 +104,9 @@ def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model_words(args: argparse.Namespace) -> str:
-    """Return the flag, with a space behind it.
+    """Return the model's flag, followed by a space.
 
-    A model known here by name alone is asked of the shell that runs the line.
+    If only the model's name is known here, the flag reads a shell variable.
     """
     if not args.model:
         return ""
@@ -116,20 +116,20 @@ def _model_words(args: argparse.Namespace) -> str:
 
 
 def _model_path(model: str) -> str:
-    """Return the model's path, which of a config.json is its folder."""
+    """Return the model's path; for a config.json, its folder."""
     path = Path(model)
     return str(path.parent if path.name == "config.json" else path)
 
 
 def _kv_cache_memory(case: PlanCase) -> str | None:
-    """Return the memory that was asked for, else the one that the plan gave a preset; None if it counted on none."""
+    """Return the requested memory, else the plan's for a preset; None if the plan assumes none."""
     tokens, kv_bytes = case.planner.capacity_tokens, case.planner.kv_bytes_per_token
     found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
     return case.args.kv_cache_memory or found
 
 
 def _hosts(plan: Plan) -> Iterator[HostSlots]:
-    """R-workers are spread as evenly as they go."""
+    """Yield hosts with the R-workers spread evenly."""
     least, more = divmod(plan.num_r_workers, plan.num_hosts)
     for index in range(plan.num_hosts):
         yield HostSlots(f"r-host-{index + 1}", least + (index < more))

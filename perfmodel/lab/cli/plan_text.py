@@ -1,4 +1,4 @@
-"""The printed answer of ``fastdecode plan``: the verdict, both ways side by side, the plan, and what it rests on."""
+"""The printed answer of ``fastdecode plan``: the verdict, both ways side by side, the plan, and its assumptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.perfmodel.sizing import Plan
 
 
 def plan_text(answer: PlanAnswer) -> str:
-    """Return the plan as it is printed."""
+    """Return the plan as printed text."""
     case, found = answer.case, answer.found
     features = [(variant, found[variant.name]) for variant in VARIANTS if variant.name in found]
     lines = [*_figures(case), *(line for each, figures in features for line in each.lines(case, figures))]
@@ -32,7 +32,7 @@ def plan_text(answer: PlanAnswer) -> str:
 
 
 def _in_words(answer: PlanAnswer) -> Iterator[str]:
-    """Say what the plan needs, and what the limits cost."""
+    """Yield sentences about what the plan needs, and what the limits cost."""
     plan = answer.case.plan
     gpus = answer.case.inputs.gpu_name
     yield f"FastDecode needs {f'{gpus} and ' if gpus else ''}{_hosts(plan, answer.case.inputs.host_name)}."
@@ -48,7 +48,7 @@ def _in_words(answer: PlanAnswer) -> Iterator[str]:
 
 
 def _cost(answer: PlanAnswer) -> str:
-    """Return what a million tokens cost either way."""
+    """Return the price of a million tokens either way."""
     own, alone = answer.service.price_per_million_tokens, answer.alone_service
     other = alone.price_per_million_tokens if alone else None
     if own is None and other is None:
@@ -66,13 +66,13 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _hosts(plan: Plan, name: str) -> str:
-    """Return how many hosts and R-workers a plan takes."""
+    """Return how many hosts and R-workers a plan needs."""
     hosts = f"{plan.num_hosts} host{'s' * (plan.num_hosts != 1)}{f' ({name})' if name else ''}"
     return f"{hosts} with {plan.total_r_workers} R-worker{'s' * (plan.total_r_workers != 1)}"
 
 
 def _side_by_side(answer: PlanAnswer) -> Iterator[str]:
-    """Yield the table of both ways: figures of all users, and of each."""
+    """Yield a table of both ways: figures of all users, and of each."""
     ways: list[tuple[str, Service | None]] = [("FastDecode", answer.service)]
     if answer.alone:
         ways.append(("GPU alone", answer.alone_service))
@@ -102,10 +102,7 @@ ROWS = (
     ("s to the first token (TTFT)", _first_token),
     ("price of a million tokens", _price),
 )
-"""The rows of the table of both ways, and the text of each figure."""
-
-REASONS = {"memory": " (more for their memory)", "pool": " (as given)", BY_LIMITS: " (more for the limits)"}
-"""Causes of a number of R-workers other than keeping up with the S-worker."""
+"""Rows of the table of both ways, with the text of each figure."""
 
 
 def _title(case: PlanCase) -> str:
@@ -116,7 +113,7 @@ def _title(case: PlanCase) -> str:
 
 
 def _binding(plan: Plan) -> str:
-    """Return what binds R-workers, and by how much."""
+    """Return what limits R-workers, and by how much."""
     if plan.r_workers_arithmetic_over_reads is None:
         return ""
     more = plan.r_workers_arithmetic_over_reads
@@ -132,7 +129,9 @@ def _figures(case: PlanCase) -> Iterator[Line]:
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
     each += _binding(plan)
-    why = " (those of this host)" if case.inputs.one_host else REASONS.get(plan.r_workers_set_by, "")
+    # Reasons for a number of R-workers other than keeping up with the S-worker
+    reasons = {"memory": " (more for their memory)", "pool": " (as given)", BY_LIMITS: " (more for the limits)"}
+    why = " (those of this host)" if case.inputs.one_host else reasons.get(plan.r_workers_set_by, "")
     ranks = plan.tensor_parallel_size
     of_each = f" of each of {ranks} ranks, {plan.total_r_workers} in all" if ranks > 1 else ""
     needed = f"{plan.num_r_workers_exact:.2f} by the equations, before rounding and limits"

@@ -1,4 +1,4 @@
-"""Parts of a planner that all ways to describe a machine share."""
+"""Parts of a planner that all descriptions of machines share."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from fastdecode.perfmodel.storage_costs import StorageCosts
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan. ``title`` and ``assumptions`` are text; ``server`` is None where no GPU was named, and
-    ``gpu_name`` empty; so is ``host_name`` where no host was.
-    ``list_prices``: of the presets, where they are known; no plan is chosen by them. ``one_host``: R-workers
-    run on the GPU's own host, so there is one machine. ``shape``: the whole model's; None
-    where it is not known."""
+    """The inputs of a plan.
+
+    ``title``, ``assumptions``: text. ``server``: None without a named GPU; ``gpu_name`` is then empty, as is
+    ``host_name`` without a host. ``list_prices``: of presets, if known; they do not affect the plan. ``one_host``:
+    R-workers run on the GPU's own host, so there is one machine. ``shape``: of the whole model; None if unknown.
+    """
 
     planner: Planner
     server: GpuServer | None
@@ -50,7 +51,7 @@ class PlanInputs:
 
 
 def beside_weights(memory: int, shape: ModelShape) -> int:
-    """Return the bytes of an R-worker's ``memory`` beside the weights of K and V that it multiplies."""
+    """Return the bytes of an R-worker's ``memory`` without the weights of K and V that it multiplies with."""
     weights = shape.kv_layout(shape.dtype).weight_bytes
     if memory <= weights:
         raise PlanError(
@@ -74,7 +75,7 @@ def make_planner(
     pair_seconds: float = 0.0,
     overlapped: bool | None = None,
 ) -> Planner:
-    """Return the planner of these times and of the workload that ``args`` describe."""
+    """Return the planner with these times, for the workload of ``args``."""
     workload = asked_workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
     share = shape.read_share(kv_dtype, workload.read_share(shape.windows, shape.chunked)) if shape else 1.0
@@ -108,18 +109,18 @@ def make_planner(
 
 
 def asked_state_memory(args: argparse.Namespace) -> int | None:
-    """Return the bytes for recurrent states on the S-worker; None where no flag gives them."""
+    """Return the bytes for recurrent states on the S-worker; None if no flag gives them."""
     return parse_bytes("state_memory", args.state_memory) if args.state_memory else None
 
 
 def rank_group(args: argparse.Namespace, gpu: Gpu) -> RankGroup:
-    """Return the ranks, one GPU each, linked as ``--rank-link`` says, or as the GPU is made."""
+    """Return the ranks with one GPU each, linked by ``--rank-link``, or as the GPU allows."""
     link = network_peer_link(parse_link(args.rank_link)) if args.rank_link else gpu_peer_link(gpu)
     return RankGroup(args.tensor_parallel_size, link)
 
 
 def gpu_server(planner: Planner, shape: ModelShape, kv_dtype: str, gpu: Gpu, group: RankGroup) -> GpuServer:
-    """Return the GPUs alone; PlanError where their memory does not hold the weights."""
+    """Return the GPUs alone. Raise PlanError if their memory does not hold the weights."""
     held = gpu_kv_bytes(shape, kv_dtype, planner.read_share)
     server = GpuServer(shape, gpu, held[0], replace(planner.workload, remote_prompts=False), group, held[1])
     server.check_weights()
@@ -133,10 +134,10 @@ def of_read_rows(
     scan: RPart | None = None,
     state: tuple[float, float] | None = None,
 ) -> RPart:
-    """Return a measured ``r_part`` with the tokens that windows, or an index, leave to be read.
+    """Return a measured ``r_part`` with only the tokens that windows or an index leave to read.
 
-    ``scan``: of the index, by the layers that have one of their own. ``state``: seconds of a call and of a sequence's
-    state in recurrent layers.
+    ``scan``: of the index, in layers with their own. ``state``: seconds of a recurrent layer's call and of a sequence's
+    state.
     """
     if shape is None:
         return r_part
@@ -155,11 +156,11 @@ def of_read_rows(
 
 
 def asked_workload(args: argparse.Namespace) -> Workload:
-    """Return the workload in the plan's words."""
+    """Return the workload in the plan's terms."""
     remote_prompts = getattr(args, "num_prefill_workers", None) is not None
     return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len, remote_prompts)
 
 
 def asked_memory(args: argparse.Namespace) -> int | None:
-    """Return the bytes of KV per R-worker; None where no flag gives them."""
+    """Return the bytes of KV per R-worker; None if no flag gives them."""
     return parse_bytes("kv_cache_memory", args.kv_cache_memory) if args.kv_cache_memory else None

@@ -1,4 +1,4 @@
-"""``fastdecode plan --table``: sessions by context, for the GPU alone, FastDecode, and a cache that is streamed."""
+"""``fastdecode plan --table``: sessions by context, for the GPU alone, FastDecode, and a streamed cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from fastdecode.perfmodel.lab.cli.variants.variant import with_enough_gpus
 from fastdecode.perfmodel.lab.gpu_only import GpuServer
 
 SESSIONS = (1, 4, 8, 32)
-CONTEXTS = (8192, 32768, 131072, 262144)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Milliseconds per token of each of ``sessions`` sessions over ``context`` cached tokens; None where memory, or the
-    model, does not allow it."""
+    """Milliseconds per token of each of ``sessions`` sessions over ``context`` cached tokens.
+
+    Return None if memory or the model does not allow it.
+    """
 
     context: int
     sessions: int
@@ -35,7 +36,8 @@ def session_cells(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells of the table, by context and sessions."""
     args = with_enough_gpus(args)
     longest = named_shape(args.model).max_context if args.model else 0
-    for context in CONTEXTS:
+    contexts = (8192, 32768, 131072, 262144)
+    for context in contexts:
         inputs = _inputs(args, context) if not longest or context <= longest else None
         for sessions in SESSIONS:
             if inputs is None or inputs.server is None:
@@ -46,7 +48,7 @@ def session_cells(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def table_lines(cells: Iterator[Cell]) -> Iterator[str]:
-    """Yield the table as it is printed."""
+    """Yield the printed lines of the table."""
     yield "ms per token for each session (tokens/s of all sessions), cached tokens per session as said"
     yield f"  {'context':>9s} {'sessions':>8s} {'GPU alone':>18s} {'FastDecode':>18s} {'KV over PCIe':>18s}  best"
     for cell in cells:
@@ -66,7 +68,7 @@ def _text(milliseconds: float | None, sessions: int) -> str:
 
 
 def _inputs(args: argparse.Namespace, context: int) -> PlanInputs | None:
-    """Plan for sessions that have so many cached tokens; None if not one fits an R-worker."""
+    """Return inputs for sessions with ``context`` cached tokens; None if an R-worker holds none."""
     words: dict[str, Any] = {
         "seq_len": context + 1.0,
         "prompt_len": float(context),
@@ -93,7 +95,7 @@ def _alone(server: GpuServer, sessions: int) -> float | None:
 
 
 def _fastdecode(inputs: PlanInputs, sessions: int) -> float | None:
-    """Return the shorter step of one and of two mini-batches, with the R-workers there are, or as many as keep up."""
+    """Return the shorter step of one or two mini-batches, with the given R-workers or as many as keep up."""
     found = []
     for count in (1, 2) if sessions > 1 else (1,):
         planner = replace(inputs.planner, num_mini_batches=count)
@@ -107,7 +109,7 @@ def _fastdecode(inputs: PlanInputs, sessions: int) -> float | None:
 
 
 def _streamed(inputs: PlanInputs, server: GpuServer, sessions: int) -> float | None:
-    """Return the step of a GPU that gets the whole cache over its link: weights are read meanwhile."""
+    """Return the step of a GPU that receives the whole cache over its link while it reads weights."""
     held = sessions * server.own_kv_bytes
     capacity = inputs.planner.capacity_tokens * (inputs.planner.kv_bytes_per_token or 0)
     if held > capacity * inputs.planner.r_workers_per_host:

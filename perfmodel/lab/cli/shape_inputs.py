@@ -1,4 +1,4 @@
-"""The model that the flags of ``plan`` and ``simulate`` name, and what of its shape the planner's inputs need."""
+"""The model named by flags of ``plan`` and ``simulate``, and parts of its shape for the planner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdecode.perfmodel.sizing import Workload
 
 
 def named_shape(name: str) -> ModelShape:
-    """``find_shape``, of a GGUF file too; only that needs transformers."""
+    """Return the shape from ``find_shape``, or of a GGUF file, which needs transformers."""
     if Path(name).suffix != ".gguf":
         return find_shape(name)
     from fastdecode.sworker.model.loader import model_shape
@@ -26,8 +26,10 @@ def named_shape(name: str) -> ModelShape:
 
 
 def asked_shape(args: argparse.Namespace) -> ModelShape:
-    """The shape of ``--model`` as the S-worker holds its weights, with states in the dtype that is asked for and
-    latents absorbed where it is asked for."""
+    """Return the shape of ``--model`` with the S-worker's weights.
+
+    The flags give the dtype of states and the place of absorption.
+    """
     dtype = args.mamba_ssm_cache_dtype
     shape = replace(named_shape(args.model), weight_bits=_kept_bits(args))
     shape = shape.with_state_dtype("float32" if dtype == "auto" else dtype)
@@ -39,7 +41,7 @@ def asked_shape(args: argparse.Namespace) -> ModelShape:
 
 
 def file_bits(args: argparse.Namespace) -> float:
-    """Return the bits of a layer's weight in the checkpoint; 0 if they are those of the model's dtype."""
+    """Return the bits of a layer's weight in the checkpoint; 0 for those of the model's dtype."""
     if args.weights:
         return FORMATS[args.weights]
     return named_shape(args.model).weight_bits if args.model else 0.0
@@ -64,13 +66,13 @@ def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]
 
 
 def check_state_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError if ``--state-memory`` is for states that lie on R-workers."""
+    """Raise ConfigError for ``--state-memory`` if R-workers keep the states."""
     if args.state_memory and args.state_on == "r":
         raise ConfigError("state_memory: it is for states that lie with the S-worker (state_on s); leave it out")
 
 
 def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
-    """Return the profile's model, or the one asked for where only its layers' number and KV heads are others."""
+    """Return the profile's model, or the requested one if only its layer count and KV heads differ."""
     if args.model is None:
         return profile.shape
     shape = asked_shape(args)
@@ -79,16 +81,19 @@ def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelS
 
 
 def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[float, float]:
-    """Return bytes of a token that GPUs alone hold, and the part of them that a step reads.
+    """Return the bytes of a token that GPUs alone hold, and the part that a step reads.
 
-    They free what no window sees; what an index did not pick may be picked in the next step.
+    They free what no window sees. Tokens that an index did not pick stay, since the next step may pick them.
     """
     held = shape.kv_bytes_per_token(kv_dtype)
     return (held, read_share) if shape.index else (read_share * held, 1.0)
 
 
 def mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
-    """Return a prompt's rows attend on the S-worker, and send k and v alone; those of hybrids attend on R-workers."""
+    """Return the mean bytes per row.
+
+    Prompts attend on the S-worker and send only k and v, but those of hybrids on R-workers.
+    """
     if shape.state:
         return shape.attending_row_bytes
     of_prompt = 1.0 - 1.0 / workload.rows_per_output_token

@@ -27,12 +27,6 @@ from fastdecode.perfmodel.lab.cli.workload_inputs import DATASETS
 from fastdecode.perfmodel.lab.measure.dataset import ARRIVALS, LENGTHS, WorkloadSpec
 from fastdecode.perfmodel.lab.simulate import Simulator, Slo, find_capacity
 
-RUNS_OF_A_SEARCH = 12
-"""Runs that a search for the capacity takes, about."""
-
-LOOK_EVERY_STEPS = 64
-"""Between looks at whether a load in a capacity search is lost already."""
-
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
@@ -76,11 +70,13 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate at the given rate, or at the largest within the SLO; Ctrl-C prints the figures of the part that ran."""
+    """Simulate at the given rate, or at the highest within the SLO; after Ctrl-C, print the finished part."""
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
-    runs = RUNS_OF_A_SEARCH if slo else 2 if inputs.events else 1
+    # Approximate runs of a search for the capacity
+    runs_of_a_search = 12
+    runs = runs_of_a_search if slo else 2 if inputs.events else 1
     check_simulated_time(
         inputs.workload.prompt_lens.tolist(), inputs.workload.output_lens, inputs.limits.max_num_seqs,
         inputs.limits.max_num_batched_tokens, len(inputs.limits.num_blocks), runs,
@@ -118,13 +114,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
-    """The largest rate that keeps to ``slo``; 0 where none does, infinite where the requests are too few to tell."""
+    """Return the highest rate that meets ``slo``; 0 if none does, infinite if there are too few requests to tell."""
 
     def meets(rate: float) -> bool:
         requests = inputs.workload.at(rate)
         simulator = inputs.simulator()
+        # Seconds between checks whether a load in a capacity search is already lost
+        look_every_steps = 64
         simulator.run(
-            requests, lambda each: each.num_steps % LOOK_EVERY_STEPS == 0 and slo.is_lost(requests, each.now_seconds)
+            requests, lambda each: each.num_steps % look_every_steps == 0 and slo.is_lost(requests, each.now_seconds)
         )
         bar.update()
         return slo.is_met(requests)
@@ -136,7 +134,7 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
 
 
 def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
-    """Return the workload at ``rate``, every step kept."""
+    """Return the simulation of the workload at ``rate``, with every step."""
     requests = inputs.workload.at(rate)
     steps: list[StepRecord] = []
     simulator = inputs.simulator(steps.append)
@@ -155,7 +153,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:
-    """Move the bar, and never stop."""
+    """Update the progress bar; return False, so that the run continues."""
     bar.update(simulator.num_finished - bar.n)
     return False
 

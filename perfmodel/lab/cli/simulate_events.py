@@ -1,4 +1,4 @@
-"""The events of workers in ``fastdecode simulate``: their flags, and what came of them."""
+"""Worker events in ``fastdecode simulate``: their flags and effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESTART_SECONDS = 60.0
 
 
 def add_event_flags(group: Any) -> None:
-    """Events from a file, or at random."""
+    """Add flags for events from a file, or at random."""
     group.add_argument(
         "--events", metavar="FILE",
         help='JSON lines such as {"seconds": 12.5, "event": "lose", "r_worker": 3}; events are lose, join, drain and '
@@ -37,9 +37,9 @@ def add_event_flags(group: Any) -> None:
 
 
 def read_timeline(args: argparse.Namespace, num_r_workers: int) -> Callable[[], Timeline] | None:
-    """Return what makes the events of one run after another, the same each time; None if nothing is to happen.
+    """Return a function that makes the events of a run, the same each time; None without events.
 
-    ConfigError names the flag, or the line of the file, that cannot be.
+    A ConfigError names the bad flag, or the bad line of the file.
     """
     if args.mtbf is None and args.restart_seconds is not None:
         raise ConfigError("restart_seconds is of R-workers that are lost at random: it needs --mtbf beside it")
@@ -64,7 +64,7 @@ def _listed(args: argparse.Namespace, num_r_workers: int) -> list[WorkerEvent]:
 
 
 def event_report(simulator: Simulator) -> dict[str, Any] | None:
-    """Return what happened in a run and what it cost; None if nothing could."""
+    """Return the events of a run and their cost; None if none were possible."""
     if simulator.interruptions is None:
         return None
     world, pauses = simulator.world, simulator.interruptions.pauses()
@@ -83,7 +83,7 @@ def event_report(simulator: Simulator) -> dict[str, Any] | None:
 
 
 def compared(events: dict[str, Any], report: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
-    """Return ``events`` with the rates of both runs: ``report`` is of the run with them, ``without`` of the other."""
+    """Return ``events`` with the rates of both runs: ``report`` of the run with them, ``without`` of the other."""
     names = ("output_tokens_per_second", "tokens_per_second", "elapsed_time")
     rates = {name: report[name] for name in names} | {f"{name}_without": without[name] for name in names}
     whole = without[names[0]]
@@ -91,7 +91,7 @@ def compared(events: dict[str, Any], report: dict[str, Any], without: dict[str, 
 
 
 def event_lines(events: dict[str, Any]) -> Iterator[str]:
-    """Yield the report as lines of text."""
+    """Yield the report as text lines."""
     ignored = f"; {events['ignored']} ignored, of workers that were not there then" if events["ignored"] else ""
     yield f"Events: {', '.join(f'{events[name]} {name}' for name in ('lost', 'joined', 'drained', 'slowed'))}{ignored}"
     pauses = events["pause_seconds"]
@@ -101,7 +101,7 @@ def event_lines(events: dict[str, Any]) -> Iterator[str]:
     )
     if events["given_up_requests"]:
         yield f"Given up, since no R-worker that was left had room: {events['given_up_requests']} requests"
-    if "kept_share" in events:  # both runs came to their ends
+    if "kept_share" in events:  # both runs finished
         yield (
             f"Output tokens/s: {events['output_tokens_per_second']:.2f} with the events, "
             f"{events['output_tokens_per_second_without']:.2f} without ({events['kept_share']:.3f})"

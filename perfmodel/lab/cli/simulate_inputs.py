@@ -1,4 +1,4 @@
-"""The machine and the scheduler's limits that the flags of ``fastdecode simulate`` describe."""
+"""The machine and the scheduler's limits given by the flags of ``fastdecode simulate``."""
 
 from __future__ import annotations
 
@@ -55,14 +55,8 @@ from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
-CHOICES = (2, 3)
-"""Numbers of mini-batches that ``auto`` compares."""
-
-AGES = 16
-"""At which steps of sequences that start together are looked at."""
-
 CHECKED = (*SCHEDULE, *PLACING, "num_mini_batches", "max_model_len")
-"""Flags that mean to the simulator what they mean to the engine."""
+"""Flags with the same meaning in the simulator as in the engine."""
 
 OF_R_WORKERS = (
     "cpu",
@@ -83,14 +77,17 @@ OF_R_WORKERS = (
     "mtbf",
     "restart_seconds",
 )
-"""Flags that describe R-workers, or a machine that was measured with them; unset they are None or False."""
+"""Flags that describe R-workers, or a machine measured with them; unset they are None or False."""
 
 
 @dataclass(frozen=True)
 class SimulationInputs:
-    """``prefill``: predicted times of ``num_prefill_workers`` prefill workers, None where there are none; ``drafting``:
-    likewise. ``events``: makes what happens in a run, the same each time; None where nothing does. ``alone``: the GPU
-    without R-workers, by the plan's equations; None where no GPU was named."""
+    """The inputs of a simulation.
+
+    ``prefill``: predicted times of ``num_prefill_workers`` prefill workers; None without them. ``drafting``: None
+    without drafts. ``events``: makes a run's events, the same each time; None without events. ``alone``: the GPU
+    without R-workers, by the plan's equations; None without a named GPU.
+    """
 
     machine: Machine
     limits: Limits
@@ -106,7 +103,7 @@ class SimulationInputs:
     alone: Service | None = None
 
     def simulator(self, on_step: Callable[[StepRecord], None] | None = None) -> Simulator:
-        """A new one, with a scheduler of its own."""
+        """Return a new simulator with its own scheduler."""
         policy, fleet = None, None
         if self.prefill:
             policy = LeastWaiting(self.prefill, self._s_seconds, range(self.num_prefill_workers))
@@ -120,7 +117,7 @@ class SimulationInputs:
         return Simulator(scheduler, self.machine, on_step, fleet, drafter, events)
 
     def _s_seconds(self, num_tokens: int, context_len: int) -> float:
-        """Return a prompt's seconds on the S-worker, in as many steps as it takes; an R-worker attends a prefix."""
+        """Return a prompt's seconds on the S-worker, in as many steps as it takes. An R-worker attends a prefix."""
         most, rest = self.limits.max_num_batched_tokens, [0] * (len(self.limits.num_blocks) - 1)
         seconds = 0.0
         for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
@@ -130,8 +127,8 @@ class SimulationInputs:
 
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
-    """ConfigError names the flag that is missing or cannot work."""
-    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # the engine's own checks, in its own words
+    """Return the inputs of a simulation. A ConfigError names a missing or bad flag."""
+    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # the engine's own checks and messages
     if args.enable_prefix_caching and args.dataset_name != "random":
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:
@@ -147,25 +144,32 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
 
 
 def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> int:
-    """As given, or those with which the mean step takes less. A third mini-batch hides the way to R-workers and back,
-    and costs the S-worker one more loading of the weights. 2 beside bare numbers: their T(B) is of one batch size."""
+    """Return the given number of mini-batches, or the one with the shortest mean step.
+
+    A third mini-batch hides the link to R-workers, and costs the S-worker one more loading of the weights. With bare
+    numbers it is 2, since their T(B) is of one batch size.
+    """
     if args.num_mini_batches is not None:
         return int(args.num_mini_batches)
     if args.num_r_workers == 0 or args.s_part_seconds is not None:
         return 2
-    return min(CHOICES, key=lambda number: _mean_step_seconds(args, workload, number))
+    # Numbers of mini-batches that ``auto`` compares
+    choices = (2, 3)
+    return min(choices, key=lambda number: _mean_step_seconds(args, workload, number))
 
 
 def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, num_mini_batches: int) -> float:
-    """Return the seconds of a full batch at the mean KV load, or over all ages where sequences start together."""
+    """Return the seconds of a full batch at the mean KV load, or averaged over ages if sequences start together."""
     given = vars(args) | {"num_mini_batches": num_mini_batches}
     plan_args = argparse.Namespace(**given | plan_words(argparse.Namespace(**given), workload))
     planner = read_inputs(plan_args).planner
     model = planner.step_model(args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers)
     described, seats = planner.workload, min(args.max_num_seqs, len(workload))
     contexts = np.array([described.mean_context])
+    # Parts of a sequence's life at which sequences that start together are sampled
+    ages = 16
     if SCHEDULES[args.schedule].waves:
-        contexts = described.prompt_len + described.output_len * (np.arange(AGES) + 0.5) / AGES
+        contexts = described.prompt_len + described.output_len * (np.arange(ages) + 0.5) / ages
     rows = seats * described.rows_per_output_token
     return float(np.mean([model.seconds(Load(rows, seats, seats * context)) for context in contexts.tolist()]))
 

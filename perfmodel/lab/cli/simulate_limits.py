@@ -1,4 +1,4 @@
-"""The limits of the simulated scheduler, and the workload in the plan's words."""
+"""The limits of the simulated scheduler, and the workload in the plan's terms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastdecode.scheduler import Limits
 
 
 def asked_speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | None:
-    """Return a speed above 0 for each R-worker; ConfigError otherwise."""
+    """Return a speed above 0 for each R-worker. Raise ConfigError otherwise."""
     if text is None:
         return None
     try:
@@ -38,12 +38,15 @@ def asked_speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | No
 
 
 def state_blocks_of(args: argparse.Namespace, state_tokens: float) -> int:
-    """Return the blocks of states that take the room of ``state_tokens`` cached tokens."""
+    """Return the blocks of states that take the memory of ``state_tokens`` cached tokens."""
     return math.ceil(state_tokens / args.block_size)
 
 
 def with_states_here(args: argparse.Namespace, planner: Planner, limits: Limits) -> Limits:
-    """Return ``limits`` with the states that the S-worker keeps; CapacityError, as an engine's, without room."""
+    """Return ``limits`` with the states that the S-worker keeps.
+
+    Raise CapacityError, as an engine does, without memory.
+    """
     if planner.states is None or planner.kv_bytes_per_token is None:
         return limits
     size, places = planner.state_bytes_per_sequence, planner.states.num_places
@@ -61,7 +64,7 @@ def asked_limits(
     scratch_tokens: int,
     state_blocks: int,
 ) -> Limits:
-    """Return the scheduler's limits that the flags give."""
+    """Return the scheduler's limits from the flags."""
     return Limits(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -79,7 +82,7 @@ def asked_limits(
 
 
 def plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[str, Any]:
-    """Return the means of the workload under the names of ``plan``'s flags."""
+    """Return the means of the workload, named like the flags of ``plan``."""
     prompts, outputs = workload.prompt_lens, np.array(workload.output_lens)
     return {
         "seq_len": float(prompts.mean() + outputs.mean()),
@@ -94,7 +97,7 @@ def plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[st
 
 
 def scratch_tokens_of(inputs: PlanInputs) -> int:
-    """Return the prompt tokens that the S-worker holds in the engine's share of the memory beside its weights."""
+    """Return the prompt tokens that the S-worker holds in the engine's share of memory besides weights."""
     if inputs.server is None:
         return UNBOUNDED_TOKENS
     shape = inputs.server.shape

@@ -1,4 +1,4 @@
-"""The report of a simulation: what became of its requests, in figures and in words."""
+"""The report of a simulation: the outcome of its requests, in figures and words."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from fastdecode.scheduler import SchedulerStatistics
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome of a run. ``elapsed_seconds`` is simulated, ``wall_seconds`` is the time it took to simulate.
+    """The outcome of a run. ``elapsed_seconds``: simulated. ``wall_seconds``: the real time of the simulation.
 
-    ``doubled``: second copies made between steps. ``events``: what happened to workers and what it cost, None if
-    nothing could.
+    ``doubled``: second copies made between steps. ``events``: worker events and their cost; None if none were possible.
     """
 
     requests: list[SimulatedRequest]
@@ -41,7 +40,7 @@ class Simulation:
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
-    """Return all keys of ``bench throughput`` but ``config``, and what only a simulation knows."""
+    """Return all keys of ``bench throughput`` except ``config``, and those that only a simulation has."""
     finished = [_output(request) for request in simulation.requests if request.finished]
     run = ThroughputRun(
         simulation.elapsed_seconds, finished, simulation.steps, simulation.statistics, simulation.kv_load_limit
@@ -65,7 +64,7 @@ def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[
 
 
 def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the report for people: what users feel first, then as ``bench throughput`` prints it."""
+    """Yield the report as text: what users notice first, then as ``bench throughput`` prints it."""
     each, users = report["tpot_seconds"], report["users"]
     if each["mean"]:
         yield (
@@ -101,7 +100,7 @@ def simulation_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _users(steps: list[StepRecord]) -> dict[str, float | int]:
-    """Return the sequences that got a token in a step: over time, and at most."""
+    """Return how many sequences got a token per step: the mean over time, and the most."""
     seconds = sum(step.wall_seconds for step in steps)
     over_time = sum(step.num_output_tokens * step.wall_seconds for step in steps)
     return {
@@ -111,13 +110,15 @@ def _users(steps: list[StepRecord]) -> dict[str, float | int]:
 
 
 def json_number(number: float) -> float | str:
-    """JSON knows no infinity."""
+    """Return ``number`` for JSON, which has no infinity."""
     return "inf" if math.isinf(number) else number
 
 
 def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]:
-    """Busy parts of the whole simulated time, idle waits for arrivals included; the mean is over ``num_r_workers``,
-    however many places those that were lost and came again had."""
+    """Return busy parts of the whole simulated time, with idle waits for arrivals.
+
+    The mean is over ``num_r_workers``, however many places lost and returned ones had.
+    """
     columns = list(zip_longest(*(step.r_seconds for step in simulation.steps), fillvalue=0.0))
     r_seconds = np.ascontiguousarray(np.array(columns).T).sum(axis=0) if columns else np.zeros(1)
     seconds = simulation.elapsed_seconds or 1.0
@@ -129,7 +130,7 @@ def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]
 
 
 def _prefill_utilisation(simulation: Simulation) -> dict[str, float]:
-    """Return the busy part of prefill workers, where there are some, and the number of prompts that they computed."""
+    """Return the busy part of prefill workers, if any, and the number of prompts that they computed."""
     fleet = simulation.prefill
     if fleet is None:
         return {}

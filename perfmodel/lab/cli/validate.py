@@ -1,4 +1,4 @@
-"""``fastdecode validate``: predicted against measured, on this machine."""
+"""``fastdecode validate``: predicted against measured times on this machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from fastdecode.perfmodel.lab.measure.validation import Configuration, ValidatedRow, Validation
 
 
-MILLI = 1e3
-HEADER = """\
-| way | R-workers | KV | heads | in flight | context | predicted ms | measured ms | error | predicted tokens/s \
-| measured tokens/s | S, R: error | anchors S, R | moved | tries |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
-
-
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "validate",
@@ -61,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row per configuration and the errors; refuse a profile of another machine, version or model."""
+    """Print a row per configuration, and the errors. Refuse a profile of another machine, version or model."""
     check_output_files(args.output_json, plots=(args.plot,))
     if args.num_configurations is not None and args.num_configurations < 1:
         raise ConfigError(f"num_configurations must be at least 1, not {args.num_configurations}")
@@ -81,7 +74,11 @@ def run(args: argparse.Namespace) -> int:
     todo = [grid[index * len(grid) // count] for index in range(count)]
     require_measured(profile, todo, model_shape(config) if has_offline else None)
     print(f"{profile.shape.name} on {profile.machine.host}: {profile.machine.s_worker}")
-    print(HEADER, flush=True)
+    header = """\
+    | way | R-workers | KV | heads | in flight | context | predicted ms | measured ms | error | predicted tokens/s \
+    | measured tokens/s | S, R: error | anchors S, R | moved | tries |
+    |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+    print(header, flush=True)
     with closing(Validation(config, profile)) as measuring, progress_bar(len(todo), "run") as bar:
         rows = (_shown(row, profile.shape.num_heads) for row in measuring.run(todo, bar.update))
         offline = run_grid(rows, measuring if has_offline else None, args.output_json, args.plot)
@@ -91,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Configuration], bool]:
-    """Return the configurations that the flags ask for, and whether an offline run comes after them."""
+    """Return the requested configurations, and whether an offline run follows."""
     from fastdecode.perfmodel.lab.measure.rank_calibrator import rank_configurations
     from fastdecode.perfmodel.lab.measure.validation import configurations, range_configurations
 
@@ -105,9 +102,9 @@ def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Conf
 def run_grid(
     measured: Iterable[ValidatedRow], measuring: Validation | None, output_json: str | None, plot: str | None
 ) -> OfflineRun | None:
-    """Measure every row and then the offline run of ``measuring``, if any, and return the latter.
+    """Measure every row and then the offline run of ``measuring``, if any; return the latter.
 
-    Whatever ends this early, Ctrl-C too, the rows measured so far are in ``output_json``: they took longest.
+    If this ends early, also by Ctrl-C, the measured rows are in ``output_json``, since they took longest.
     """
     rows: list[ValidatedRow] = []
     offline: OfflineRun | None = None
@@ -133,7 +130,7 @@ def _shown(row: ValidatedRow, num_heads: int) -> ValidatedRow:
 
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
-    """Return the profile's model, its S-worker on the CPU."""
+    """Return the profile's model with its S-worker on the CPU."""
     from fastdecode.sworker.model.loader import model_shape
 
     config = EngineConfig(
@@ -155,9 +152,10 @@ def table_line(row: ValidatedRow, num_heads: int) -> str:
     predicted, measured = row.predicted_step_seconds, row.measured_step_seconds
     s_error = row.predicted_s_seconds / row.measured_s_seconds - 1.0
     r_error = row.predicted_r_seconds / row.measured_r_seconds - 1.0
+    milli = 1e3
     cells = (
         each.name, each.r_workers, each.kv_dtype, f"{num_heads} / {each.num_kv_heads}", each.batch_size,
-        each.context_len, f"{predicted * MILLI:.1f}", f"{measured * MILLI:.1f}", f"{row.error:+.1%}",
+        each.context_len, f"{predicted * milli:.1f}", f"{measured * milli:.1f}", f"{row.error:+.1%}",
         f"{each.batch_size / predicted:.0f}", f"{each.batch_size / measured:.0f}", f"{s_error:+.0%}, {r_error:+.0%}",
         f"{drift.s_part:.2f}, {drift.r_part:.2f}", f"{row.moved:.1%}", row.tries,
     )  # fmt: skip
@@ -165,7 +163,7 @@ def table_line(row: ValidatedRow, num_heads: int) -> str:
 
 
 def error_line(rows: Sequence[ValidatedRow]) -> str:
-    """Return the median and worst."""
+    """Return the median and the worst error."""
     errors = np.abs([row.error for row in rows])
     worst = rows[int(np.argmax(errors))].configuration
     unsteady = sum(row.moved > MOST_DRIFT for row in rows)

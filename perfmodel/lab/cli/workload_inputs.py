@@ -1,4 +1,4 @@
-"""The requests that the flags of ``fastdecode simulate`` describe: random ones, those of a trace, or of a paper."""
+"""The requests of ``fastdecode simulate``: random ones, those of a trace, or of a paper."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fastdecode.perfmodel.lab.simulate.workload import SARATHI, drawn_workload, 
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40
-"""Room where nothing says how much there is."""
+"""Room if the memory is unknown."""
 
 VOCABULARY = 32000
-"""Size of the vocabulary of random prompts where no model is given; it has no effect on lengths."""
+"""Vocabulary of random prompts without a model; it does not affect lengths."""
 
 
 def read_workload(args: argparse.Namespace) -> tuple[SimulatedWorkload, float]:
-    """Return the requests and their rate: a trace has its own unless ``--request-rate`` gives another.
+    """Return the requests and their rate. A trace has its own rate, unless ``--request-rate`` gives another.
 
-    ConfigError names the flag that cannot work.
+    A ConfigError names the bad flag.
     """
     spec = _spec(args)
     if spec.dataset_name in SARATHI:

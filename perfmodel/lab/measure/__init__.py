@@ -1,1 +1,1 @@
-"""Benchmarks: workloads, runs over them, and what is reported."""
+"""Benchmarks: workloads, runs, and reports."""

@@ -1,4 +1,4 @@
-"""R-worker attention beside the machine's own peaks, measured in turns because a shared machine drifts."""
+"""R-worker attention relative to the machine's peaks, measured in turns because a shared machine drifts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape
 
 
 class AttentionBench:
-    """Measures shapes, one row each. ``cache_bytes``: of the buffer whose reading is the read peak, and of the keys and
-    values where a batch size is chosen; well above the last-level cache. ``repeats``: calls per shape."""
+    """Measures shapes, one row each.
+
+    ``cache_bytes``: of the buffer for the read peak, and of keys and values if the batch size is chosen; well above the
+    last-level cache. ``repeats``: calls per shape.
+    """
 
     def __init__(self, cache_bytes: int, repeats: int, seed: int) -> None:
         self.cache_bytes, self.repeats, self.seed = cache_bytes, repeats, seed
@@ -29,15 +32,15 @@ class AttentionBench:
         self._peaks_of: tuple[int, str] | None = None
 
     def check(self, shape: AttentionShape) -> None:
-        """CapacityError where memory is too small for ``shape``, or for both caches where one is measured beside it."""
+        """Raise CapacityError if memory is too small for ``shape``, or for two caches if one is measured beside it."""
         caches = [(each, each.lengths(self.cache_bytes, self.seed)) for each in (shape, shape.beside) if each]
         check_memory(caches, self.cache_bytes)
 
     def measure(self, shape: AttentionShape) -> dict[str, Any]:
-        """Return one row, its keys those of ``bench attention``'s JSON. One call before the measured ones warms up.
+        """Return one row with the keys of ``bench attention``'s JSON, after one warm-up call.
 
-        A cache of another dtype takes turns with a bfloat16 one: of as many sequences where their number is given, else
-        of as many bytes.
+        A cache of another dtype alternates with a bfloat16 one: with as many sequences if their number is given, else
+        with as many bytes.
         """
         peaks = self._peaks_for(shape)
         with ExitStack() as caches:
@@ -52,7 +55,7 @@ class AttentionBench:
         return cache
 
     def _peaks_for(self, shape: AttentionShape) -> _rworker.Peaks:
-        """Return the last ones where they fit: they hold memory, so there is one at a time."""
+        """Return the peaks for ``shape``: the last ones if they fit. Only one is kept, since it holds memory."""
         if self._peaks is None or self._peaks_of != (shape.threads, shape.isa):
             self._peaks = None
             cores = usable_cores()[: shape.threads]
@@ -64,8 +67,10 @@ class AttentionBench:
 
 
 class Samples:
-    """read, read scattered, multiply-add, call, call of bfloat16, again and again: what each took. Reads come once more
-    at the end. ``beside`` may be ``cache`` itself."""
+    """Alternating times: read, read scattered, multiply-add, call, call of bfloat16.
+
+    Reads are repeated at the end. ``beside`` may be ``cache`` itself.
+    """
 
     def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, beside: FilledCache, repeats: int) -> None:
         shape = cache.shape
@@ -140,9 +145,12 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
 
 @dataclass(frozen=True)
 class Roofline:
-    """``kv_bytes`` must be read and ``multiply_adds`` done, one per element of keys and values and query head;
-    the machine reads scattered pieces of its size at ``scattered_read`` GB/s and does ``mac_peak`` 1e9 multiply-adds a
-    second."""
+    """The roofline of one call.
+
+    ``kv_bytes`` must be read, and ``multiply_adds`` done, one per element of keys and values and query head. The
+    machine reads scattered pieces of this size at ``scattered_read`` GB/s, and does ``mac_peak`` 1e9 multiply-adds per
+    second.
+    """
 
     kv_bytes: int
     multiply_adds: int
@@ -151,22 +159,23 @@ class Roofline:
 
     @property
     def arithmetic_gb_per_s(self) -> float:
-        """KV rate at which arithmetic would be the limit: without a shared prefix, the multiply-add peak times the
-        bytes of an element, over query heads per KV head and query tokens."""
+        """KV rate at which arithmetic would be the limit.
+
+        Without a shared prefix it is the multiply-add peak times the bytes of an element, divided by query heads per KV
+        head and by query tokens.
+        """
         return self.mac_peak * self.kv_bytes / self.multiply_adds
 
     @property
     def limit(self) -> str:
-        """Which of the two binds: "reads" or "arithmetic"."""
+        """The limit that binds: "reads" or "arithmetic"."""
         return "reads" if self.scattered_read <= self.arithmetic_gb_per_s else "arithmetic"
 
     @property
     def gb_per_s(self) -> float:
-        """The most KV a call can go through: min(scattered read, multiply-add peak × intensity)."""
+        """The highest KV rate of a call: min(scattered read, multiply-add peak × intensity)."""
         return min(self.scattered_read, self.arithmetic_gb_per_s)
 
-
-FORMATS = ("md", "csv", "json", "jsonl")
 
 COLUMNS = (
     ("isa", "isa", "{:>6}"),
@@ -190,18 +199,18 @@ COLUMNS = (
     ("tokens_over_bfloat16", "of bfloat16", "{:>11.3f}"),
     ("max_relative_error", "max error", "{:>9.1e}"),
 )
-"""Key, heading and format of the Markdown table."""
+"""Key, heading and format of each column of the Markdown table."""
 
 
 class RowPrinter:
-    """Hands text to ``write`` line by line: a row as soon as it is measured, JSON's one array at the end."""
+    """Passes text to ``write`` line by line: a row as soon as it is measured; JSON's single array at the end."""
 
     def __init__(self, output_format: str, write: Callable[[str], None]) -> None:
         self.output_format, self._write = output_format, write
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """One more row, after the heading where it is the first."""
+        """Add a row, after the heading if it is the first."""
         if not self._rows:
             for line in self._heading(row):
                 self._write(line)
@@ -214,7 +223,7 @@ class RowPrinter:
             self._write(json.dumps(row, allow_nan=False))
 
     def close(self) -> None:
-        """Write what comes after the last row."""
+        """Write the text after the last row."""
         if self.output_format == "json":
             self._write(to_json(self._rows))
 

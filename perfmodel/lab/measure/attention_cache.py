@@ -1,4 +1,4 @@
-"""An R-worker with a full cache, whose one layer can be called again and again."""
+"""An R-worker with a full cache, whose single layer can be called repeatedly."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fastdecode.engine.compose.backends import tuning
 from fastdecode.perfmodel.lab.measure.attention_shape import BLOCK_SIZE, AttentionShape
 
 PAYLOAD_BYTES = 16 << 20
-"""Size of the random keys, and of the random values, with which the cache is filled again and again."""
+"""Size of the random keys, and of the random values, that fill the cache repeatedly."""
 
 CHECKED_SEQUENCES = 3
 CHECKED_BYTES = 256 << 20
-"""Sequences compared with the oracle: one, and more while their float32 keys and values are no more than this."""
+"""Most float32 keys and values for comparison with the oracle; at least one sequence is compared."""
 
 NO_CONTROLS = np.zeros((0, 4), np.int64)
 
 
 class FilledCache:
-    """Sequences of random keys and values in blocks that lie scattered, as they do after some time of serving.
+    """Sequences of random keys and values in scattered blocks, as after some time of serving.
 
     ``lengths``: int64 [batch_size], with the ``q_len`` tokens that each call appends and that attend. A call leaves the
-    cache as it was.
+    cache unchanged.
     """
 
     def __init__(self, shape: AttentionShape, lengths: np.ndarray, seed: int) -> None:
@@ -50,7 +50,7 @@ class FilledCache:
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
 
     def call(self, q_len: int | None = None) -> tuple[float, float]:
-        """Return seconds to plan a step, and of the layer: its submit and wait.
+        """Return the seconds to plan a step, and those of the layer: its submit and wait.
 
         ``q_len``: new tokens, if not the shape's.
         """
@@ -67,10 +67,10 @@ class FilledCache:
         return planned - start, done - planned
 
     def commit_and_check(self) -> float:
-        """Return the last call: its rows stay, and the largest error of some sequences' o is returned.
+        """Commit the last call; return the largest error of o over some sequences.
 
-        Norm-wise, per row and head, against float64 attention over the cache as it is stored; of an index, of the best
-        scores, beside the largest.
+        The error is norm-wise per row and head, against float64 attention over the stored cache. For an index it is
+        that of the best scores, relative to the largest.
         """
         if self.shape.index_picks:
             return self._commit_and_check_scores()
@@ -81,7 +81,10 @@ class FilledCache:
         return max(self._error(index) for index in checked_sequences(self.shape, self.lengths))
 
     def _commit_and_check_scores(self) -> float:
-        """As tails of longer sequences, which answer with the ranks of their best scores."""
+        """Commit the call as tails of longer sequences, which return the ranks of their best scores.
+
+        Return their error.
+        """
         picks, q_len, spans = self.shape.index_picks, self.shape.q_len, self._spans.copy()
         spans[:, 3] = SpanMode.PARTIAL
         nodes = np.array([(-(-int(length) // SPLIT_TOKENS)).bit_count() for length in self.lengths])
@@ -98,7 +101,7 @@ class FilledCache:
         return max(errors)
 
     def _score_error(self, index: int, ranks: np.ndarray) -> float:
-        """Of the last row of a sequence; ``ranks`` as `rworker_cpp/src/picks.cpp` has them."""
+        """Return the error of the last row of a sequence; ``ranks`` as in `rworker_cpp/src/picks.cpp`."""
         shape, row = self.shape, (index + 1) * self.shape.q_len - 1
         keys = self.worker.read_tokens(index, 0)[0][:, 0].astype(np.float64)
         q = from_wire(self._q[row, :, : shape.head_dim], shape.model_dtype).astype(np.float64)
@@ -109,7 +112,7 @@ class FilledCache:
         return float(np.abs(bits.view(np.float32) - best).max() / np.abs(best).max())
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.worker.close()
 
     def _error(self, index: int) -> float:
@@ -130,7 +133,7 @@ class FilledCache:
             self._append_block(max(begin, prefix), begin + BLOCK_SIZE)
 
     def _append_block(self, begin: int, end: int) -> None:
-        """Tokens ``begin`` to ``end`` of every sequence that has them, in another order each time."""
+        """Append tokens ``begin`` to ``end`` of every sequence that has them, in a new order each time."""
         pieces = []
         for index in self._rng.permutation(np.flatnonzero(self.lengths - self.shape.q_len > begin)):
             pieces.append((int(index), begin, min(end, int(self.lengths[index]) - self.shape.q_len) - begin))
@@ -141,7 +144,7 @@ class FilledCache:
             self._append(pieces)
 
     def _append(self, pieces: list[tuple[int, int, int]]) -> None:
-        """Store ``(sequence, first token, tokens)`` each, with rows from somewhere in the random ones."""
+        """Store ``(sequence, first token, tokens)`` each, with rows from anywhere in the random ones."""
         num_rows = sum(tokens for _, _, tokens in pieces)
         first = int(self._rng.integers(0, len(self._keys) - num_rows + 1))
         layer, dtype = self.shape.layout.layers[0], self._keys.dtype
@@ -162,7 +165,7 @@ class FilledCache:
 
 
 def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
-    """Return the first, the middle and the last sequence, as far as CHECKED_BYTES go."""
+    """Return the first, the middle and the last sequence, within CHECKED_BYTES."""
     chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))[:CHECKED_SEQUENCES]
     token_bytes = shape.layout.layers[0].kv_elements * 4
     spent = np.cumsum(lengths[chosen]) * token_bytes
@@ -170,8 +173,10 @@ def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
 
 
 def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes: int) -> None:
-    """CapacityError where caches of some shapes and lengths, the buffer of the read peak and what all need do not fit
-    the free memory. The first one is checked against the oracle."""
+    """Raise CapacityError unless caches of these shapes and lengths, and the buffer of the read peak, fit the memory.
+
+    The first cache is also checked against the oracle.
+    """
     shape, lengths = caches[0]
     longest = int(lengths[checked_sequences(shape, lengths)].max())
     check = longest * shape.layout.layers[0].kv_elements * 6
@@ -184,7 +189,7 @@ def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes
 
 
 def _cache_bytes(shape: AttentionShape, lengths: np.ndarray) -> int:
-    """Of a FilledCache, with what it is filled from and called with."""
+    """Return the bytes of a FilledCache, with its source rows and the arguments of its calls."""
     blocks = _num_blocks(lengths) * _rworker.block_bytes(list(shape.layout.layers), shape.kv_cache_dtype, BLOCK_SIZE)
     rows = len(lengths) * shape.q_len * 2 * (_row_bytes(shape) + shape.num_heads * shape.head_dim * 4)
     return blocks + rows + 4 * PAYLOAD_BYTES
@@ -213,7 +218,7 @@ def _row_bytes(shape: AttentionShape) -> int:
 
 
 def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """float64 o [q_len, num_heads, dim] of a sequence's last tokens, each attending to itself and all before it.
+    """Return float64 o [q_len, num_heads, dim] of a sequence's last tokens; each attends to itself and all before.
 
     ``q``: [q_len, num_heads, dim]; ``k`` and ``v``: [length, num_kv_heads, dim].
     """

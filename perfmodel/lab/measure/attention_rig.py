@@ -1,4 +1,4 @@
-"""R-workers called without a model: what their attention, their steps and the way to them take."""
+"""R-workers called without a model, to time their attention, their steps and the link."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 from fastdecode.engine.compose.backends import make_backend
 from fastdecode.kinds.layout import KVLayout
 
-CHUNK_ROWS = 2048
-"""Tokens appended at once while the cache is filled."""
-
 NO_CONTROLS = np.zeros(0, CONTROL)
 NO_SPANS = np.zeros(0, SPAN)
 
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Seconds of one step: to begin and to end it, and per layer, float64 [num_layers], the R-worker's work and the way
-    there and back."""
+    """Seconds of one step.
+
+    They are those to begin and end it, and per layer, float64 [num_layers], those of the R-worker's work and the link.
+    """
 
     plan_seconds: float
     busy_seconds: np.ndarray
@@ -32,7 +31,7 @@ class CallTimes:
 
 
 class AttentionRig:
-    """R-workers as ``config`` has them, holding sequences of random keys and values; only the first one works."""
+    """The R-workers of ``config`` with sequences of random keys and values; only the first one works."""
 
     def __init__(self, config: EngineConfig, layout: KVLayout, seed: int = 0) -> None:
         self.layout = layout
@@ -54,14 +53,14 @@ class AttentionRig:
         self._payload = [self._random(num_sequences, layer) for layer in range(len(self.layout.layers))]
 
     def rewind(self, context_len: int) -> None:
-        """Forget the tokens that steps have added beyond ``context_len``."""
+        """Drop the tokens that steps have added beyond ``context_len``."""
         controls = np.array([(Verb.TRUNCATE, each, 0, context_len) for each in self._held], CONTROL)
         self.backend.begin_step(self._plan(NO_SPANS, controls))
         self.backend.end_step()
         self._context_len = context_len
 
     def step(self, pause_seconds: float = 0.0) -> CallTimes:
-        """Return a token for every sequence, ``pause_seconds`` before each layer; they then attend to one more."""
+        """Run a step with one token per sequence, pausing ``pause_seconds`` before each layer; return its times."""
         num_layers = len(self.layout.layers)
         trips = np.zeros(num_layers)
         begin = time.perf_counter()
@@ -84,8 +83,10 @@ class AttentionRig:
         self.backend.close()
 
     def _append(self, sequence_id: int, num_tokens: int) -> None:
-        for begin in range(0, num_tokens, CHUNK_ROWS):
-            rows = min(CHUNK_ROWS, num_tokens - begin)
+        # Tokens appended at once while the cache is filled
+        chunk_rows = 2048
+        for begin in range(0, num_tokens, chunk_rows):
+            rows = min(chunk_rows, num_tokens - begin)
             self.backend.begin_step(self._plan(self._spans([(sequence_id, begin, rows, 0)])))
             for layer in range(len(self.layout.layers)):
                 q, k, v = self._random(rows, layer)
@@ -104,7 +105,7 @@ class AttentionRig:
         return StepPlan((WorkerPlan(controls, (spans,)), *[idle] * (len(self.r_workers) - 1)))
 
     def _random(self, num_rows: int, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k and v of ``num_rows`` rows."""
+        """Return random q, k and v of ``num_rows`` rows."""
         q, k, v = (
             to_wire(self._rng.standard_normal((num_rows, *shape), dtype=np.float32), self.layout.model_dtype)
             for shape in self.layout.layers[layer].row_shapes[:3]
@@ -117,7 +118,7 @@ class AttentionRig:
 
 
 def _busy_until(moment: float) -> float:
-    """Now, which is not before ``moment``; a thread that slept would begin slowly."""
+    """Busy-wait until ``moment``, since a sleeping thread would start slowly; return the time."""
     while (now := time.perf_counter()) < moment:
         pass
     return now

@@ -1,4 +1,4 @@
-"""The shape that one row of ``bench attention`` measures: heads, lengths, dtype, threads."""
+"""The shape of one row of ``bench attention``: heads, lengths, dtype, threads."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fastdecode.kinds.layout import KVLayout
 BLOCK_SIZE = 64
 """Tokens per block of the measured cache."""
 
-MAX_QUANTIZED_HEAD_DIM = 512  # of int8 and int4
-"""The R-worker's limit."""
-
 MAX_BATCH_SIZE = 1 << 20
-"""More is a slip of the finger; a batch size of auto stops here."""
+"""Largest batch size; a higher one is taken for a typing error, and "auto" stops here."""
 
 
 @dataclass(frozen=True)
 class ContextLen:
-    """Tokens a sequence attends to, drawn uniformly from ``low`` to ``high``; equal where all have the same."""
+    """Tokens that a sequence attends to, drawn uniformly from ``low`` to ``high``.
+
+    Both are equal for a fixed length.
+    """
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> ContextLen:
-        """ "1024", or "1-8192" for lengths drawn from that range."""
+        """Return the length of "1024", or the range of "1-8192"."""
         match = re.fullmatch(r"([1-9]\d{0,11})(?:-([1-9]\d{0,11}))?", text.strip())
         found = cls(int(match[1]), int(match[2] or match[1])) if match else None
         if found is None or found.low > found.high:
@@ -44,16 +44,19 @@ class ContextLen:
 
     @property
     def label(self) -> int | str:
-        """As it was asked for."""
+        """The length as it was given."""
         return self.low if self.low == self.high else f"{self.low}-{self.high}"
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One call of one layer. ``context_len`` counts the ``q_len`` new tokens of each sequence too; ``batch_size`` None
-    is chosen. The first ``shared_prefix_len`` tokens are the same blocks for all sequences. ``latent_dim``: values are
-    the first so many dims of the keys, and are not stored; 0: they are stored, as wide as keys. ``index_picks``: the
-    layer is an index, which scans its keys and picks so many tokens; 0: it attends."""
+    """One call of one layer.
+
+    ``context_len`` includes the ``q_len`` new tokens of each sequence. ``batch_size``: None to choose it.
+    ``shared_prefix_len``: first tokens that all sequences share. ``latent_dim``: values are the first dims of the keys
+    and not stored; 0 means stored values as wide as keys. ``index_picks``: tokens that an index picks; 0 for an
+    attending layer.
+    """
 
     isa: str
     kv_cache_dtype: str
@@ -79,7 +82,9 @@ class AttentionShape:
         if self.index_picks and (self.num_kv_heads > 1 or self.latent_dim):
             raise ConfigError(f"index_picks {self.index_picks}: an index has num_kv_heads 1 and latent_dim 0")
         is_bounded = is_quantized(self.kv_cache_dtype) and not (self.latent_dim or self.index_picks)
-        most = MAX_QUANTIZED_HEAD_DIM if is_bounded else MAX_HEAD_DIM
+        # the R-worker's limit
+        max_quantized_head_dim = 512  # for int8 and int4
+        most = max_quantized_head_dim if is_bounded else MAX_HEAD_DIM
         if self.head_dim > most:
             raise ConfigError(f"head_dim must be at most {most}, not {self.head_dim}")
         if self.latent_dim > self.head_dim:
@@ -97,23 +102,25 @@ class AttentionShape:
 
     @property
     def beside(self) -> AttentionShape | None:
-        """The same with a bfloat16 cache; none if it has one."""
+        """The same shape with a bfloat16 cache; None if it has one."""
         return None if self.kv_cache_dtype == "bfloat16" else replace(self, kv_cache_dtype="bfloat16")
 
     @property
     def model_dtype(self) -> str:
-        """The dtype of q, k, v and o: the cache's own where that is a float, else bfloat16."""
+        """The dtype of q, k, v and o: the cache's if it is a float, else bfloat16."""
         return "bfloat16" if is_quantized(self.kv_cache_dtype) else self.kv_cache_dtype
 
     @property
     def arithmetic_dtype(self) -> str:
-        """The dtype whose multiply-adds attention does: the cache's, but the model's where latent rows have codes, and
-        where an index has none."""
+        """The dtype of attention's multiply-adds.
+
+        It is the cache's, but the model's for coded latents and for an index without codes.
+        """
         return self.model_dtype if self.latent_dim or self.index_picks else self.kv_cache_dtype
 
     @property
     def layout(self) -> KVLayout:
-        """The one layer that is measured."""
+        """The single layer that is measured."""
         return KVLayout((self._layer,), self.model_dtype, self.kv_cache_dtype)
 
     @property
@@ -127,22 +134,27 @@ class AttentionShape:
 
     @property
     def piece_bytes(self) -> int:
-        """Keys and values of one block in one KV head, which lie together."""
+        """Bytes of one block's keys and values in one KV head, which are contiguous."""
         return self.layout.kv_bytes_per_token * BLOCK_SIZE // self.num_kv_heads
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of the prefix that lie in shared blocks: a partial block is copied."""
+        """Prefix tokens in shared blocks; a partial block is copied."""
         return self.shared_prefix_len // BLOCK_SIZE * BLOCK_SIZE
 
     @property
     def multiply_adds_per_token(self) -> int:
-        """Of one query token and one cached token, over all heads: keys and, but in an index, values."""
+        """Multiply-adds of one query token and one cached token over all heads.
+
+        They are for keys and values; an index has no values.
+        """
         return self._layer.multiply_adds()
 
     def lengths(self, cache_bytes: int, seed: int) -> np.ndarray:
-        """int64 [batch_size]: tokens of each sequence. With a batch size of auto, so many that copies of their own
-        would take ``cache_bytes``."""
+        """Return the tokens of each sequence, int64 [batch_size].
+
+        With batch size "auto", separate copies of all would take ``cache_bytes``.
+        """
         rng = np.random.default_rng(seed)
         low, high = self.context_len.low, self.context_len.high
         if self.batch_size is not None:
@@ -152,12 +164,12 @@ class AttentionShape:
         return drawn[: int(np.searchsorted(np.cumsum(drawn), wanted)) + 1]
 
     def tokens_needed(self, lengths: np.ndarray) -> int:
-        """Return the cached tokens one call must read, the shared ones once."""
+        """Return the cached tokens that one call must read, shared ones once."""
         return int(lengths.sum()) - self.shared_tokens * (len(lengths) - 1)
 
 
 def sweep(values: Mapping[str, Sequence[Any]]) -> list[AttentionShape]:
-    """The cross product of the values of every field; isa and threads change last, since they cost a new set-up."""
+    """Return the cross product of all fields' values. isa and threads change last, since they need a new set-up."""
     outer = ("isa", "threads")
     names = [*outer, *(field.name for field in fields(AttentionShape) if field.name not in outer)]
     products = itertools.product(*(values[name] for name in names))

@@ -1,4 +1,4 @@
-"""Plans of a calibration: the sizes that it measures, the whole set or a quick one."""
+"""Plans of a calibration: the sizes to measure, complete or quick."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from fastdecode.perfmodel.measurements import (
 )
 from fastdecode.perfmodel.model_shape import ModelShape
 
-CPU_BATCH_SIZES = (16, 32, 64, 128, 160, 256)
-"""With both sides of 128 rows, where the S-worker changes its matrix products; beyond 256 a CPU only multiplies."""
-
-
-GPU_BATCH_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
-
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """``s_threads`` and ``r_threads``: of S-worker and R-workers here, each measured alone. ``r_shapes``: (sequences,
-    context). ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, which is repeated up to
-    ``most_tries`` times while its anchor moves. ``num_ranks``: latents are measured with the heads of one of so many
-    too. ``contended``: (S threads, R threads) measured beside each other."""
+    """The sizes of a calibration.
+
+    ``s_threads``, ``r_threads``: of local S-worker and R-workers, each measured alone. ``r_shapes``: (sequences,
+    context). ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, repeated up to
+    ``most_tries`` times while its anchor moves. ``num_ranks``: latents are also measured with one rank's heads.
+    ``contended``: (S threads, R threads) measured together.
+    """
 
     batch_sizes: tuple[int, ...]
     s_threads: tuple[int, ...]
@@ -40,17 +37,17 @@ class CalibrationPlan:
 
     @property
     def is_here(self) -> bool:
-        """True where the R-workers run on this machine."""
+        """True if the R-workers run on this machine."""
         return bool({"inproc", "spawn"} & set(self.links))
 
     @property
     def r_workers(self) -> tuple[str, ...]:
-        """As the profile calls them."""
+        """The R-workers by the profile's names."""
         return (HERE,) if self.is_here else self.links
 
     @property
     def num_measurements(self) -> int:
-        """Ticks of the progress bar."""
+        """The number of ticks of the progress bar."""
         r_workers = len(self.r_threads) if self.is_here else len(self.links)
         r_part = r_workers * len(self.kv_dtypes) * len(self.r_shapes)
         s_part, links = len(self.s_threads) * len(self.batch_sizes), len(self.links) * len(self.message_rows)
@@ -58,12 +55,15 @@ class CalibrationPlan:
 
 
 def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:
-    """Everything that ``plan``, ``simulate`` and ``plan --validate`` may ask of this machine."""
+    """Return everything that ``plan``, ``simulate`` and ``plan --validate`` may need of this machine."""
     cores = len(usable_cores())
     threads = tuple(sorted({max(1, cores // 2), cores}))
     here = "inproc" in links
+    # Both sides of 128 rows, where the S-worker changes its matrix products; beyond 256 a CPU only multiplies
+    cpu_batch_sizes = (16, 32, 64, 128, 160, 256)
+    gpu_batch_sizes = (16, 64, 128, 256, 512, 1024, 2048, 4096)
     return CalibrationPlan(
-        batch_sizes=GPU_BATCH_SIZES if on_gpu else CPU_BATCH_SIZES,
+        batch_sizes=gpu_batch_sizes if on_gpu else cpu_batch_sizes,
         s_threads=(1,) if on_gpu else threads,
         r_threads=threads,
         kv_dtypes=KV_CACHE_DTYPES[1:],
@@ -78,12 +78,12 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
 
 
 def _groups(shape: ModelShape) -> tuple[int, ...]:
-    """The model's own, and those of others with as many heads; latents have one KV head for all."""
+    """Return the model's own groups, and common ones with as many heads. Latents have one KV head for all."""
     return tuple(sorted({shape.group, *(group for group in (1, 4, 8) if shape.num_heads % group == 0)}))
 
 
 def quick_plan(shape: ModelShape, kv_dtype: str, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:
-    """The model as it is, on all cores, in less than a minute."""
+    """Return a plan for the model as it is, on all cores, in under a minute."""
     cores = len(usable_cores())
     return CalibrationPlan(
         batch_sizes=(16, 64, 256),

@@ -1,4 +1,4 @@
-"""Calibration: real engines and R-workers measured shape by shape into a hardware profile."""
+"""Calibration: measures real engines and R-workers, shape by shape, into a hardware profile."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from fastdecode.perfmodel.rank_costs import rank_shape
 
 
 class Calibrator:
-    """Carries a plan out; ``advance`` is called after each measurement."""
+    """Carries out a plan; ``advance`` is called after each measurement."""
 
     def __init__(
         self, config: EngineConfig, shape: ModelShape, plan: CalibrationPlan, advance: Callable[[], object]
@@ -64,7 +64,7 @@ class Calibrator:
         self._isa = ""
 
     def run(self) -> HardwareProfile:
-        """Measure everything."""
+        """Measure everything and return the profile."""
         with ExitStack() as cleanup:
             few, many = (cleanup.enter_context(self._s_rig(layers)) for layers in (FEW_LAYERS, MANY_LAYERS))
             s_anchors = {
@@ -121,9 +121,9 @@ class Calibrator:
     def _r_points(
         self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
     ) -> Iterator[RPartPoint]:
-        """Rows of each group, of latents that R-workers absorb, the scan of an index and states, if there are any.
+        """Yield points of rows for each group, of absorbed latents, of an index's scan, and of states.
 
-        One R-worker serves one at a time, so those elsewhere have no anchor beside what is measured.
+        A remote R-worker serves one S-worker at a time, so it has no anchor beside its measurements.
         """
         shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]
         if self.shape.latent and self.plan.num_ranks > 1:
@@ -205,7 +205,7 @@ class Calibrator:
 
 
 def _with_weights(layout: KVLayout) -> KVLayout:
-    """Return ``layout`` with weights that are zeros where R-workers multiply some: these take as long as others."""
+    """Return ``layout`` with zero weights for R-workers to multiply with, which take as long as others."""
     weights = {}
     for number, layer in enumerate(layout.layers):
         if layer.weight_rows:

@@ -19,8 +19,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request: token ids, tokens to generate, when it arrives, in seconds from the start, and the text that the
-    ids were made of, where there is one."""
+    """One request: token ids, tokens to generate, arrival in seconds from the start, and the source text, if any."""
 
     prompt_token_ids: list[int]
     output_len: int
@@ -30,7 +29,7 @@ class WorkItem:
 
 LENGTHS = ("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
 ARRIVALS = ("num_prompts", "request_rate", "burstiness")
-"""Fields of a WorkloadSpec that are flags of ``bench throughput`` and of ``simulate``."""
+"""Fields of a WorkloadSpec that are flags of ``bench throughput`` and ``simulate``."""
 
 RAMPS = ("linear", "exponential")
 
@@ -71,8 +70,10 @@ class WorkloadSpec:
 
 @dataclass(frozen=True)
 class RampUp:
-    """Arrivals that come faster and faster: from ``start_rps`` per second at the first request to ``end_rps`` at the
-    last, by "linear" or "exponential" growth."""
+    """Accelerating arrivals, with "linear" or "exponential" growth.
+
+    The rate grows from ``start_rps`` per second at the first request to ``end_rps`` at the last.
+    """
 
     strategy: str
     start_rps: float
@@ -88,7 +89,7 @@ class RampUp:
             )
 
     def arrivals(self, count: int, burstiness: float, seed: int) -> np.ndarray:
-        """Return seconds at which each request arrives, the gaps drawn as ``WorkloadSpec``'s: float64 [count]."""
+        """Return the arrival of each request in seconds, with gaps drawn as for ``WorkloadSpec``: float64 [count]."""
         progress = np.arange(count) / max(count - 1, 1)
         growth = self.end_rps - self.start_rps
         rates = self.start_rps + growth * progress
@@ -98,7 +99,7 @@ class RampUp:
 
 
 def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encode: Encode | None) -> list[WorkItem]:
-    """Return the requests of ``spec``. Raise ConfigError when the data do not fit the model."""
+    """Return the requests of ``spec``. Raise ConfigError if the data do not fit the model."""
     rng = np.random.default_rng(spec.seed)
     if spec.dataset_name == "random":
         items = _random_items(spec, rng, vocab_size)
@@ -112,14 +113,17 @@ def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encod
 
 
 def _gaps(spec: WorkloadSpec, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Return seconds before each arrival, of mean 1 / ``request_rate``: float64 [count]."""
+    """Return the seconds before each arrival, with mean 1 / ``request_rate``: float64 [count]."""
     if math.isinf(spec.request_rate):
         return np.zeros(count)
     return rng.gamma(spec.burstiness, 1 / (spec.request_rate * spec.burstiness), count)
 
 
 def _random_items(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int) -> list[WorkItem]:
-    """Return token ids drawn evenly; lengths drawn evenly within ±``random_range_ratio`` of the nominal ones."""
+    """Return random requests.
+
+    Token ids are uniform, and so are lengths within ±``random_range_ratio`` of the nominal ones.
+    """
     prefix = rng.integers(0, vocab_size, spec.random_prefix_len).tolist()
 
     def length(nominal: int) -> int:
@@ -135,7 +139,10 @@ def _random_items(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int)
 
 
 def _file_items(spec: WorkloadSpec, max_model_len: int, encode: Encode | None) -> list[WorkItem]:
-    """ShareGPT's JSON (first turn asks, second answers) or JSONL with "prompt" and optionally "output_tokens"."""
+    """Return requests of ShareGPT's JSON, or of JSONL with "prompt" and optional "output_tokens".
+
+    Of ShareGPT's conversations the first turn and its answer are used.
+    """
     if encode is None:
         raise ConfigError(f"dataset {spec.dataset_name!r} holds text, but the tokenizer was not loaded")
     records = _read_records(spec)

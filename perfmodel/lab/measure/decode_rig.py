@@ -1,4 +1,4 @@
-"""An engine whose decode steps are measured at a batch size and a context, without computing the prompts for it."""
+"""An engine whose decode steps are measured at a batch size and context, without computing prompts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import set_threads
 from fastdecode.sworker.run.random_prompts import RandomPrompts
 
-WARM_UP_STEPS = 2
-
 
 class DecodeRig:
-    """A real engine, from scheduler to sampler; only its caches are filled with random keys and values."""
+    """A real engine from scheduler to sampler, whose caches are filled with random keys and values."""
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
-        """``config``: its schedule should be "prefill-first", so that all prompts are there before any sequence
-        decodes."""
+        """``config``: its schedule should be "prefill-first".
+
+        So all prompts are cached before any sequence decodes.
+        """
         self.engine = LLMEngine(config, backend)
         self._cores = os.sched_getaffinity(0)
         self._num_requests = 0
@@ -35,10 +35,10 @@ class DecodeRig:
     def decode(
         self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None = None
     ) -> list[StepRecord]:
-        """``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
+        """Return ``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
 
-        As many tokens less as a model of so short a reach demands, or more where there is no room for the steps. On the
-        cores that this engine's thread got, whatever another one made of it since.
+        The contexts are shorter for a model with a shorter limit, and longer if the steps need room. The cores are
+        those of this engine's thread, even if another engine has changed them.
         """
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cores)
@@ -58,13 +58,14 @@ class DecodeRig:
             set_threads(s_threads)
         engine.on_step = records.append
         context_len = min(context_len, engine.s_model.max_model_len - 1)
-        before = num_steps + WARM_UP_STEPS + 1  # the prompts' stand-in decodes once, too
+        warm_up_steps = 2
+        before = num_steps + warm_up_steps + 1  # the stand-in for prompts decodes once, too
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
             with engine.world.computed_by(RandomPrompts):
                 while not records or not records[-1].is_decode:
                     engine.step()
-            for _ in range(WARM_UP_STEPS + num_steps):
+            for _ in range(warm_up_steps + num_steps):
                 engine.step()
         finally:
             engine.on_step = None
@@ -87,7 +88,7 @@ ENDLESS_BLOCKS = 1 << 40
 
 
 class InstantBackend:
-    """One R-worker that keeps nothing; every method is as ``AttentionBackend`` says."""
+    """A single R-worker that keeps nothing; its methods are those of ``AttentionBackend``."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -122,20 +123,20 @@ class InstantBackend:
         return StepReport((WorkerReport(never, never, 0.0, 0, ENDLESS_BLOCKS),))
 
     def abandon_step(self) -> None:
-        """Nothing is kept, so there is nothing to do."""
+        """Do nothing, since nothing is kept."""
 
     def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
-        """Refused: there is nothing."""
+        """Raise an error, since nothing is kept."""
         raise BackendError("export: this backend keeps nothing")
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, data: np.ndarray, start: int = 0) -> None:
-        """Nothing is kept, so there is nothing to do."""
+        """Do nothing, since nothing is kept."""
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         return {}
 
     def dismiss(self, worker: int) -> None:
-        """Nothing is kept, so there is nothing to do."""
+        """Do nothing, since nothing is kept."""
 
     def close(self) -> None:
-        """Nothing is kept, so there is nothing to do."""
+        """Do nothing, since nothing is kept."""

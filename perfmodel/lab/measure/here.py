@@ -1,4 +1,4 @@
-"""This machine for a plan, measured in a few seconds: an R-worker's own reads, the S-worker's products, the link."""
+"""This machine for a plan, measured in a few seconds: an R-worker's reads, the S-worker's products, the link."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape, Con
 from fastdecode.sworker.run.device_speed import DeviceSpeed, measure_device
 
 CACHE_BYTES = 384 << 20
-"""Size of the cache that is read: above last-level caches, and filled within a second."""
-
-CALLS = 7
+"""Size of the cache that is read: larger than last-level caches, and filled within a second."""
 
 MEASURED = "measured here"
 
-NUM_HEADS, HEAD_DIM, CONTEXT = 8, 128, ContextLen(1024, 1024)
-"""The attention that is timed: each head has keys and values of its own, so that reading binds."""
-
 
 def cpu_here() -> CpuHost:
-    """Return this host as R-workers see it: the bytes of a cache that attention reads in a second, with all cores."""
+    """Return this host for R-workers: the cache bytes per second that attention reads with all cores."""
     threads = len(usable_cores())
-    shape = AttentionShape("auto", "bfloat16", NUM_HEADS, NUM_HEADS, HEAD_DIM, CONTEXT, None, 1, threads)
+    # The timed attention: each head has its own keys and values, so that reading is the limit
+    num_heads, head_dim, context = 8, 128, ContextLen(1024, 1024)
+    shape = AttentionShape("auto", "bfloat16", num_heads, num_heads, head_dim, context, None, 1, threads)
     cache_bytes = min(CACHE_BYTES, available_memory_bytes() // 8)
     lengths = shape.lengths(cache_bytes, seed=0)
+    calls = 7
     with closing(FilledCache(shape, lengths, seed=0)) as cache:
         cache.call()
-        seconds = float(np.median([cache.call()[1] for _ in range(CALLS)]))
+        seconds = float(np.median([cache.call()[1] for _ in range(calls)]))
     rate = int(lengths.sum()) * shape.layout.kv_bytes_per_token / seconds
     reading = Figure(rate, 1.0, True, f"{MEASURED}: attention of an R-worker with {threads} threads")
     return CpuHost(f"this machine ({cpu_name()})", 1, threads, reading, available_memory_bytes(), holds_gpu=True)
 
 
 def gpu_here() -> tuple[Gpu, bool]:
-    """Return this machine's S-worker, and whether it is a GPU: where there is none, the CPU is."""
+    """Return this machine's S-worker device, and whether it is a GPU. Without a GPU it is the CPU."""
     found = measure_device()
     return _as_gpu(found), found.is_gpu
 

@@ -1,4 +1,4 @@
-"""One offline run of the engine beside its simulation: the same scheduler, the same limits, the same requests."""
+"""One offline run of the engine and its simulation, with the same scheduler, limits and requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_NUM_SEQS = 48
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """Total seconds as simulated and as measured; ``same_schedule``: every step the same rows and loads."""
+    """Total seconds, simulated and measured. ``same_schedule``: every step had the same rows and loads."""
 
     simulated_seconds: float
     measured_seconds: float
@@ -39,7 +39,7 @@ class OfflineRun:
 
     @property
     def error(self) -> float:
-        """Simulated over measured, less one."""
+        """Simulated over measured, minus one."""
         return self.simulated_seconds / self.measured_seconds - 1.0
 
 
@@ -50,8 +50,10 @@ def run_offline(
     spec: WorkloadSpec = SPEC,
     threads: int | None = None,
 ) -> OfflineRun:
-    """Fixed lengths, the load-stabilizing schedule within the load limit of ``profile``, S and R in turn, both with
-    ``threads`` (all cores). ``anchors``, of S and of R with as many, scale what is simulated."""
+    """Run fixed lengths with the load-stabilizing schedule and the load limit of ``profile``, S and R in turn.
+
+    Both have ``threads`` (all cores). ``anchors``, of S and of R with as many, scale the simulation.
+    """
     cores = threads or len(usable_cores())
     engine = LLMEngine(_offline_config(config, cores))
     try:
@@ -83,7 +85,7 @@ def _offline_config(config: EngineConfig, cores: int) -> EngineConfig:
 
 
 def _run_again(engine: LLMEngine, items: Sequence[WorkItem], runs: list[ThroughputRun]) -> np.ndarray:
-    """[1, 1]: its seconds."""
+    """Run the requests again; return the seconds as [1, 1]."""
     runs.append(run_throughput(engine, items))
     return np.array([[runs[-1].elapsed_seconds]])
 

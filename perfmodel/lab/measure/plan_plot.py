@@ -1,4 +1,4 @@
-"""The picture of a plan: time per token and price by users at once, for FastDecode and for the GPU alone."""
+"""The picture of a plan: time per token and price by concurrent users, for FastDecode and the GPU alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from fastdecode.perfmodel.service import ServiceLimits
 from fastdecode.perfmodel.sizing import Plan, Prices
 
 MOST_POINTS = 24
-FASTDECODE, ALONE, LIMIT = "#2f6db3", "#b5542f", "#9a9a9a"
 
 
 @dataclass(frozen=True)
 class Point:
-    """``users`` at once, each of whom gets a token in ``milliseconds``; ``fits``: memory has room for them."""
+    """``users`` at once, each with a token every ``milliseconds``. ``fits``: memory holds them."""
 
     users: int
     milliseconds: float
@@ -55,10 +54,11 @@ def alone_points(server: GpuServer, most_users: int, prices: Prices) -> list[Poi
 def plot_plan(
     planner: Planner, plan: Plan, server: GpuServer | None, prices: Prices, limits: ServiceLimits, title: str, path: str
 ) -> None:
-    """Draw both ways; hollow points are beyond memory. OSError when the file cannot be written."""
+    """Draw both ways; hollow points exceed memory. Raise OSError if the file cannot be written."""
     own = plan_points(planner, plan, prices)
     other = alone_points(server, own[-1].users, prices) if server else []
-    ways = [("FastDecode", FASTDECODE, own), ("GPU alone", ALONE, other)]
+    fastdecode, alone, limit = "#2f6db3", "#b5542f", "#9a9a9a"
+    ways = [("FastDecode", fastdecode, own), ("GPU alone", alone, other)]
     priced = any(point.price is not None for point in own)
     panels = 2 if priced else 1
     with picture(path, 1, panels, figsize=(6.2 * panels, 4.6), squeeze=False) as axes:
@@ -66,10 +66,10 @@ def plot_plan(
         for name, colour, points in ways:
             _draw_points(times, points, [point.milliseconds for point in points], name, colour)
         times.plot(
-            plan.in_flight, plan.step_seconds * 1e3, "*", markersize=15, color=FASTDECODE, zorder=5, label="the plan"
+            plan.in_flight, plan.step_seconds * 1e3, "*", markersize=15, color=fastdecode, zorder=5, label="the plan"
         )
         if limits.tpot_seconds < np.inf:
-            times.axhline(limits.tpot_seconds * 1e3, color=LIMIT, linestyle="--", linewidth=0.9, label="limit (--tpot)")
+            times.axhline(limits.tpot_seconds * 1e3, color=limit, linestyle="--", linewidth=0.9, label="limit (--tpot)")
         ranks = f"{plan.num_r_workers} R-workers of each of {plan.tensor_parallel_size} ranks"
         workers = ranks if plan.tensor_parallel_size > 1 else f"{plan.num_r_workers} R-worker(s)"
         times.set(xscale="log", yscale="log", xlabel=f"users at once ({workers})", ylabel="ms per token of each user")

@@ -1,5 +1,7 @@
-"""The pictures that commands draw: the timeline of a step, a run's steps, the roofline, a plan, a validation,
-times to the first token."""
+"""The pictures of commands.
+
+They show the timeline of a step, a run's steps, the roofline, a plan, a validation, and times to first token.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,10 @@ COLOURS = ("#2f6db3", "#e08a2e", "#4c9f70", "#a05195")
 STATE_COLOURS = {WAIT: "#eeeeee", HOST: "#9a9a9a"}
 SHOWN_LAYERS = 8
 
-LABEL_SHARE = 0.018
-"""Part of the picture's time that a bar needs for its label."""
-
 
 @contextmanager
 def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
-    """Yield the axes of a figure, which is saved at ``path`` in the format of its suffix.
+    """Yield the axes of a figure, and save it at ``path`` in the format of its suffix.
 
     Raise OSError if that fails.
     """
@@ -46,7 +45,7 @@ def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
 
 
 def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[StepRecord]) -> Sequence[Event]:
-    """The overlapped decode step (after the first) whose duration is the median one; any step when there is none."""
+    """Return the overlapped decode step of median duration, without the first; any step if there is none."""
     typical = [step for step, record in zip(steps, records, strict=True) if record.is_decode and record.overlapped]
     decode = typical[1:] or list(steps)
     median = statistics.median_low([_end(step) - _start(step) for step in decode])
@@ -56,7 +55,7 @@ def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[Step
 def plot_timeline(events: Sequence[Event], path: str) -> None:
     """Draw one step, up to the end of its first ``SHOWN_LAYERS`` layers.
 
-    Raise OSError when the file cannot be written.
+    Raise OSError if the file cannot be written.
     """
 
     num_layers = 1 + max(event.interval.layer for event in events if event.interval.state == R_BUSY)
@@ -82,11 +81,13 @@ def _first_layers(events: Sequence[Event]) -> list[Event]:
 
 
 def _draw(axes: Any, event: Event, row: int, start: float, shown_milliseconds: float) -> None:
-    """Draw a bar, and its label where the label fits it."""
+    """Draw a bar, and its label if it fits."""
     interval = event.interval
     left, width = (interval.start_seconds - start) * 1e3, (interval.end_seconds - interval.start_seconds) * 1e3
     axes.barh(row, width, left=left, height=0.7, color=_colour(event), edgecolor="white", linewidth=0.4)
-    wide = width >= LABEL_SHARE * shown_milliseconds
+    # Part of the picture's time that a bar needs for its label
+    label_share = 0.018
+    wide = width >= label_share * shown_milliseconds
     if wide and interval.state in (MODEL, R_BUSY) and interval.mini_batch >= 0 and interval.layer >= 0:
         label = f"{mini_batch_name(interval.mini_batch)}{interval.layer}"
         axes.text(left + width / 2, row, label, ha="center", va="center", color="white", fontsize=7)
@@ -116,7 +117,7 @@ def _end(events: Sequence[Event]) -> float:
 
 
 def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str) -> None:
-    """Draw the steps of a run. Raise OSError when the file cannot be written."""
+    """Draw the steps of a run. Raise OSError if the file cannot be written."""
     with picture(path, 2, 1, figsize=(10, 6.4), sharex=True) as (load, seconds):
         load.figure.suptitle("KV load and time of every step", fontsize=11)
         load.plot([step.kv_load for step in steps], color="#3b6ea5", label="KV load")
@@ -131,20 +132,14 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
             ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
         ):
             seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)
-        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # all steps, those of prompts too
+        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # all steps, also those with prompts
         seconds.set_ylabel("milliseconds")
         seconds.set_xlabel("step")
         load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
 
 
-LINE_KEYS = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
-"""Keys that, with the group, make rows a line of their own."""
-
-NAMES = {"head_dim": "head dim {}", "threads": "{} thread(s)", "q_len": "q_len {}", "shared_prefix_len": "{} shared"}
-
-
 def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw the rows. Raise OSError when the file cannot be written."""
+    """Draw the rows. Raise OSError if the file cannot be written."""
     with picture(path, figsize=(10, 5)) as axes:
         for label, points in roofline_lines(rows).items():
             contexts = sorted(points)
@@ -160,11 +155,19 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, float]]:
-    """Label of each line → context length → the mean fraction; what all rows share is not in the labels."""
-    varying = [key for key in LINE_KEYS if len({row[key] for row in rows}) > 1]
+    """Return the mean fraction by line label and context length. Labels omit what all rows share."""
+    # Keys that, with the group, make separate lines
+    line_keys = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
+    varying = [key for key in line_keys if len({row[key] for row in rows}) > 1]
     found: dict[str, dict[float, list[float]]] = {}
+    names = {
+        "head_dim": "head dim {}",
+        "threads": "{} thread(s)",
+        "q_len": "q_len {}",
+        "shared_prefix_len": "{} shared",
+    }
     for row in sorted(rows, key=_group):
-        label = ", ".join([f"group {_group(row)}", *(NAMES.get(key, "{}").format(row[key]) for key in varying)])
+        label = ", ".join([f"group {_group(row)}", *(names.get(key, "{}").format(row[key]) for key in varying)])
         found.setdefault(label, {}).setdefault(_mean_context(row), []).append(row["fraction_of_roofline"])
     return {
         label: {context: statistics.fmean(values) for context, values in points.items()}
@@ -177,14 +180,14 @@ def _group(row: dict[str, Any]) -> int:
 
 
 def _mean_context(row: dict[str, Any]) -> float:
-    """Return the context length of a row; of a range LOW-HIGH, its middle."""
+    """Return the context length of a row; for a range LOW-HIGH, its middle."""
     return statistics.fmean(int(part) for part in str(row["context_len"]).split("-"))
 
 
 def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
-    """Draw measured over predicted, on logarithms, with bands of 10 % and 25 %.
+    """Draw measured over predicted on logarithmic axes, with bands of 10 % and 25 %.
 
-    Raise OSError when it cannot be written.
+    Raise OSError if the file cannot be written.
     """
     with picture(path, figsize=(6, 6)) as axes:
         seconds = np.array([(row.predicted_step_seconds, row.measured_step_seconds) for row in rows]) * 1e3
@@ -205,8 +208,10 @@ def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
 
 
 def plot_prefill(rows: Sequence[PrefillRow], path: str) -> None:
-    """Draw the time to the first token over the context, measured and predicted (dashed), a line for each method and
-    number of workers; OSError when the file cannot be written."""
+    """Draw measured and predicted (dashed) times to first token over the context, per method and number of workers.
+
+    Raise OSError if the file cannot be written.
+    """
     with picture(path, figsize=(8, 5)) as axes:
         for index, key in enumerate(dict.fromkeys((row.num_workers, row.method) for row in rows)):
             own = [row for row in rows if (row.num_workers, row.method) == key]

@@ -1,4 +1,4 @@
-"""Time to the first token by method, prefill workers and context: beside the prediction, bytes beside the formula."""
+"""Time to first token by method, prefill workers and context, with the prediction, and bytes with the formula."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fastdecode.perfmodel.prefill_times import PrefillTimes, chain_traffic_token
 from fastdecode.perfmodel.profile import HardwareProfile
 
 METHODS = ("kvr-e", "kvr-s", "kvr-p", "tsp")
-"""Even parts, searched ones, those of a table that does not know the length, and tensor/sequence parallel."""
+"""Even parts, searched ones, those of a table without this length, and tensor/sequence parallel."""
 
 ALONE = "alone"
-"""One worker, the same by any method."""
+"""The method of a single worker, where all methods are equal."""
 
 
 @dataclass(frozen=True)
 class PrefillRow:
     """A method's runs with ``num_workers`` and prompts of ``prefill_len`` tokens, cut into ``parts``.
 
-    ``ttft_seconds_p50``: the median; ``ttft_seconds_spread``: from the 10th to the 90th percentile over it.
-    ``…_bytes``: of keys and values, over all layers; ``sent``: between prefill workers, ``stored``: on the R-worker.
+    ``ttft_seconds_p50``: the median. ``ttft_seconds_spread``: the range from the 10th to the 90th percentile over it.
+    ``…_bytes``: of keys and values over all layers; ``sent``: between prefill workers; ``stored``: on the R-worker.
     """
 
     method: str
@@ -45,13 +45,16 @@ class PrefillRow:
 
     @property
     def prediction_error(self) -> float:
-        """Return the prediction's error as a part of the measured time."""
+        """The prediction's error as a part of the measured time."""
         return self.predicted_ttft_seconds / self.ttft_seconds_p50 - 1.0
 
 
 @dataclass(frozen=True)
 class PrefillBench:
-    """``profile``: with the rates of ``runner``'s workers, and a table for kvr-p if there is one."""
+    """Measures prefill methods.
+
+    ``profile``: the rates of ``runner``'s workers, and a table for kvr-p if there is one.
+    """
 
     runner: PrefillRunner
     profile: HardwareProfile
@@ -62,7 +65,7 @@ class PrefillBench:
     def rows(
         self, lengths: Sequence[int], worker_counts: Sequence[int], advance: Callable[[], object] = lambda: None
     ) -> Iterator[PrefillRow]:
-        """Yield rows of every number of workers and length; methods take turns, so that all meet the same machine."""
+        """Yield rows for every number of workers and length. Methods alternate, so that all see the same machine."""
         for count in worker_counts:
             entries = self._searched(lengths, count, advance) if count > 1 else {}
             for num_tokens in lengths:
@@ -76,7 +79,7 @@ class PrefillBench:
                 yield from (self._row(method, parts[method], found) for method, found in runs.items())
 
     def _searched(self, lengths: Sequence[int], count: int, advance: Callable[[], object]) -> dict[int, PartitionEntry]:
-        """By length, where a method needs them."""
+        """Return searched parts by length, if a method needs them."""
         if not searches(self.methods, lengths):
             return {}
         entries = {}
@@ -95,7 +98,7 @@ class PrefillBench:
         return {method: parts[method] for method in self.methods}
 
     def _predicted(self, num_tokens: int, count: int, entries: dict[int, PartitionEntry]) -> Parts:
-        """By the profile's table, or one of all lengths but this one; where there is none, the closed form."""
+        """Return parts from the profile's table, or from one of all other lengths; without either, the closed form."""
         known = PartitionTable(self.profile.partitions)
         if not known.knows(count):
             known = PartitionTable([entry for length, entry in entries.items() if length != num_tokens])
@@ -127,18 +130,18 @@ class PrefillBench:
 
 
 def searches(methods: Sequence[str], lengths: Sequence[int]) -> bool:
-    """Return whether parts are searched: kvr-p needs those of another length."""
+    """Return whether parts are searched; kvr-p needs those of another length."""
     return "kvr-s" in methods or ("kvr-p" in methods and len(lengths) > 1)
 
 
 def num_measurements(methods: Sequence[str], lengths: Sequence[int], worker_counts: Sequence[int], repeats: int) -> int:
-    """Return times that ``advance`` is called by :meth:`PrefillBench.rows`."""
+    """Return how often :meth:`PrefillBench.rows` calls ``advance``."""
     each = [repeats if count == 1 else repeats * len(methods) + searches(methods, lengths) for count in worker_counts]
     return len(lengths) * sum(each)
 
 
 def report(rows: Sequence[PrefillRow]) -> dict[str, Any]:
-    """Return the object of ``--output-json`` but for ``config`` and ``machine``."""
+    """Return the object of ``--output-json`` without ``config`` and ``machine``."""
     errors = [abs(row.prediction_error) for row in rows]
     return {
         "rows": [asdict(row) | _ratios(row, rows) for row in rows],
@@ -150,7 +153,7 @@ def report(rows: Sequence[PrefillRow]) -> dict[str, Any]:
 
 
 def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
-    """Yield the rows for people."""
+    """Yield the rows as text."""
     yield "workers  tokens  method    TTFT s   ± %  predicted  error   /alone    /tsp  MB sent (formula)  parts"
     for row in rows:
         ratios = _ratios(row, rows)
@@ -164,7 +167,7 @@ def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
 
 
 def _ratios(row: PrefillRow, rows: Sequence[PrefillRow]) -> dict[str, float | None]:
-    """Return the ratios of its median to that of one worker and of TSP on as many; None if not measured."""
+    """Return the row's median over that of one worker, and over TSP's with as many; None if not measured."""
     alike = {(each.method, each.num_workers): each for each in rows if each.prefill_len == row.prefill_len}
     alone, tsp = alike.get((ALONE, 1)), alike.get(("tsp", row.num_workers))
     return {

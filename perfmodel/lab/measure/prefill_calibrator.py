@@ -1,4 +1,4 @@
-"""Calibration of prefill workers: how fast each is, what they take from each other, and the best parts of prompts."""
+"""Calibration of prefill workers: their speeds, their mutual slowdown, and the best parts of prompts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from fastdecode.perfmodel.partition import PartitionEntry, Parts, balanced, sear
 from fastdecode.perfmodel.prefill_rates import measured_prefill_model
 from fastdecode.perfmodel.profile import HardwareProfile
 
-FIRST_STRIDE, LEAST_STRIDE = 32, 128
-"""Parts of a prompt by which a search moves its cuts at first and at last: the model has found the start."""
-
-LEAST_ROWS = 16
-"""A search moves by no fewer tokens: what that changes is lost in the noise."""
-
 
 @dataclass(frozen=True)
 class PrefillCalibration:
-    """``lengths``: prompts, in tokens, of the rates. ``table_lengths``: of the partition table, searched for each of
-    ``worker_counts`` above 1. ``rounds``: of each rate and of each partition tried."""
+    """``lengths``: prompt tokens for the rates.
+
+    ``table_lengths``: prompt tokens of the partition table, searched for each of ``worker_counts`` above 1. ``rounds``:
+    of each rate, and of each partition tried.
+    """
 
     lengths: tuple[int, ...]
     table_lengths: tuple[int, ...]
@@ -39,7 +36,7 @@ def calibrate_prefill(
     plan: PrefillCalibration,
     advance: Callable[[], object] = lambda: None,
 ) -> HardwareProfile:
-    """``profile`` with the rates of ``runner``'s prefill workers, and with the partition table found on them."""
+    """Return ``profile`` with the rates of ``runner``'s prefill workers, and the partition table found on them."""
     points = measure_rates(runner, plan.lengths, plan.worker_counts, plan.rounds, advance)
     found = replace(profile, prefill=points, partitions=())
     entries = []
@@ -57,8 +54,10 @@ def measure_rates(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> tuple[PrefillPoint, ...]:
-    """Whole prompts on one worker alone, and one on each of the first ones at the same time; the shortest one on every
-    worker, for their speeds."""
+    """Measure whole prompts on one worker alone, and one on each of the first workers at the same time.
+
+    The shortest prompt runs on every worker, for their relative speeds.
+    """
     points = []
     for num_tokens in sorted(set(lengths)):
         for worker in range(runner.num_workers if num_tokens == min(lengths) else 1):
@@ -76,18 +75,25 @@ def measure_rates(
 def search_parts(
     profile: HardwareProfile, runner: PrefillRunner, num_tokens: int, num_workers: int, rounds: int
 ) -> PartitionEntry:
-    """KVR-S on the first ``num_workers``, from where the model balances them; medians of ``rounds`` runs."""
+    """Return the parts that KVR-S finds on the first ``num_workers``, from the model's balanced parts.
+
+    Runs are medians of ``rounds``.
+    """
 
     def seconds(parts: Parts) -> float:
         return float(np.median([runner.run([in_order(parts)])[0].seconds for _ in range(rounds)]))
 
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
-    strides = [max(num_tokens // part, LEAST_ROWS) for part in (LEAST_STRIDE, FIRST_STRIDE)]
+    # Fewest tokens that a search moves; smaller changes are lost in noise
+    least_rows = 16
+    # Parts of a prompt by which a search moves its cuts at first and at last, since the model has found the start
+    first_stride, least_stride = 32, 128
+    strides = [max(num_tokens // part, least_rows) for part in (least_stride, first_stride)]
     return PartitionEntry(num_tokens, searched(seconds, start, *strides))
 
 
 def num_measurements(plan: PrefillCalibration, num_workers: int) -> int:
-    """Times that ``advance`` is called."""
+    """Return how often ``advance`` is called."""
     several = sum(count > 1 for count in set(plan.worker_counts))
     return len(set(plan.lengths)) * (1 + several) + num_workers - 1 + len(plan.table_lengths) * several
 

@@ -1,4 +1,4 @@
-"""Prompts on prefill workers, cut as one likes, and timed: what calibration and ``bench prefill`` measure with."""
+"""Timed prompts on prefill workers, with any cut, for calibration and ``bench prefill``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastdecode.core.errors import BackendError
 from fastdecode.core.remote_prefill import Prefilled, PrefillPart
 from fastdecode.engine.engine import LLMEngine
 
-WARM_UP_TOKENS = 64
-
 
 @dataclass(frozen=True)
 class PromptRun:
-    """Seconds from a prompt's arrival to its first token, and the bytes of keys and values that went from one prefill
-    worker to another, and to the R-worker."""
+    """Seconds from a prompt's arrival to its first token, and the bytes sent.
+
+    They are keys and values sent between prefill workers, and to the R-worker.
+    """
 
     seconds: float
     sent_bytes: int
@@ -35,11 +35,11 @@ class PrefillRunner(Protocol):
     num_workers: int
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
-        """Return prompts that arrive together, each cut into the parts given; ``method``: one of PREFILL_METHODS."""
+        """Return runs of prompts that arrive together, cut into these parts. ``method``: one of PREFILL_METHODS."""
 
 
 def in_order(parts: Sequence[int], first_worker: int = 0) -> tuple[PrefillPart, ...]:
-    """So many tokens for each worker, from ``first_worker`` on; workers without any are left out."""
+    """Return these token counts as parts of consecutive workers from ``first_worker`` on, without empty ones."""
     ends = list(itertools.accumulate(parts))
     return tuple(
         PrefillPart(first_worker + index, end - rows, end)
@@ -49,39 +49,39 @@ def in_order(parts: Sequence[int], first_worker: int = 0) -> tuple[PrefillPart, 
 
 
 class GivenParts:
-    """A ``PrefillPolicy`` that cuts each prompt as it was told, in the order of the prompts."""
+    """A ``PrefillPolicy`` that cuts prompts as given, in order."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[PrefillPart, ...]] = []
         self.lost_workers: list[int] = []
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
-        """Nothing depends on the time."""
+        """Do nothing, since nothing depends on the time."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """Return the first that is left."""
+        """Return the next given parts."""
         bounds = (context_len, context_len + num_tokens)
         return self.parts[0] if self.parts and (self.parts[0][0].start, self.parts[0][-1].end) == bounds else ()
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        """The next prompt gets the next parts."""
+        """Move on to the next given parts."""
         self.parts.pop(0)
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
-        """Nothing depends on it."""
+        """Do nothing."""
 
     def joined(self, worker: int) -> None:
-        """It gets parts where it is told to."""
+        """Do nothing: a worker gets parts only as given."""
 
     def lost(self, worker: int) -> None:
-        """Nothing can be measured any more."""
+        """Do nothing: the measurement fails anyway."""
         self.lost_workers.append(worker)
 
 
 class LivePrefill:
-    """A real engine with the prefill workers of ``config.prefill_workers``; close it.
+    """A real engine with the prefill workers of ``config.prefill_workers``; it must be closed.
 
-    It measures prompts of random tokens that sample one token, and decodes nothing beside them.
+    It measures prompts of random tokens that sample one token, without other decodes.
     """
 
     def __init__(self, config: EngineConfig, seed: int = 0) -> None:
@@ -92,11 +92,12 @@ class LivePrefill:
         spec = config.prefill_worker_spec
         self.num_workers = spec.count if spec else 0
         self.engine.scheduler.remote_prompts.policy = self._policy
+        warm_up_tokens = 64
         for worker in range(self.num_workers):
-            self.run([in_order((WARM_UP_TOKENS,), worker)])
+            self.run([in_order((warm_up_tokens,), worker)])
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
-        """Return prompts that arrive together, each cut into the parts given."""
+        """Return runs of prompts that arrive together, cut into these parts."""
         engine = self.engine
         if engine.prefills is None:
             raise BackendError("an engine without prefill workers was to compute prompts on them")

@@ -1,4 +1,4 @@
-"""Several ranks on this machine: their S-part with the collectives calibrated, and configurations to validate."""
+"""Several ranks on this machine: calibration of their S-part with collectives, and configurations to validate."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ LAYERS = (MANY_LAYERS, FEW_LAYERS)
 
 @dataclass(frozen=True)
 class RankCalibration:
-    """``batch_sizes`` of the S-part of ``num_ranks`` ranks; ``rounds`` of SAMPLE_STEPS steps each, taken again up to
-    ``most_tries`` times while the anchor, the S-part of one rank on ``anchor_threads`` threads, moves. All with
-    ``num_engines`` engines of each of LAYERS, in turns."""
+    """The sizes of a calibration of ranks.
+
+    ``batch_sizes``: of the S-part of ``num_ranks`` ranks. ``rounds``: of SAMPLE_STEPS steps each, repeated up to
+    ``most_tries`` times while the anchor moves. The anchor is one rank's S-part on ``anchor_threads`` threads.
+    ``num_engines``: engines of each of LAYERS, measured in turn.
+    """
 
     num_ranks: int
     batch_sizes: tuple[int, ...]
@@ -47,14 +50,17 @@ class RankCalibration:
 
     @property
     def num_measurements(self) -> int:
-        """Ticks of the progress bar."""
+        """The number of ticks of the progress bar."""
         return self.num_engines * len(LAYERS) * len(self.batch_sizes)
 
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """Float arrays [num_batch_sizes, 2]: seconds of S and of the host in a step of MANY_LAYERS and of FEW_LAYERS, and
-    the spread of the former over the engines; ``threads`` of each rank's S-worker."""
+    """Times of ranks.
+
+    They are float arrays [num_batch_sizes, 2] of S and host seconds per step of MANY_LAYERS and of FEW_LAYERS, and the
+    spread of the former over the engines. ``threads``: of each rank's S-worker.
+    """
 
     threads: int
     many: np.ndarray
@@ -63,24 +69,24 @@ class RankSeconds:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return the threads of each rank's S-worker and R-worker, where ``num_ranks`` share this machine's cores."""
+    """Return the threads of each rank's S-worker and R-worker, if ``num_ranks`` share this machine's cores."""
     return max(1, len(usable_cores()) // num_ranks)
 
 
 def calibrate_ranks(
     profile: HardwareProfile, config: EngineConfig, plan: RankCalibration, advance: Callable[[], object]
 ) -> HardwareProfile:
-    """``profile`` with the points of ``plan.num_ranks`` ranks."""
+    """Return ``profile`` with the points of ``plan.num_ranks`` ranks."""
     return with_rank_points(profile, plan, measure_ranks(profile, config, plan, advance))
 
 
 def measure_ranks(
     profile: HardwareProfile, config: EngineConfig, plan: RankCalibration, advance: Callable[[], object]
 ) -> RankSeconds:
-    """Runs engines of ``plan.num_ranks`` ranks and times their steps.
+    """Run engines of ``plan.num_ranks`` ranks and return the times of their steps.
 
-    One process has one group of ranks at a time, so models of few and of many layers are measured one after the other,
-    each beside an anchor that says how fast the machine is.
+    A process has one group of ranks at a time. So models of few and of many layers are measured one after the other,
+    each with an anchor that tells the machine's speed.
     """
     with closing(DecodeRig(with_layers(measuring(config), MANY_LAYERS), InstantBackend(config.block_size))) as single:
         threads = 1 if single.engine.s_model.on_gpu else rank_threads(plan.num_ranks)
@@ -96,13 +102,16 @@ def measure_ranks(
 
 
 def with_rank_points(profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds) -> HardwareProfile:
-    """``profile`` with the points that ``measured`` gives; ProfileError where more layers took no longer than fewer."""
+    """Return ``profile`` with the points in ``measured``.
+
+    Raise ProfileError if more layers took no longer than fewer.
+    """
     s_part, host = _points(profile, plan, measured)
     return replace(profile, s_part=(*profile.s_part, *s_part), host=(*profile.host, *host))
 
 
 def rank_configurations(shape: ModelShape, cores: Sequence[int], num_ranks: int) -> list[Configuration]:
-    """``num_ranks`` ranks that share ``cores``, each with an R-worker in its own process, S and R in turn."""
+    """Return ``num_ranks`` ranks that share ``cores``, each with an R-worker in its process, S and R in turn."""
     threads = rank_threads(num_ranks)
     deployment, heads = Deployment(threads, threads, num_ranks=num_ranks, cores=len(cores)), kv_head_counts(shape)
     return [
@@ -115,7 +124,7 @@ def rank_configurations(shape: ModelShape, cores: Sequence[int], num_ranks: int)
 
 
 def _measured(rig: DecodeRig, anchor: Anchor, plan: RankCalibration, advance: Callable[[], object]) -> np.ndarray:
-    """[num_batch_sizes, 2]: seconds of S and of the host in a step, at the anchor's reference."""
+    """Return S and host seconds of a step, [num_batch_sizes, 2], at the anchor's reference speed."""
     rows = []
     for batch_size in plan.batch_sizes:
         steadied = steadily([anchor], partial(_samples, rig, batch_size, plan), plan.most_tries)[0]
@@ -126,7 +135,7 @@ def _measured(rig: DecodeRig, anchor: Anchor, plan: RankCalibration, advance: Ca
 
 
 def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarray:
-    """[steps, 2]: seconds of S and of the host; of the S-worker's own threads, which the anchor has changed."""
+    """Return S and host seconds, [steps, 2], with the S-worker's own threads, which the anchor has changed."""
     steps = rig.decode(batch_size, SHORT_CONTEXT, plan.rounds * SAMPLE_STEPS, rig.engine.config.s_threads)
     return np.array([(step.s_seconds, step.host_seconds) for step in steps])
 
@@ -134,7 +143,7 @@ def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarr
 def _points(
     profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds
 ) -> tuple[list[SPartPoint], list[HostPoint]]:
-    """The ranks' R-workers are inproc ones, and what a plan takes there is a point of its own."""
+    """Return the points of ranks. Their R-workers are inproc ones, whose step overhead is a separate point."""
     s_part, host = [], []
     many, few, spread = measured.many, measured.few, measured.spread
     once, per_row = replace(profile, host=()).step_overhead_seconds("inproc")
@@ -153,7 +162,7 @@ def _points(
 
 
 def _rank_rig(config: EngineConfig, plan: RankCalibration, num_layers: int, threads: int) -> closing[DecodeRig]:
-    """With an R-worker in each rank's process, whose sequences are short."""
+    """Return an engine with an R-worker in each rank's process, and short sequences."""
     most = max(plan.batch_sizes)
     own = replace(
         with_layers(measuring(config), num_layers), tensor_parallel_size=plan.num_ranks, num_mini_batches=1,

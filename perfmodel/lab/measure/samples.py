@@ -1,4 +1,4 @@
-"""The samples of calibration and validation: rows of seconds from a rig, and the anchors they are held against."""
+"""Samples for calibration and validation: rows of seconds from a rig, and their anchors."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from fastdecode.perfmodel.measurements import ContentionPoint
 from fastdecode.perfmodel.model_shape import ModelShape
 
 FEW_LAYERS, MANY_LAYERS = 1, 5
-"""The time of a layer is a fourth of what models of so many layers differ by."""
+"""Numbers of layers of two models. A layer takes a fourth of the difference between them."""
 
 NUM_LAYERS = 4
-"""Layers of the models that are validated."""
+"""Layers of validated models."""
 
 R_LAYERS = 2
-"""Layers of each head shape in the cache that is measured: the next one's tokens drive the last one's out of caches."""
+"""Layers of each head shape in the measured cache.
+
+So the next layer's tokens evict the last one's from CPU caches.
+"""
 
 SHORT_CONTEXT = 16
 SAMPLE_STEPS = 4
 FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 8.0
 MOST_DISTURBED = 20
 BETWEEN_LAYERS_SECONDS = 5e-4
-"""An S-worker computes between two calls, so R-workers have gone to sleep when the next one comes."""
-
-MANY_SEQUENCES = 1 << 14
-"""Places in the engine, and prompt tokens of a step: more than anything here asks for."""
+"""Pause between two calls. An S-worker computes meanwhile, so R-workers are asleep at the next one."""
 
 ANCHOR_ROWS, ANCHOR_SEQUENCES, ANCHOR_CONTEXT, ANCHOR_STEPS = 64, 64, 512, 16
 
 
 def measuring(config: EngineConfig) -> EngineConfig:
-    """``config`` for a :class:`DecodeRig`: random weights, and all prompts before any decode."""
+    """Return ``config`` for a :class:`DecodeRig`: random weights, and all prompts before any decode."""
     here = replace(config, r_workers="inproc", key_file=None, security=None, pool_listen=None, trace=None)
+    # Seats of the engine, and prompt tokens of a step: more than any measurement needs
+    many_sequences = 1 << 14
     return replace(
         here, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, schedule="prefill-first",
-        kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=MANY_SEQUENCES,
-        max_num_batched_tokens=MANY_SEQUENCES, tensor_parallel_size=1,
+        kv_load_limit=None, tbt_target=None, profile=None, max_num_seqs=many_sequences,
+        max_num_batched_tokens=many_sequences, tensor_parallel_size=1,
     )  # fmt: skip
 
 
@@ -56,7 +58,7 @@ def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
 
 
 def r_worker_config(config: EngineConfig, r_worker: str, threads: int | None, kv_bytes: int) -> EngineConfig:
-    """Return one R-worker, "here" or "inproc", "spawn" or "host:port", with room for ``kv_bytes`` where it is ours."""
+    """Return one R-worker, "here" or "inproc", "spawn" or "host:port". A local one has room for ``kv_bytes``."""
     if r_worker not in ("here", "inproc", "spawn"):
         return replace(config, r_workers=r_worker)
     spec = "spawn:1" if r_worker == "spawn" else "inproc"
@@ -64,15 +66,15 @@ def r_worker_config(config: EngineConfig, r_worker: str, threads: int | None, kv
 
 
 def core_list(cores: Sequence[int]) -> str:
-    """As ``--s-cores`` takes them."""
+    """Return core numbers in the form of ``--s-cores``."""
     return ",".join(map(str, cores))
 
 
 def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, rounds: int) -> np.ndarray:
-    """[rounds, 3]: seconds of a layer, of everything else of the S-part, and of the host, in a step; A B A B.
+    """Return seconds of a layer, of the rest of the S-part, and of the host, per step, [rounds, 3]; A B A B.
 
-    Fewer rounds, but FEWEST_ROUNDS of them, where they take more than ENOUGH_SECONDS. A round in which more layers took
-    no longer than fewer was disturbed and is measured again; ProfileError after MOST_DISTURBED of them.
+    Rounds that take more than ENOUGH_SECONDS are reduced, but not below FEWEST_ROUNDS. A round in which more layers
+    took no longer than fewer was disturbed and is repeated. Raise ProfileError after MOST_DISTURBED of them.
     """
     rows: list[tuple[float, float, float]] = []
     disturbed = 0
@@ -97,13 +99,16 @@ def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, ro
 
 
 def r_samples(rig: AttentionRig, num_shapes: int, num_steps: int) -> np.ndarray:
-    """[num_steps, num_shapes]: busy seconds of a layer of each shape; the rig has as many layers of each."""
+    """Return busy seconds of a layer of each shape, [num_steps, num_shapes].
+
+    The rig has equally many layers of each.
+    """
     steps = [rig.step().busy_seconds.reshape(num_shapes, -1).mean(axis=1) for _ in range(num_steps)]
     return np.array(steps)
 
 
 def link_measured(rig: AttentionRig, num_steps: int) -> tuple[Measured, Measured]:
-    """Return the way to the R-worker and back, over all layers, and beginning and ending a step."""
+    """Return the link to the R-worker and back over all layers, and the time of beginning and ending a step."""
     steps = [rig.step(BETWEEN_LAYERS_SECONDS) for _ in range(num_steps)]
     ways = np.concatenate([step.link_seconds for step in steps])
     return summary(ways), summary(np.array([step.plan_seconds for step in steps]))
@@ -116,7 +121,7 @@ def s_anchor_seconds(rig: DecodeRig, threads: int) -> float:
 
 
 def r_anchor_seconds(rig: AttentionRig) -> float:
-    """Return one layer over ANCHOR_SEQUENCES sequences of ANCHOR_CONTEXT tokens."""
+    """Return the seconds of one layer over ANCHOR_SEQUENCES sequences of ANCHOR_CONTEXT tokens."""
     rig.rewind(ANCHOR_CONTEXT)
     return float(np.median([np.mean(rig.step().busy_seconds) for _ in range(ANCHOR_STEPS)]))
 
@@ -127,7 +132,7 @@ SEQUENCES, CONTEXT = 32, 1024
 def measure_contention(
     config: EngineConfig, shape: ModelShape, s_threads: int, r_threads: int, rounds: int
 ) -> ContentionPoint:
-    """S on the first cores and a spawned R-worker on the last: each alone, then both at once, A B A B."""
+    """Measure S on the first cores and a spawned R-worker on the last: each alone, then both together, A B A B."""
     cores = usable_cores()
     s_cores, r_cores = cores[:s_threads], cores[-r_threads:]
     pinned = replace(config, s_cores=core_list(s_cores), r_cores=core_list(r_cores), s_threads=s_threads)
@@ -153,7 +158,7 @@ def measure_contention(
 
 
 def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
-    """Return times as slow as alone: S, R."""
+    """Return how many times slower S and R are than alone."""
     r_rig.rewind(CONTEXT)
     s_alone = _s_seconds(s_rig)
     r_alone = _r_seconds(r_rig)

@@ -1,6 +1,6 @@
-"""The client of ``bench serve``: requests sent to an OpenAI-compatible server when they are due, and what came back.
+"""The client of ``bench serve``: sends requests to an OpenAI-compatible server when due, and records the answers.
 
-It knows no engine and no torch: the server may be FastDecode's, vLLM's, or any other that speaks the protocol.
+It knows no engine and no torch. The server may be FastDecode's, vLLM's, or any other with the protocol.
 """
 
 from __future__ import annotations
@@ -18,33 +18,24 @@ import msgspec
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.perfmodel.lab.measure.dataset import WorkItem
 
-LONGEST_SECONDS = 6 * 3600.0
-"""A request that takes longer counts as failed."""
-
-KEEP_ALIVE_SECONDS = 2.0
-"""An idle connection is used again for so long: many servers close it after 5, and a request sent just then is lost."""
-
 UNFINISHED = "not finished"
 
 LONGEST_ERROR = 300
-"""Characters of a server's error that are kept."""
+"""Most characters of a server's error that are kept."""
 
 _FAILURES = (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, asyncio.TimeoutError, OSError)
-"""Errors that a connection raises."""
-
-_LINE_BYTES = 1 << 20
-"""Bytes of the read buffer; a line of a stream may be twice as long."""
+"""Errors of a connection."""
 
 
 class ServerError(FastDecodeError):
-    """The server cannot be reached, or does not answer as an OpenAI-compatible server does."""
+    """The server cannot be reached, or does not answer like an OpenAI-compatible server."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The server that requests go to, and what is the same in all of them.
+    """The server that gets the requests, and what all requests share.
 
-    ``chat``: a chat with one message of the user, else a completion. ``body``: more fields of every request.
+    ``chat``: a chat with one user message; otherwise a completion. ``body``: additional fields of every request.
     """
 
     url: str
@@ -56,11 +47,11 @@ class Target:
 
 @dataclass
 class ServedRequest:
-    """The outcome of one request; moments in seconds of ``time.perf_counter``.
+    """The outcome of one request, with times in seconds of ``time.perf_counter``.
 
-    ``token_seconds``: when each chunk with new text arrived. ``error``: "" once it has ended well. ``queue_seconds``:
-    how long the client held it back for ``max_concurrency``. Lengths in tokens are the server's own count where it
-    gives one, else those of the workload and the number of chunks.
+    ``token_seconds``: the arrival of each chunk with new text. ``error``: "" after a normal end. ``queue_seconds``: how
+    long the client held it back for ``max_concurrency``. Token counts are the server's if it reports them, else those
+    of the workload and the number of chunks.
     """
 
     prompt_len: int
@@ -83,7 +74,7 @@ class ServedRequest:
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between one chunk and the next."""
+        """Seconds between consecutive chunks."""
         return [end - start for start, end in zip(self.token_seconds, self.token_seconds[1:], strict=False)]
 
     @property
@@ -124,7 +115,7 @@ async def run_load(
 ) -> None:
     """Send every item at its arrival time, at most ``max_concurrency`` at once, and wait until all have ended.
 
-    ``served`` is filled with one entry per request as it is sent, in the order of ``items``.
+    ``served`` gets one entry per request when it is sent, in the order of ``items``.
     """
     room: Any = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     async with session(target) as client:
@@ -147,18 +138,24 @@ async def run_load(
 
 
 def session(target: Target) -> aiohttp.ClientSession:
-    """Return connections without a bound on their number, kept open from one request to the next if that comes soon."""
+    """Return a client session with unlimited connections, which are reused for requests that come soon."""
+    # A request that takes longer counts as failed
+    longest_seconds = 6 * 3600.0
+    # An idle connection is reused for so long; many servers close it after 5, and a request sent just then is lost
+    keep_alive_seconds = 2.0
+    # Bytes of the read buffer; a line of a stream may be twice as long
+    line_bytes = 1 << 20
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=LONGEST_SECONDS, sock_connect=60),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep_alive_seconds),
+        timeout=aiohttp.ClientTimeout(total=longest_seconds, sock_connect=60),
         headers=dict(target.headers),
-        read_bufsize=_LINE_BYTES,
+        read_bufsize=line_bytes,
         trust_env=True,
     )
 
 
 async def ask(client: aiohttp.ClientSession, target: Target, item: WorkItem, request: ServedRequest) -> None:
-    """Send one request and follow its stream to the end; a failure is in ``request.error``, not raised."""
+    """Send one request and follow its stream to the end. A failure is in ``request.error``, and not raised."""
     request.start_seconds = time.perf_counter()
     try:
         async with client.post(target.url, json=request_body(target, item)) as response:
@@ -172,7 +169,7 @@ async def ask(client: aiohttp.ClientSession, target: Target, item: WorkItem, req
 
 
 def request_body(target: Target, item: WorkItem) -> dict[str, Any]:
-    """Return the JSON of one request. A prompt without text goes as token ids, which a chat has no place for."""
+    """Return the JSON of one request. A prompt without text is sent as token ids, which a chat cannot take."""
     if target.chat:
         asked = {"messages": [{"role": "user", "content": item.prompt}], "max_completion_tokens": item.output_len}
     else:
@@ -183,10 +180,10 @@ def request_body(target: Target, item: WorkItem) -> dict[str, Any]:
 
 
 async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> None:
-    """Read a stream of server-sent events; it ended well when it said [DONE] after at least one chunk of text."""
+    """Read a stream of server-sent events. It ended normally if [DONE] followed at least one chunk of text."""
     chunks = 0
     async for line in response.content:
-        if not line.startswith(b"data:"):  # an empty line between events, or a comment that keeps the connection
+        if not line.startswith(b"data:"):  # an empty line between events, or a comment that keeps the connection open
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
@@ -202,9 +199,9 @@ async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> N
 
 
 def _take(chunk: _Chunk, request: ServedRequest) -> bool:
-    """Enter what a chunk brought; True if it brought a token.
+    """Record a chunk; return True if it brought a token.
 
-    A chat's first chunk only names the role; text may be "" in a completion, since a token need not complete a
+    A chat's first chunk only names the role. In a completion text may be "", since a token need not complete a
     character.
     """
     if chunk.usage is not None:
@@ -222,9 +219,9 @@ def _take(chunk: _Chunk, request: ServedRequest) -> bool:
 
 
 async def served_model(base_url: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the server's words on its first model: ``id``, and where it says so ``root`` and ``max_model_len``.
+    """Return the server's description of its first model: ``id``, and if given ``root`` and ``max_model_len``.
 
-    ServerError when it cannot be asked.
+    Raise ServerError if it cannot be asked.
     """
     url = f"{base_url}/v1/models"
     try:

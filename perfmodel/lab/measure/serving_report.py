@@ -1,4 +1,4 @@
-"""The figures of ``bench serve``, with vLLM's keys and in vLLM's table; times are printed in milliseconds."""
+"""The figures of ``bench serve`` with vLLM's keys and table. Times are printed in milliseconds."""
 
 from __future__ import annotations
 
@@ -16,39 +16,36 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-"""Times whose percentiles are given: name in keys → name in the table, and its heading."""
-
-OBJECTIVES = ("ttft", "tpot", "e2el")
-"""Metrics that a request has one value of, which a service level objective may bound."""
+"""Times with percentiles: name in keys → name in the table, and its heading."""
 
 DETAILS = (
     "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
     "errors",
 )  # fmt: skip
-"""Keys with a value per request, which are saved only with ``--save-detailed``."""
-
-_WIDTH = 50
+"""Keys with a value per request, which only ``--save-detailed`` saves."""
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Return milliseconds by metric, from ["ttft:200", …]. A ConfigError names a pair that is wrong."""
+    """Return milliseconds by metric, from ["ttft:200", …]. A ConfigError names a wrong pair."""
     found: dict[str, float] = {}
+    # Metrics with one value per request, which a service level objective may bound
+    objectives = ("ttft", "tpot", "e2el")
     for pair in pairs:
         name, _, value = pair.partition(":")
         try:
             milliseconds = float(value)
         except ValueError:
             milliseconds = -1.0
-        if name not in OBJECTIVES or not milliseconds >= 0:
+        if name not in objectives or not milliseconds >= 0:
             raise ConfigError(
-                f"goodput: {pair!r} must be NAME:MILLISECONDS, where NAME is one of {', '.join(OBJECTIVES)}"
+                f"goodput: {pair!r} must be NAME:MILLISECONDS, where NAME is one of {', '.join(objectives)}"
             )
         found[name] = milliseconds
     return found
 
 
 def parse_metrics(text: str) -> list[str]:
-    """Return names of METRICS from a comma list. A ConfigError names one that is unknown."""
+    """Return names of METRICS from a comma-separated list. A ConfigError names an unknown one."""
     names = text.split(",")
     if unknown := [name for name in names if name not in METRICS]:
         raise ConfigError(f"percentile_metrics: {unknown[0]!r} is none of {', '.join(METRICS)}")
@@ -56,7 +53,7 @@ def parse_metrics(text: str) -> list[str]:
 
 
 def parse_percentiles(text: str) -> list[float]:
-    """Return percentages from a comma list. A ConfigError names one that is none."""
+    """Return percentages from a comma-separated list. A ConfigError names a wrong one."""
     try:
         percentiles = [float(part) for part in text.split(",")]
     except ValueError:
@@ -73,7 +70,7 @@ def serving_report(
     metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """Return all keys that come from the run itself. Failed requests count in ``failed`` and nowhere else."""
+    """Return all keys of the run itself. Failed requests count only in ``failed``."""
     good = [request for request in served if not request.error]
     inputs, outputs = (sum(getattr(request, name) for request in good) for name in ("prompt_len", "output_len"))
     tokens_per_second, requests_per_second = _peaks(good)
@@ -106,7 +103,7 @@ def serving_report(
 
 
 def _meets(request: ServedRequest, goodput: Mapping[str, float]) -> bool:
-    """Return whether it kept to every objective, in milliseconds."""
+    """Return whether the request met every objective, in milliseconds."""
     found = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
     return all(found[name] * 1e3 <= milliseconds for name, milliseconds in goodput.items())
 
@@ -122,7 +119,7 @@ def _values(good: Sequence[ServedRequest]) -> dict[str, list[float]]:
 
 
 def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """In milliseconds; zeros where there is no value."""
+    """Return the statistics in milliseconds; 0 without values."""
     values = np.array(seconds or [0.0]) * 1e3
     return {
         f"mean_{name}_ms": float(np.mean(values)),
@@ -133,7 +130,7 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
 
 
 def _peaks(good: Sequence[ServedRequest]) -> tuple[float, int]:
-    """Tokens that came in the busiest second, and requests under way in the second with most, from the first start."""
+    """Return the most tokens in one second, and the most concurrent requests in one second, from the first start."""
     if not good:
         return 0.0, 0
     start = min(request.start_seconds for request in good)
@@ -146,24 +143,25 @@ def _peaks(good: Sequence[ServedRequest]) -> tuple[float, int]:
 
 
 def table_lines(report: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[str]:
-    """vLLM's "Serving Benchmark Result"."""
-    yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
+    """Yield vLLM's table "Serving Benchmark Result"."""
+    width = 50
+    yield f"{' Serving Benchmark Result ':=^{width}}"
     for label, key in _rows(report):
         value = report[key]
         shown = f"{value:.2f}" if isinstance(value, float) or key == "max_concurrent_requests" else value
         yield f"{label + ':':<40} {shown:<10}"
     for name in metrics:
         short, heading = METRICS[name]
-        yield f"{heading:-^{_WIDTH}}"
+        yield f"{heading:-^{width}}"
         for key, value in report.items():
             statistic = key.removesuffix(f"_{name}_ms")
             if statistic not in (key, "std"):
                 yield f"{f'{statistic.capitalize()} {short} (ms):':<40} {value:<10.2f}"
-    yield "=" * _WIDTH
+    yield "=" * width
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and key of each row above the latencies."""
+    """Yield label and key of each row above the latencies."""
     yield "Successful requests", "completed"
     yield "Failed requests", "failed"
     if report.get("max_concurrency") is not None:

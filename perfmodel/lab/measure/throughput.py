@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from fastdecode.sworker.model.baseline import BatchTimes
 
 
-OVERLAP_BLOCK_STEPS = 4
-"""Steps between changes of mode when overlap is measured: A B A B within one run."""
-
-
 def run_throughput(
     engine: LLMEngine,
     items: Sequence[WorkItem],
@@ -32,7 +28,7 @@ def run_throughput(
 ) -> ThroughputRun:
     """Run ``items`` greedily, exactly ``output_len`` tokens each, adding each at its arrival time.
 
-    ``run`` may be handed in so that an interrupted benchmark still has what was done.
+    ``run``: a record to fill, so that an interrupted benchmark keeps the finished part.
     """
     run = run or ThroughputRun()
     engine.on_step = run.steps.append
@@ -40,6 +36,8 @@ def run_throughput(
     engine.world.clock.restart()
     start = time.perf_counter()
     waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds))
+    # Steps between changes of mode when overlap is measured: A B A B within one run
+    overlap_block_steps = 4
     try:
         while waiting or engine.has_unfinished_requests():
             _add_arrived(engine, waiting, start)
@@ -47,7 +45,7 @@ def run_throughput(
                 time.sleep(max(0.0, waiting[0][1].arrival_seconds - (time.perf_counter() - start)))
                 engine.world.clock.restart()
                 continue
-            engine.world.overlap = not measure_overlap or len(run.steps) // OVERLAP_BLOCK_STEPS % 2 == 0
+            engine.world.overlap = not measure_overlap or len(run.steps) // overlap_block_steps % 2 == 0
             for output in engine.step():
                 if output.finished:
                     run.outputs.append(output)
@@ -61,13 +59,13 @@ def run_throughput(
 
 
 def warm_up(engine: LLMEngine, items: Sequence[WorkItem]) -> None:
-    """A short run of the same shapes, so that first-use costs (libraries, page faults) stay out of the figures."""
+    """Run a few requests of the same shapes, so that first-use costs (libraries, page faults) do not count."""
     run_throughput(engine, [WorkItem(item.prompt_token_ids, min(2, item.output_len)) for item in items[:2]])
     engine.reset_prefix_cache()
 
 
 def _add_arrived(engine: LLMEngine, waiting: deque[tuple[int, WorkItem]], start_seconds: float) -> None:
-    """Add what has arrived by now; its time to first token counts from its arrival, not from this moment."""
+    """Add what has arrived. Its time to first token counts from its arrival."""
     now_seconds = time.perf_counter() - start_seconds
     while waiting and waiting[0][1].arrival_seconds <= now_seconds:
         index, item = waiting.popleft()
@@ -82,15 +80,15 @@ NOT_MEASURED = (
     *("breakdown", "ttft_seconds", "tbt_seconds", "kv_load", "prefix_cache", "preemptions"),
     *("lost_workers", "joined_workers", "two_copies_share"),
 )
-"""Keys of the report that static batches have no figure for: null."""
+"""Keys of the report that are null for static batches."""
 
 
 def run_baseline(
     config: EngineConfig, spec: WorkloadSpec, progress: Callable[[int], Any]
 ) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
-    """Run the workload in static batches of ``max_num_seqs`` through ``generate``; arrivals are not honoured.
+    """Run the workload in static batches of ``max_num_seqs`` through ``generate``, ignoring arrival times.
 
-    Returns the report and the Ctrl-C that came, if one did: the report is then of the batches that had ended.
+    Return the report, and the Ctrl-C that came, if any; the report then covers the finished batches.
     """
     from fastdecode.sworker import set_threads
     from fastdecode.sworker.model.baseline import TransformersBaseline

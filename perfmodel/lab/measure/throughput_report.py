@@ -13,17 +13,10 @@ from fastdecode.api.outputs import RequestOutput
 from fastdecode.core.metrics import StepRecord
 from fastdecode.scheduler import SchedulerStatistics
 
-RIPPLE = 1.1
-"""A load further above a limit than this is no ripple of micro-batches: the scheduler found the limit and left it."""
-
-
-AGREE = 0.03
-"""Difference of the steady rate from the whole run's up to which both are the same figure."""
-
 
 @dataclass
 class ThroughputRun:
-    """Everything a run left behind. ``elapsed_seconds`` is from its start to the last token."""
+    """All results of a run. ``elapsed_seconds``: from its start to the last token."""
 
     elapsed_seconds: float = 0.0
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -33,7 +26,7 @@ class ThroughputRun:
 
 
 def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any]:
-    """Return all keys that come from the run itself; the caller adds ``config`` and ``machine``."""
+    """Return all keys of the run itself; the caller adds ``config`` and ``machine``."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in run.outputs)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
     seconds = run.elapsed_seconds
@@ -74,7 +67,7 @@ def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any
 
 
 def decode_figures(walls: Sequence[float], tokens: int) -> dict[str, Any]:
-    """Return rates and times of steps without any prompt token, which took ``walls`` seconds and gave ``tokens``."""
+    """Return rates and times of steps without prompt tokens, which took ``walls`` seconds and gave ``tokens``."""
     return {
         "steps": len(walls),
         "tokens": tokens,
@@ -88,10 +81,10 @@ def decode_figures(walls: Sequence[float], tokens: int) -> dict[str, Any]:
 
 
 def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, Any]:
-    """Return where the decode steps' time went. s + wait + host = wall; r and transfer are of the busiest R-worker.
+    """Return how the decode steps' time divides: s + wait + host = wall.
 
-    ``overlap_efficiency`` = max(s, r) / wall, only where S and R share no core. ``overlap_gain`` = median step time
-    without overlap / with it, only where both were run.
+    r and transfer are those of the busiest R-worker. ``overlap_efficiency`` = max(s, r) / wall, only if S and R share
+    no core. ``overlap_gain`` = median step time without overlap over that with it, only if both were run.
     """
     overlapped = [step for step in steps if step.overlapped]
     alone = [step for step in steps if not step.overlapped]
@@ -115,10 +108,14 @@ def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, An
 def steady_figures(
     steps: Sequence[StepRecord], mean_output_len: float, kv_load_limit: int | None
 ) -> dict[str, float | int | None]:
-    """From one mean output length (tokens, so steps) after the first start until the last request has started.
+    """Return figures of the steady part.
 
-    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, of those that are there;
-    ``imbalance_max`` of the most uneven step. Zeros where the run has no such steps: all requests started at once.
+    It begins one mean output length (tokens, so steps) after the first start, and ends when the last request has
+    started.
+
+    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, of present ones.
+    ``imbalance_max``: that of the most uneven step. All are zero without a steady part, if all requests started at
+    once.
     """
     starts = [index for index, step in enumerate(steps) if step.num_starts]
     first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)
@@ -138,7 +135,7 @@ def steady_figures(
 
 
 def latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Time to first token and time between tokens, over all requests; time per output token (TPOT) of each request."""
+    """Return time to first token, time between tokens, and time per output token (TPOT) of each request."""
     first = [out.metrics.token_seconds[0] - out.metrics.arrival_seconds for out in outputs if out.metrics.token_seconds]
     each = [_mean_gap(out.metrics.token_seconds) for out in outputs if len(out.metrics.token_seconds) > 1]
     between = [gap for out in outputs for gap in np.diff(out.metrics.token_seconds).tolist()]
@@ -150,12 +147,12 @@ def latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def _mean_gap(token_seconds: Sequence[float]) -> float:
-    """Return the time per output token of a request, after its first one."""
+    """Return the time per output token of a request, after its first token."""
     return (token_seconds[-1] - token_seconds[0]) / (len(token_seconds) - 1)
 
 
 def summary_lines(report: dict[str, Any]) -> Iterable[str]:
-    """Yield the report for people; the last line is vLLM's."""
+    """Yield the report as text; the last line is vLLM's."""
     decode, parts = report["decode"], report.get("breakdown")
     if decode["steps"]:
         yield (
@@ -174,9 +171,11 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if report["prefill"]["tokens"]:
         prefill = report["prefill"]
         yield f"Prefill: {prefill['tokens']} prompt tokens in {prefill['seconds']:.2f} s of steps with prompts"
+    # A load this far above the limit is no ripple of micro-batches: the scheduler exceeded the limit on purpose
+    ripple = 1.1
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
-        if limit and load["peak_tokens"] > RIPPLE * load["limit_tokens"]:
+        if limit and load["peak_tokens"] > ripple * load["limit_tokens"]:
             limit += " (R time equals S time there), exceeded: starts are only spread where the run ends sooner by it"
         yield f"KV load: mean {load['mean_tokens']:.0f}, peak {load['peak_tokens']} tokens per step{limit}"
     yield from _steady_lines(report)
@@ -201,7 +200,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
 
 
 def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
-    """Yield the figures of the steady part of the run, and the reason where the whole run differs."""
+    """Yield the figures of the steady part, and the reason if the whole run differs."""
     steady = report.get("steady")
     if not steady or not steady["seconds"]:
         return
@@ -213,7 +212,9 @@ def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
         f"(at most {steady['imbalance_max']:.3f})"
     )
     overall = report["output_tokens_per_second"]
-    if abs(overall / steady["tokens_per_second"] - 1.0) > AGREE:
+    # Difference of the steady rate from the whole run's up to which they count as equal
+    agree = 0.03
+    if abs(overall / steady["tokens_per_second"] - 1.0) > agree:
         part = _rate(steady["seconds"], report["elapsed_time"])
         yield (
             f"Throughput is {overall / steady['tokens_per_second']:.0%} of Steady: it counts the whole run, in "
@@ -225,13 +226,13 @@ _STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")
 
 
 def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
-    """Return sums over steps, float64 [num_workers]; R-workers that joined later have no part in the first ones."""
+    """Return sums over steps, float64 [num_workers]. R-workers that joined later have no part in the first ones."""
     columns = list(zip_longest(*steps, fillvalue=0.0))
     return np.array(columns).sum(axis=1) if columns else np.zeros(1)
 
 
 def _joined_workers(steps: Sequence[StepRecord]) -> int:
-    """Return R-workers that came after the first step, in places of lost ones or in new ones."""
+    """Return how many R-workers joined after the first step, in vacant or new places."""
     return sum(max(0, now.pool.num_workers - last.pool.num_workers + now.lost_workers) for last, now in pairwise(steps))
 
 
@@ -256,10 +257,10 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 def full_model_decode(
     step_seconds: float, tokens_per_step: float, num_layers_run: int, num_layers: int
 ) -> dict[str, float | int]:
-    """Decode figures of ``num_layers`` from a run of ``num_layers_run``.
+    """Return decode figures of ``num_layers`` layers from a run with ``num_layers_run``.
 
-    Every part of the step is scaled by the layers, the head and the host's work too, so the estimate is a lower bound
-    on speed. Seconds and tokens per second.
+    Every part of the step is scaled by the layers, also the head and host work, so the result is a lower bound on
+    speed. The figures are seconds, and tokens per second.
     """
     full_step_seconds = step_seconds * num_layers / num_layers_run
     return {

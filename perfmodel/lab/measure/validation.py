@@ -1,4 +1,4 @@
-"""Predicted against measured: real configurations on this machine, each beside anchors that say how fast it is now."""
+"""Predicted against measured: real configurations on this machine, with anchors that tell its present speed."""
 
 from __future__ import annotations
 
@@ -38,17 +38,10 @@ from fastdecode.perfmodel.rank_costs import rank_shape
 from fastdecode.perfmodel.storage_costs import StorageCosts
 
 NUM_STEPS = 12
-LOOKS = 4
-"""At an anchor, before and after an offline run."""
 
 SIZES = ((16, 128), (48, 256), (256, 128), (96, 512), (16, 2048), (64, 1024), (16, 4096))
-"""(sequences in flight, tokens each attends to): contexts of 128 to 4096, and no more than 65,536 tokens cached."""
+"""Sequences in flight, and tokens each attends to: contexts of 128 to 4096, and at most 65,536 cached tokens."""
 
-RANGE_SIZES = (
-    (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
-    (64, 1024, 512),
-)  # fmt: skip
-"""Grid of sequences in several ranges, with the tokens of a range."""
 
 KV_DTYPES = ("float32", "bfloat16", "int8")
 GROUPS = (1, 4)
@@ -56,7 +49,7 @@ GROUPS = (1, 4)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One real run. ``cores``: of the S-worker and of the R-workers together, None if they share all in turn."""
+    """One real run. ``cores``: of the S-worker, and of the R-workers together; None if they share all in turn."""
 
     name: str
     deployment: Deployment
@@ -70,14 +63,14 @@ class Configuration:
 
     @property
     def ranges(self) -> RangeParts:
-        """Return the reads and partial results of a step's sequences in ranges."""
+        """Reads and partial results of a step's sequences in ranges."""
         if self.kv_shard_tokens is None:
             return NO_RANGES
         closed, tail = divmod(self.context_len - 1, self.kv_shard_tokens)
         return RangeParts(self.batch_size * closed, self.batch_size * (closed + tail_partials(tail + 1)))
 
     def engine_config(self, config: EngineConfig, kv_bytes_per_token: int) -> EngineConfig:
-        """Return the configuration of the engine that is measured."""
+        """Return the configuration of the measured engine."""
         s_cores, r_cores = (core_list(cores) for cores in self.cores) if self.cores else (None, None)
         longer = {"max_position_embeddings": self.context_len + 1} if self.kv_shard_tokens else {}
         tokens = self.batch_size * (self.context_len + 256) + 8 * 4096
@@ -104,7 +97,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class ValidatedRow:
-    """The predicted and the measured times of a configuration; ``…_seconds`` are of one decode step, medians."""
+    """Predicted and measured times of a configuration. ``…_seconds``: medians of one decode step."""
 
     configuration: Configuration
     predicted_step_seconds: float
@@ -120,12 +113,12 @@ class ValidatedRow:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted over measured, minus one."""
         return self.predicted_step_seconds / self.measured_step_seconds - 1.0
 
 
 def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
-    """Four ways to use ``cores``, each with every size; KV dtypes and heads change from one to the next."""
+    """Return four ways to use ``cores``, each with every size. KV dtypes and heads vary between them."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: some configurations give S and R cores of their own")
     half = len(cores) // 2
@@ -146,27 +139,32 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
 
 
 def kv_head_counts(shape: ModelShape) -> list[int]:
-    """Return the numbers of KV heads of GROUPS, where these divide the heads of ``shape``."""
+    """Return the KV head counts in GROUPS that divide the heads of ``shape``."""
     return [shape.num_heads // group for group in GROUPS if shape.num_heads % group == 0]
 
 
 def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
-    """Return sequences in ranges over two R-workers, which take turns on the second half of ``cores``."""
+    """Return sequences in ranges over two R-workers, which alternate on the second half of ``cores``."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: S and R have cores of their own")
     half, heads = len(cores) // 2, kv_head_counts(shape)
     apart, deployment = (tuple(cores[:half]), tuple(cores[-half:])), Deployment(half, half, 2, 2, "spawn", True, 2)
+    # Grid of sequences in several ranges, with the tokens of a range
+    range_sizes = (
+        (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
+        (64, 1024, 512),
+    )  # fmt: skip
     return [
         Configuration(
             "ranges", deployment, "spawn:2", apart, batch_size, context_len, KV_DTYPES[index % len(KV_DTYPES)],
             heads[index % len(heads)], range_tokens,
         )
-        for index, (batch_size, context_len, range_tokens) in enumerate(RANGE_SIZES)
+        for index, (batch_size, context_len, range_tokens) in enumerate(range_sizes)
     ]  # fmt: skip
 
 
 def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape | None) -> None:
-    """Raise ProfileError if ``profile`` lacks what predicting one of ``todo``, or an offline run of ``model``, takes.
+    """Raise ProfileError if ``profile`` lacks figures for one of ``todo``, or for an offline run of ``model``.
 
     Nothing is loaded or run.
     """
@@ -181,7 +179,7 @@ def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], mo
 
 
 class Validation:
-    """Runs configurations beside anchors that stay for all of them."""
+    """Runs configurations beside anchors, which stay for all of them."""
 
     def __init__(self, config: EngineConfig, profile: HardwareProfile) -> None:
         self.profile = profile
@@ -192,15 +190,17 @@ class Validation:
         self._cleanup.callback(self._s_rig.close)
 
     def run(self, todo: Sequence[Configuration], advance: Callable[[], object]) -> Iterator[ValidatedRow]:
-        """One row per configuration, as they are measured."""
+        """Yield one row per configuration as it is measured."""
         for configuration in todo:
             yield self._validated(configuration)
             advance()
 
     def offline(self) -> OfflineRun:
-        """Return a whole run with S and R in turn on all cores, beside its simulation."""
+        """Return a whole run with S and R in turn on all cores, and its simulation."""
         cores = len(usable_cores())
-        anchors = [anchor.averaged(LOOKS) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
+        # At an anchor, before and after an offline run
+        looks = 4
+        anchors = [anchor.averaged(looks) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
         return run_offline(self.config, self.profile, anchors)
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class Validation:
         return self._anchors[key]
 
     def _r_anchor(self, threads: int, cores: tuple[int, ...] | None) -> Anchor:
-        """On the cores of the R-workers."""
+        """Return an anchor on the R-workers' cores."""
         key = ("r", threads)
         if key not in self._anchors:
             layout = self.profile.shape.some_layers(R_LAYERS)
@@ -242,8 +242,11 @@ class Validation:
 
 
 def validated_row(profile: HardwareProfile, configuration: Configuration, steadied: Sequence[Steadied]) -> ValidatedRow:
-    """Return what ``profile`` predicts beside what was measured: ``steadied`` by the anchors of S and of R, its samples
-    float [steps, 5]: seconds of the step, of S, of R and of the host, and the KV load."""
+    """Return the prediction of ``profile`` with the measurement.
+
+    ``steadied``: by the anchors of S and of R. Its samples are float [steps, 5]: seconds of the step, of S, of R and of
+    the host, and the KV load.
+    """
     shape, deployment = _shape(profile, configuration), configuration.deployment
     drift = Drift(steadied[0].drift, steadied[1].drift)
     model = deployed_step_model(profile, shape, configuration.kv_dtype, deployment, drift)
@@ -269,12 +272,12 @@ def validated_row(profile: HardwareProfile, configuration: Configuration, steadi
 
 
 def _shape(profile: HardwareProfile, configuration: Configuration) -> ModelShape:
-    """Return the model that is run: the profile's layers, NUM_LAYERS of them."""
+    """Return the model that is run: NUM_LAYERS of the profile's layers."""
     return replace(profile.shape, num_layers=NUM_LAYERS).with_kv_heads(configuration.num_kv_heads)
 
 
 def _steps(rig: DecodeRig, configuration: Configuration) -> np.ndarray:
-    """[NUM_STEPS, 5]: seconds of the step, of S, of all R-workers on the busiest core, of the host; KV load."""
+    """Return [NUM_STEPS, 5]: seconds of the step, of S, of all R-workers on the busiest core, of the host; KV load."""
     deployment = configuration.deployment
     steps = rig.decode(configuration.batch_size, configuration.context_len, NUM_STEPS, deployment.s_threads)
     sharing = deployment.r_workers_per_core

@@ -1,4 +1,4 @@
-"""The engine's twin: the live scheduler object, with steps that cost what the performance model says."""
+"""The engine's twin: the live scheduler with steps that take the performance model's time."""
 
 from fastdecode.perfmodel.lab.simulate.events import Timeline, WorkerEvent, random_losses, read_events
 from fastdecode.perfmodel.lab.simulate.prefill_fleet import PrefillFleet

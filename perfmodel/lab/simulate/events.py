@@ -1,4 +1,4 @@
-"""The events of a simulated machine's workers: read from a file, or drawn at random."""
+"""Events of a simulated machine's workers, from a file or at random."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from fastdecode.perfmodel.lab.simulate.workload import json_lines
 LOSE, JOIN, DRAIN, SLOW = KINDS = ("lose", "join", "drain", "slow")
 NAMES = ("r_worker", "prefill_worker")
 KEYS = {"seconds", "event", "factor", *NAMES}
-SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class WorkerEvent:
-    """At ``seconds`` of simulated time one worker is lost, joins, asks to go, or becomes ``factor`` times as slow.
+    """An event at ``seconds`` of simulated time: a worker is lost, joins, drains, or becomes ``factor`` times slower.
 
-    ``worker`` numbers machines from 0 on, R-workers and prefill workers (``is_prefill``) apart. A machine that was
-    lost or let go keeps its number and may join again; a new one has the next number. ``factor`` is of its first
-    speed: 1 ends a slowness.
+    ``worker``: the machine's number from 0, separately for R-workers and prefill workers (``is_prefill``). A lost or
+    dismissed machine keeps its number and may join again; a new one has the next number. ``factor``: relative to its
+    initial speed; 1 ends a slowdown.
     """
 
     seconds: float
@@ -36,11 +35,10 @@ class WorkerEvent:
 
 
 def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: int = 0) -> list[WorkerEvent]:
-    """Read JSON lines ``{"seconds": 12.5, "event": "lose", "r_worker": 3}``, in any order of time.
+    """Return the events in JSON lines ``{"seconds": 12.5, "event": "lose", "r_worker": 3}``, in any order of time.
 
-    ``event`` is lose, join, drain or slow, which has a ``factor`` beside it; ``prefill_worker`` may stand in place of
-    ``r_worker``. ConfigError names the first line that is not so, or whose worker was never there; ``name`` is the
-    file's.
+    ``event``: lose, join, drain, or slow with a ``factor``. ``prefill_worker`` may replace ``r_worker``. A ConfigError
+    names the first malformed line, or unknown worker; ``name`` is the file's.
     """
     such_as = 'such as {"seconds": 12.5, "event": "lose", "r_worker": 3}'
     found = [(_event(record, where), where) for where, record in json_lines(text, name, such_as)]
@@ -96,16 +94,17 @@ def _check_worker(event: WorkerEvent, num_known: int, where: str) -> None:
 
 
 def random_losses(num_r_workers: int, mtbf_hours: float, restart_seconds: float, seed: int) -> Iterator[WorkerEvent]:
-    """Yield losses without end, in order: each R-worker's come at random, ``mtbf_hours`` after it came, in the mean.
+    """Yield losses without end, in order. Each R-worker is lost ``mtbf_hours`` after it joined, on average.
 
-    It joins again ``restart_seconds`` later. Each R-worker draws from a generator of its own, so the losses of one do
-    not depend on how many others there are.
+    It joins again ``restart_seconds`` later. Each R-worker has its own random generator, so its losses do not depend on
+    the number of others.
     """
 
     def of_one(worker: int) -> Iterator[WorkerEvent]:
         rng, moment = np.random.default_rng((seed, worker)), 0.0
+        seconds_per_hour = 3600.0
         while True:
-            moment += rng.exponential(mtbf_hours * SECONDS_PER_HOUR)
+            moment += rng.exponential(mtbf_hours * seconds_per_hour)
             yield WorkerEvent(moment, LOSE, worker)
             moment += restart_seconds
             yield WorkerEvent(moment, JOIN, worker)
@@ -122,11 +121,11 @@ class Timeline:
 
     @property
     def next_seconds(self) -> float:
-        """When the next one happens; infinite where none does."""
+        """The time of the next event; infinite without one."""
         return math.inf if self._next is None else self._next.seconds
 
     def due(self, now_seconds: float) -> Iterator[WorkerEvent]:
-        """Yield those that have happened by now, each once."""
+        """Yield the events that have happened, each once."""
         while self._next is not None and self._next.seconds <= now_seconds:
             event, self._next = self._next, next(self._events, None)
             yield event

@@ -1,4 +1,4 @@
-"""The cost of lost R-workers for the sequences that they held: tokens computed again, and pauses."""
+"""The cost of lost R-workers for their sequences: recomputed tokens, and pauses."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastdecode.scheduler import Scheduler
 
 
 class Interruptions(Companion):
-    """Hears of each sequence that lost something, and counts the rows below the length that it had.
+    """Observes each sequence that lost tokens, and counts the recomputed rows.
 
-    ``num_recomputed``: tokens whose keys and values were cached and are computed again, since R-workers were lost.
+    ``num_recomputed``: tokens that were cached and are recomputed because of lost R-workers.
     """
 
     def __init__(self, scheduler: Scheduler, requests: SimulatedRequests, clock: Clock) -> None:
@@ -24,8 +24,10 @@ class Interruptions(Companion):
         self._moments: list[tuple[int, float]] = []
 
     def forget(self, sequence_id: int) -> None:
-        """Note how far a sequence was, and when, before the scheduler hears of its loss; one that has ended is not in
-        the scheduler any more."""
+        """Note how far a sequence was, and when, before the scheduler handles its loss.
+
+        A sequence that has ended is not in the scheduler any more.
+        """
         sequence = self._requests[sequence_id]
         if sequence not in self._residents:
             self._had.pop(sequence_id, None)
@@ -34,7 +36,7 @@ class Interruptions(Companion):
         self._moments.append((sequence_id, self._clock.now_seconds))
 
     def begun(self, step: ScheduledStep) -> None:
-        """Count what is computed again."""
+        """Count the recomputed rows."""
         if not self._had:
             return
         for mini_batch in step.mini_batches:
@@ -55,8 +57,10 @@ class Interruptions(Companion):
             del self._had[sequence_id]
 
     def pauses(self) -> np.ndarray:
-        """Return the seconds between the last token before and the first after each loss of a sequence that decoded
-        and went on: float64 [n], each time between two tokens once."""
+        """Return the pauses of decoding sequences by losses: float64 [n], in seconds.
+
+        A pause is from the last token before to the first after, and each counts once.
+        """
         found = {}
         for sequence_id, moment in self._moments:
             seconds = self._requests.token_seconds(sequence_id)

@@ -14,10 +14,10 @@ from fastdecode.perfmodel.partition import Forecast
 
 
 class PrefillFleet:
-    """Computes prompts as ``forecast`` says; each worker takes its parts in the order they were handed out."""
+    """Computes prompts in the time of ``forecast``. Each worker takes its parts in the order of the jobs."""
 
     def __init__(self, forecast: Forecast, num_workers: int) -> None:
-        """``num_workers`` of equal speed."""
+        """``num_workers``: workers of equal speed."""
         self.forecast, self.num_workers = forecast, num_workers
         self.busy_seconds = 0.0
         self.num_prompts = 0
@@ -40,7 +40,7 @@ class PrefillFleet:
         self._part_ends[prefill.job_id] = {part.worker: self._free[part.worker] for part in prefill.parts}
 
     def take(self, now_seconds: float) -> list[int]:
-        """Return jobs that have ended by now, in order."""
+        """Return the jobs that have ended, in order."""
         ended = []
         while self._ends and self._ends[0][0] <= now_seconds:
             ended.append(heapq.heappop(self._ends)[1])
@@ -49,11 +49,11 @@ class PrefillFleet:
 
     @property
     def next_seconds(self) -> float:
-        """When the next prompt ends; infinite where none is under way."""
+        """The end of the next prompt; infinite if there is none."""
         return self._ends[0][0] if self._ends else math.inf
 
     def lose(self, worker: int, now_seconds: float) -> list[int]:
-        """Return a worker is gone; returns the jobs that fail with it, which the others in them give up at once."""
+        """Remove a lost worker; return the jobs that fail with it, which its partners drop at once."""
         failed = [job_id for end, job_id in self._ends if end > now_seconds and worker in self._part_ends[job_id]]
         self._ends = [each for each in self._ends if each[1] not in failed]
         heapq.heapify(self._ends)
@@ -63,17 +63,17 @@ class PrefillFleet:
         return failed
 
     def join(self, worker: int, now_seconds: float) -> None:
-        """A worker comes, as fast as the forecast says."""
+        """Add a worker with the forecast's speed."""
         self._free[worker] = now_seconds
         self._slowness.pop(worker, None)
 
     def slow(self, worker: int, factor: float) -> None:
-        """From the next prompt on a worker takes ``factor`` times as long as the forecast says."""
+        """Make a worker ``factor`` times slower than the forecast, from the next prompt on."""
         self._slowness[worker] = factor
 
 
 class SimulatedPrefills(Companion):
-    """Beside the steps: a fleet gets prompts and hands them back, and its workers come and go."""
+    """The companion that gives prompts to a fleet and returns results, while its workers come and go."""
 
     def __init__(self, fleet: PrefillFleet, clock: Clock) -> None:
         self.fleet = fleet
@@ -82,8 +82,10 @@ class SimulatedPrefills(Companion):
         self._due: list[WorkerEvent] = []
 
     def happen(self, event: WorkerEvent) -> bool:
-        """Something happens to a prefill worker, which the scheduler hears of before the next step; False where the
-        worker is not there, or joins and is."""
+        """Apply an event to a prefill worker, which the scheduler learns before the next step.
+
+        Return False if the worker is not there, or joins although it is.
+        """
         if (event.worker in self._present) == (event.kind == JOIN):
             return False
         if event.kind in (JOIN, LOSE, DRAIN):
@@ -92,7 +94,7 @@ class SimulatedPrefills(Companion):
         return True
 
     def before(self, cycle: Cycle) -> None:
-        """Tell the scheduler which prompts have ended, and what has become of the workers."""
+        """Tell the scheduler which prompts have ended, and the changes of workers."""
         now, due = self._clock.now_seconds, self._due
         self._due = []
         for event in due:
@@ -115,6 +117,6 @@ class SimulatedPrefills(Companion):
             self.fleet.slow(event.worker, event.factor)
 
     def begun(self, step: ScheduledStep) -> None:
-        """Hand the prompts out."""
+        """Hand out the prompts."""
         for prefill in step.prefills:
             self.fleet.submit(prefill, self._clock.now_seconds)

@@ -1,4 +1,4 @@
-"""Drafts in simulated time: how many of them are accepted, and what they cost."""
+"""Drafts in simulated time: their acceptance and cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.perfmodel.lab.simulate.tokens import Clock
 
 
 class SimulatedDrafter:
-    """Proposes what the scheduler wants, and draws how much of it is accepted."""
+    """Proposes drafts for the scheduler, and draws their acceptance."""
 
     def __init__(self, drafting: Drafting, num_r_workers: int) -> None:
         self.drafting = drafting
@@ -21,7 +21,7 @@ class SimulatedDrafter:
         self._rng = np.random.default_rng(0)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return so many tokens for each sequence; which ones has no effect."""
+        """Return the wanted number of tokens for each sequence; their values have no effect."""
         return {each: [0] * count for each, count in wanted.items()}
 
     def seconds(self, wanted: Mapping[int, int], kv_tokens: float) -> float:
@@ -39,8 +39,10 @@ class SimulatedDrafter:
         return dict(zip(drafts, runs.tolist(), strict=True))
 
     def kv_loads(self, step: ScheduledStep) -> list[float]:
-        """Cached tokens that each R-worker attends in ``step``; further rows over the same reading count as the part of
-        it that they take."""
+        """Return the cached tokens that each R-worker attends in ``step``.
+
+        Further rows over the same read count partly.
+        """
         loads = np.array(step.kv_loads, np.float64)
         for mini_batch in step.mini_batches if step.drafts else ():
             chunks = mini_batch.chunks
@@ -50,7 +52,7 @@ class SimulatedDrafter:
 
 
 class SimulatedSpeculation(Companion):
-    """Before each step: asks the scheduler for whom to draft, and lets the time of drafting pass."""
+    """The companion that drafts before each step, and lets the time of drafting pass."""
 
     def __init__(self, drafter: SimulatedDrafter, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock

@@ -1,4 +1,4 @@
-"""The cost of a step on the machine that is simulated, and how long each side of it is busy."""
+"""The cost of a step on the simulated machine, and the busy time of each side."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from fastdecode.perfmodel.step_model import StepModel
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of one step: of the whole, of the S-worker, of the host between steps, of the way to an R-worker and
-    back, and of each R-worker's attention (float64 [num_workers])."""
+    """Seconds of one step.
+
+    They are those of the whole, of the S-worker, of the host between steps, of the round trip to an R-worker, and of
+    each R-worker's attention (float64 [num_workers]).
+    """
 
     wall_seconds: float
     s_seconds: float
@@ -27,10 +30,10 @@ class StepCost:
 
 
 class Machine(Protocol):
-    """A machine tells what a step costs.
+    """A machine with step costs.
 
-    ``kv_bytes_per_token`` read, over all layers, is 0 if it is not known. ``seconds_per_moved_token``: of the cache,
-    from one R-worker to another.
+    ``kv_bytes_per_token``: read, over all layers; 0 if unknown. ``seconds_per_moved_token``: of a cached token between
+    R-workers.
     """
 
     @property
@@ -40,19 +43,21 @@ class Machine(Protocol):
     def seconds_per_moved_token(self) -> float: ...
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
-        """Return the cost of a step with ``load`` in which each R-worker attends its part of ``kv_loads`` tokens."""
+        """Return the cost of a step with ``load``; each R-worker attends its part of ``kv_loads``."""
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> Machine:
-        """Return the same machine with R-worker ``places[i]`` in place i; below 0: it is empty. ``factors``: how many
-        times as slow as at first some of them are."""
+        """Return the same machine with R-worker ``places[i]`` in place i; below 0 the place is empty.
+
+        ``factors``: how many times slower than initially some of them are.
+        """
 
 
 @dataclass(frozen=True)
 class SplitMachine:
-    """FastDecode: an S-worker and R-workers. A step waits for the busiest of these, whatever the others do.
+    """FastDecode: an S-worker and R-workers. A step waits for the busiest R-worker.
 
-    ``speeds``: of each R-worker, in any unit; the model's is their mean. None: all are equal. ``slowness``: of the
-    R-worker in each place, how many times as slow it is as the model says, on top of that.
+    ``speeds``: of each R-worker, in any unit, whose mean is the model's speed; None if all are equal. ``slowness``: how
+    many times slower the R-worker in each place is, in addition.
     """
 
     model: StepModel
@@ -62,7 +67,7 @@ class SplitMachine:
     slowness: tuple[float, ...] | None = None
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
-        """By the model, as if every R-worker were as fast as the mean and had the busiest one's load."""
+        """Return the cost by the model, as if every R-worker had mean speed and the busiest one's load."""
         model = replace(self.model, context_spread=None)  # each R-worker's own load is known
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
@@ -87,7 +92,7 @@ class SplitMachine:
         )
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> SplitMachine:
-        """Return this machine with its R-workers in other places. Beyond those of ``speeds`` they have the mean."""
+        """Return this machine with its R-workers in other places; those beyond ``speeds`` have the mean."""
         mean, speeds = float(np.mean(self.speeds or 1.0)), dict(enumerate(self.speeds or ()))
         slowness = tuple(mean / speeds.get(each, mean) * factors.get(each, 1.0) for each in places)
         model = replace(self.model, num_r_workers=sum(each >= 0 for each in places))
@@ -103,15 +108,15 @@ class GpuMachine:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Return the bytes of a cached token that are read, over all layers."""
+        """The bytes of a cached token that are read, over all layers."""
         return self.step_time.read_share * self.step_time.kv_bytes_per_token
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
-        """By the roofline; S is what weights and arithmetic take. A GPU alone has no ranges and copies."""
+        """Return the cost by the roofline. S is weights and arithmetic; a GPU alone has no ranges and copies."""
         kv_tokens = sum(kv_loads)
         wall, s_part = (self.step_time(load.rows, tokens, load.sampled) for tokens in (kv_tokens, 0))
         return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> GpuMachine:
-        """Raise PlanError: nothing comes or goes."""
+        """Raise PlanError, since nothing joins or leaves."""
         raise PlanError("a GPU alone has no R-workers that come and go")

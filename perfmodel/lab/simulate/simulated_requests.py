@@ -1,4 +1,4 @@
-"""The requests of a simulation, as the cycle serves them."""
+"""The requests of a simulation, for the cycle."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fastdecode.scheduler import Scheduler, TokenSequence
 
 
 class SimulatedRequests:
-    """Counts tokens and notes when they came; a request is its number, and that of its one sequence.
+    """Counts tokens and records their times. A request is its number, which is also that of its single sequence.
 
-    ``num_finished``: those that have all their tokens; ``num_given_up``: those for which no R-worker that was left had
+    ``num_finished``: requests with all their tokens. ``num_given_up``: requests for which no remaining R-worker had
     room.
     """
 
@@ -38,14 +38,14 @@ class SimulatedRequests:
         return self._sequences[sequence_id]
 
     def expect(self, requests: Sequence[SimulatedRequest]) -> None:
-        """These will arrive, in this order."""
+        """Announce requests, which will arrive in this order."""
         self._tokens.expect([request.output_len for request in requests])
 
     def arrive(self, scheduler: Scheduler, request: SimulatedRequest) -> None:
         """Queue ``request``. Raise RequestError if it could never run."""
         sequence_id = len(self._requests)
         most = request.max_tokens or request.output_len
-        output: Any = SimulatedOutput(self._tokens, sequence_id)  # what the scheduler reads of a list, and no more
+        output: Any = SimulatedOutput(self._tokens, sequence_id)  # the scheduler reads only this much of a list
         sequence = TokenSequence(sequence_id, request.prompt_token_ids, most, output_token_ids=output)
         sequence.may_stop = most > request.output_len
         scheduler.add(sequence)
@@ -53,11 +53,11 @@ class SimulatedRequests:
         self._sequences.append(sequence)
 
     def token_seconds(self, sequence_id: int) -> np.ndarray:
-        """Return the moments of a request's tokens, float64 [tokens so far]."""
+        """Return the times of a request's tokens, float64 [tokens so far]."""
         return self._tokens.of(sequence_id)
 
     def hand_out(self) -> None:
-        """Enter in each request when its tokens came."""
+        """Store in each request the times of its tokens."""
         for sequence_id, request in enumerate(self._requests):
             request.token_seconds = self._tokens.of(sequence_id)
 
@@ -72,15 +72,15 @@ class SimulatedRequests:
                 request.start_seconds = now_seconds
 
     def accepted(self, step: ScheduledStep, computed: np.ndarray) -> Mapping[int, int]:
-        """Draw how many drafts of each sequence are its next tokens."""
+        """Draw how many drafts of each sequence are accepted."""
         return self._drafter.accepted(step.drafts) if self._drafter else {}
 
     def take(
         self, cycle: RunningCycle, computed: np.ndarray, accepted: Mapping[int, int], spoilt: Collection[int]
     ) -> int:
-        """Count one token for each sequence that was sampled, and those ``accepted``; returns how many.
+        """Count one token for each sampled sequence, and the ``accepted`` ones; return how many.
 
-        Thousands are sampled, so arrays do most of it.
+        There may be thousands, so arrays do most of it.
         """
         if spoilt:
             computed = computed[~np.isin(computed, list(spoilt))]

@@ -1,4 +1,4 @@
-"""The world of a simulation: steps take the time that a model says, and workers come and go when events say."""
+"""The world of a simulation: steps take the model's time, and workers join and leave by events."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.scheduler import Limits, Transfer
 
 NO_ONE = -1
-"""In a place whose R-worker is gone."""
+"""The value of a place whose R-worker is gone."""
 
 
 class SimulatedWorld:
-    """A ``World`` for the product's cycle that computes nothing; sequences that are sampled stand for their tokens.
+    """A ``World`` for the product's cycle that computes nothing. Sampled sequences stand for their tokens.
 
-    Machines keep their number; when one joins it takes any place in the scheduler that is vacant. What happens during a
-    step shows at its end: until then it goes on as it began. ``next_arrival_seconds``: of the next request, which
-    waiting ends at. ``happened``: events by kind; ``num_ignored``: those of workers that were not there then.
+    Machines keep their number; one that joins takes any vacant place in the scheduler. An event during a step shows at
+    its end; until then the step continues as it began. ``next_arrival_seconds``: the next request's arrival, at which
+    waiting ends. ``happened``: events by kind. ``num_ignored``: events of workers that were not there.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SimulatedWorld:
         drafter: SimulatedDrafter | None = None,
         events: Timeline | None = None,
     ) -> None:
-        """``limits``: the scheduler's; ``prefills`` and ``drafter``: where it has prefill workers, or drafts."""
+        """``limits``: the scheduler's. ``prefills``, ``drafter``: None without prefill workers, or drafts."""
         self.machine = machine
         self.next_arrival_seconds = math.inf
         self.happened: Counter[str] = Counter()
@@ -64,16 +64,16 @@ class SimulatedWorld:
 
     @property
     def next_event_seconds(self) -> float:
-        """When the next event happens; infinite where none does."""
+        """The time of the next event; infinite without one."""
         return self._events.next_seconds
 
     def tell(self, step: ScheduledStep) -> None:
-        """No R-worker hears the controls. Raise PlanError if prompts are sent to prefill workers without any."""
+        """Drop the controls. Raise PlanError if prompts go to prefill workers and there are none."""
         if step.prefills and self._prefills is None:
             raise PlanError("the scheduler sends prompts to prefill workers, and the simulator was given none")
 
     def compute(self, step: ScheduledStep) -> np.ndarray:
-        """Let the time of ``step`` pass; the sequences that are sampled: int64 [n], those that arrived first."""
+        """Let the time of ``step`` pass; return the sampled sequences: int64 [n], in order of arrival."""
         batches = [mini_batch.chunks for mini_batch in step.mini_batches]
         arrived = np.array(step.arrived, np.int64)
         sampled = np.concatenate([arrived, *(chunks["sequence_id"][chunks["samples"]] for chunks in batches)])
@@ -82,14 +82,14 @@ class SimulatedWorld:
         return sampled
 
     def cost(self, step: ScheduledStep, num_scored_rows: int) -> StepCost:
-        """Return what ``step`` takes: nothing where it only samples what prefill workers computed."""
+        """Return the cost of ``step``: nothing if it only samples prompts from prefill workers."""
         if not step.num_tokens:
             return _free(len(step.kv_loads))
         kv_loads = self._drafter.kv_loads(step) if self._drafter else step.kv_loads
         return self.machine.cost(Load.of(step, num_scored_rows, sum(kv_loads)), kv_loads)
 
     def end_step(self) -> StepReport:
-        """Tell which R-workers were lost until now. Raise WorkerLostError if none is left."""
+        """Report which R-workers were lost. Raise WorkerLostError if none is left."""
         self._happen()
         lost, self._lost = tuple(self._lost), []
         if lost and max(self._places) == NO_ONE:
@@ -97,10 +97,10 @@ class SimulatedWorld:
         return StepReport((), lost, tuple(sorted(self._leaving)))
 
     def abandon_step(self) -> None:
-        """Nothing was written."""
+        """Do nothing, since nothing was written."""
 
     def wait(self) -> None:
-        """Wait for prefill workers, a request or an event, whichever is first."""
+        """Wait for prefill workers, a request or an event, whichever comes first."""
         computed = self._prefills.fleet.next_seconds if self._prefills else math.inf
         moment = min(computed, self.next_arrival_seconds, self.next_event_seconds)
         if math.isinf(moment):
@@ -117,7 +117,7 @@ class SimulatedWorld:
         return seconds
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
-        """Return those that have joined, each with the memory that it had at first, or that the first R-worker has."""
+        """Return the R-workers that have joined, each with its initial memory, or that of the first R-worker."""
         self._happen()
         found, left = {}, list(vacant)
         for worker in self._joining:
@@ -130,15 +130,15 @@ class SimulatedWorld:
         return found
 
     def dismiss(self, worker: int) -> None:
-        """The R-worker in place ``worker`` goes."""
+        """Remove the R-worker in place ``worker``."""
         self._empty(worker)
         self._change()
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing is kept of any sequence."""
+        """Do nothing, since nothing is kept of a sequence."""
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
-        """Put together what the step took; copies and drafts before it are the host's work."""
+        """Return the record of the step. Copies and drafts before it count as host work."""
         cost, kv_loads, between = self._cost, step.kv_loads, self._clock.take_between_seconds()
         return StepRecord(
             is_decode=step.is_decode,
@@ -167,7 +167,7 @@ class SimulatedWorld:
         return JoinedWorker(limits.num_blocks[worker], limits.bandwidths[worker], host, f"R-worker {worker}")
 
     def _happen(self) -> None:
-        """All that is due by now."""
+        """Apply all events that are due."""
         for event in self._events.due(self.now()):
             if self._happens_to_prefill(event) if event.is_prefill else self._happens(event):
                 self.happened[event.kind] += 1
@@ -178,7 +178,7 @@ class SimulatedWorld:
         return self._prefills is not None and self._prefills.happen(event)
 
     def _happens(self, event: WorkerEvent) -> bool:
-        """To an R-worker; False if that is not there, or joins and is."""
+        """Apply an event to an R-worker; return False if it is not there, or joins although it is."""
         worker = event.worker
         is_here = worker in self._places
         if event.kind == JOIN:
@@ -203,7 +203,7 @@ class SimulatedWorld:
         return True
 
     def _empty(self, place: int) -> None:
-        """One that comes back is as fast as at first."""
+        """Empty a place. An R-worker that returns has its initial speed."""
         self._slow.pop(self._places[place], None)
         self._places[place] = NO_ONE
         self._leaving.discard(place)

@@ -1,6 +1,6 @@
 """Runs the live scheduler against a model of the machine, step by step, in simulated time.
 
-And how many requests per second a machine sustains: Sarathi-Serve's capacity (section 5.1).
+It also finds how many requests per second a machine sustains: Sarathi-Serve's capacity (section 5.1).
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from fastdecode.perfmodel.lab.simulate.workload import SimulatedRequest
 from fastdecode.scheduler import Scheduler
 
 MOST_LOSSES = 100
-"""Of each R-worker, in the mean, before one request has ended: a run that goes on beyond them may never end."""
+"""Losses per R-worker, on average, without one ended request, after which a run counts as endless."""
 
 
 class Simulator:
-    """Runs the engine's own cycle in a simulated world, where a step only lets its time pass.
+    """Runs the engine's own cycle in a simulated world, where a step only takes time.
 
-    A request is heard of at the first step that begins after its arrival; tokens appear at the end of a step.
-    ``on_step`` is called with the record of each, as the engine's is. ``interruptions``: what losses cost, None if
-    nothing can happen.
+    A request counts from the first step that begins after its arrival; tokens appear at the end of a step. ``on_step``:
+    called with each record, as in the engine. ``interruptions``: the cost of losses; None without events.
     """
 
     def __init__(
@@ -47,8 +46,10 @@ class Simulator:
         drafter: SimulatedDrafter | None = None,
         events: Timeline | None = None,
     ) -> None:
-        """``prefill``: the prefill workers of the scheduler's policy, where it has one; ``drafter``: likewise;
-        ``events``: what happens to R-workers and prefill workers."""
+        """``prefill``: the forecast of prefill workers, if the scheduler's policy has some.
+
+        ``drafter``: None without drafts. ``events``: those of R-workers and prefill workers.
+        """
         self.scheduler = scheduler
         self.on_step = on_step
         self.prefill = prefill
@@ -65,10 +66,10 @@ class Simulator:
         self._cycle = Cycle(scheduler, self.world, self.requests, list(filter(None, companions)), self._count)
 
     def run(self, requests: Iterable[SimulatedRequest], until: Callable[[Simulator], bool] | None = None) -> None:
-        """Run ``requests`` until all have ended, or until ``until`` says after a step that it has seen enough.
+        """Run ``requests`` until all have ended, or ``until`` returns True after a step.
 
-        RequestError if one could never run. Raise WorkerLostError if no R-worker is left, and PlanError if R-workers
-        are lost MOST_LOSSES times each, in the mean, and no request ends meanwhile.
+        Raise RequestError if one could never run, and WorkerLostError if no R-worker is left. Raise PlanError if
+        R-workers are lost MOST_LOSSES times each, on average, while no request ends.
         """
         arriving = deque(sorted(requests, key=lambda request: request.arrival_seconds))
         self.requests.expect(arriving)
@@ -99,11 +100,11 @@ class Simulator:
 
     @property
     def changes(self) -> PoolChanges:
-        """What has become of the pool between steps."""
+        """The changes of the pool between steps."""
         return self._membership.changes
 
     def _idle_until(self, moment: float) -> None:
-        """Nothing runs; what happens meanwhile is found out when it does."""
+        """Let time pass without work; events meanwhile are applied when they happen."""
         while self.world.next_event_seconds <= moment:
             self._clock.wait_until(self.world.next_event_seconds)
             self._cycle.look_around()
@@ -125,14 +126,13 @@ class Simulator:
             self.on_step(record)
 
 
-MOST_DOUBLINGS = 12
-"""Away from the first guess, before a search gives up."""
-
-
 @dataclass(frozen=True)
 class Slo:
-    """A load is sustainable with 99 in 100 times between tokens within ``tbt_p99_seconds``, and half of the
-    requests started within ``delay_p50_seconds`` (Sarathi-Serve's 2 s: a queue that does not grow)."""
+    """Limits that define a sustainable load.
+
+    99 of 100 times between tokens must be within ``tbt_p99_seconds``, and half of the requests must start within
+    ``delay_p50_seconds`` (Sarathi-Serve's 2 s: a queue that does not grow).
+    """
 
     tbt_p99_seconds: float
     delay_p50_seconds: float = 2.0
@@ -143,7 +143,7 @@ class Slo:
                 raise ConfigError(f"{name} must be above 0 seconds and finite, not {getattr(self, name)!r}")
 
     def is_met(self, requests: Sequence[SimulatedRequest]) -> bool:
-        """Over all of ``requests``; one that has not ended, or never started, does not meet it."""
+        """Return whether ``requests`` meet it; one that has not ended, or never started, does not."""
         if not all(request.finished for request in requests):
             return False
         delay = np.median([request.scheduling_delay_seconds for request in requests])
@@ -152,7 +152,7 @@ class Slo:
         return bool(delay <= self.delay_p50_seconds and not slow)
 
     def is_lost(self, requests: Sequence[SimulatedRequest], now_seconds: float) -> bool:
-        """Return True as soon as so many have waited so long that the median delay cannot be met any more."""
+        """Return True once so many have waited so long that the median delay cannot be met any more."""
         limit = self.delay_p50_seconds
         late = sum(
             (now_seconds if request.start_seconds is None else request.start_seconds) - request.arrival_seconds > limit
@@ -162,16 +162,18 @@ class Slo:
 
 
 def find_capacity(meets: Callable[[float], bool], first_guess: float, tolerance: float = 0.02) -> float:
-    """Return the largest rate, to a relative ``tolerance`` from below, that ``meets``, by doubling and bisection.
+    """Return the highest rate that ``meets``, to a relative ``tolerance`` from below, by doubling and bisection.
 
-    0 if not even a 4096th of ``first_guess`` does; infinite where 4096 times as much still does, which says that there
-    were too few requests for a queue to show.
+    Return 0 if not even a 4096th of ``first_guess`` does. Return infinity if 4096 times as much still does; there are
+    then too few requests for a queue to show.
     """
     if not first_guess > 0 or not tolerance > 0:
         raise ConfigError(f"a capacity is sought from a rate above 0, not {first_guess!r}")
     low, high = 0.0, math.inf
     rate = first_guess
-    for _ in range(MOST_DOUBLINGS + 1):
+    # Doublings from the first guess before a search ends
+    most_doublings = 12
+    for _ in range(most_doublings + 1):
         low, high = (rate, high) if meets(rate) else (low, rate)
         if low > 0 and high < math.inf:
             break

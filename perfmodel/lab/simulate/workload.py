@@ -1,5 +1,7 @@
-"""The requests of a simulation: lengths from published distributions or a trace, arrivals at any rate, and what became
-of each request."""
+"""The requests of a simulation.
+
+Their lengths come from published distributions or a trace, they arrive at any rate, and they record their outcome.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,17 @@ import numpy as np
 
 from fastdecode.core.errors import ConfigError
 
-Z_P90 = 1.2815515655446004
-"""The standard normal distribution's 90th percentile."""
-
 TRACE_KEYS = ("timestamp", "input_length", "output_length")
 
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """A prompt, exactly ``output_len`` tokens to generate, and the moments of its life in simulated seconds.
+    """A prompt, exactly ``output_len`` tokens to generate, and the times of its events in simulated seconds.
 
-    ``max_tokens``: what the scheduler is told, for outputs that stop by themselves; None: the length itself.
-    ``prompt_token_ids`` is never changed, so runs may share it; which tokens they are matters to prefix caching alone.
-    ``start_seconds``: the start of the first step that computed any of it. ``token_seconds``: the end of each step
-    that gave it a token, float64 [tokens so far], there once the run has ended.
+    ``max_tokens``: what the scheduler is told, for outputs that stop by themselves; None for the length itself.
+    ``prompt_token_ids``: never changed, so runs may share it; the values matter only to prefix caching.
+    ``start_seconds``: the start of the first step that computed any of it. ``token_seconds``: the end of each step that
+    gave it a token, float64 [tokens so far], once the run has ended.
     """
 
     prompt_token_ids: list[int]
@@ -43,18 +42,18 @@ class SimulatedRequest:
 
     @property
     def scheduling_delay_seconds(self) -> float:
-        """From arrival to the start of its first step; infinite where it never started."""
+        """Seconds from arrival to the start of its first step; infinite if it never started."""
         return float("inf") if self.start_seconds is None else self.start_seconds - self.arrival_seconds
 
     @property
     def seconds_between_tokens(self) -> np.ndarray:
-        """float64 [tokens − 1]."""
+        """Seconds between tokens, float64 [tokens − 1]."""
         return np.diff(self.token_seconds)
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Lengths by their median and 90th percentile, the two figures papers print; a log-normal through both."""
+    """Lengths by their median and 90th percentile, the two figures in papers, as a log-normal through both."""
 
     median: float
     p90: float
@@ -64,8 +63,10 @@ class LogNormal:
             raise ConfigError(f"a median of {self.median:g} and a 90th percentile of {self.p90:g} tokens cannot be")
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """``count`` whole lengths of at least 1; int64."""
-        sigma = math.log(self.p90 / self.median) / Z_P90
+        """Return ``count`` whole lengths of at least 1; int64."""
+        # The standard normal distribution's 90th percentile
+        z_p90 = 1.2815515655446004
+        sigma = math.log(self.p90 / self.median) / z_p90
         lengths = np.exp(rng.normal(math.log(self.median), sigma, count))
         return np.maximum(np.rint(lengths), 1).astype(np.int64)
 
@@ -74,7 +75,7 @@ class LogNormal:
 class LengthDistribution:
     """Prompts and outputs, drawn independently; ``max_total`` bounds their sum.
 
-    Sarathi-Serve drops what is longer; here such a prompt is cut, so that the printed percentiles stay.
+    Sarathi-Serve drops longer pairs. Here the prompt is cut, so that the published percentiles stay.
     """
 
     prompt: LogNormal
@@ -82,7 +83,7 @@ class LengthDistribution:
     max_total: int
 
     def draw(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-        """``count`` pairs of prompt and output tokens."""
+        """Return ``count`` pairs of prompt and output tokens."""
         outputs = np.minimum(self.output.draw(rng, count), self.max_total // 2)
         prompts = np.minimum(self.prompt.draw(rng, count), self.max_total - outputs)
         return list(zip(prompts.tolist(), outputs.tolist(), strict=True))
@@ -92,12 +93,12 @@ SARATHI = {
     "sarathi-chat": LengthDistribution(LogNormal(1730, 5696), LogNormal(415, 834), 8192),
     "sarathi-arxiv": LengthDistribution(LogNormal(7059, 12985), LogNormal(208, 371), 16384),
 }
-"""openchat_sharegpt4 and arxiv_summarization as Sarathi-Serve's Table 2 has them, with its limits on the total."""
+"""openchat_sharegpt4 and arxiv_summarization of Sarathi-Serve's Table 2, with its limits on the total."""
 
 
 @dataclass(frozen=True)
 class TraceItem:
-    """A line of a trace: lengths in tokens, arrival in seconds from the first."""
+    """A line of a trace: lengths in tokens, and arrival in seconds from the first."""
 
     arrival_seconds: float
     prompt_len: int
@@ -105,9 +106,10 @@ class TraceItem:
 
 
 def read_trace(text: str, name: str) -> list[TraceItem]:
-    """JSONL, one ``{"timestamp": seconds, "input_length": tokens, "output_length": tokens}`` per line, in any order.
+    """Return the trace in JSONL, one object per line.
 
-    ConfigError names the line that is not so; ``name`` is the file's.
+    An object is ``{"timestamp": seconds, "input_length": tokens, "output_length": tokens}``. Lines may be in any order.
+    A ConfigError names a malformed one; ``name`` is the file's.
     """
     items = [_trace_item(record, where) for where, record in json_lines(text, name, f"with {', '.join(TRACE_KEYS)}")]
     if not items:
@@ -118,7 +120,10 @@ def read_trace(text: str, name: str) -> list[TraceItem]:
 
 
 def json_lines(text: str, name: str, wanted: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, each behind its place in words; ConfigError says what was ``wanted``."""
+    """Return the objects of a JSON lines file, each with its place in words.
+
+    A ConfigError says what was ``wanted``.
+    """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -146,10 +151,10 @@ def _trace_item(record: dict[str, Any], where: str) -> TraceItem:
 
 @dataclass(frozen=True)
 class SimulatedWorkload:
-    """The requests in the order in which they arrive, ``arrivals`` at one a second, float64 [n]; rates stretch them.
+    """Requests in order of arrival; ``arrivals``: at one per second, float64 [n], which rates stretch.
 
-    ``own_rate``: requests per second as recorded; infinite where all come at once. ``max_tokens``: what the scheduler
-    is told of every output, that it stops by itself before so many; None: how long each is.
+    ``own_rate``: recorded requests per second; infinite if all come at once. ``max_tokens``: what the scheduler is told
+    of every output, which stops by itself before that; None for the exact length.
     """
 
     prompts: Sequence[list[int]]
@@ -163,7 +168,7 @@ class SimulatedWorkload:
         return len(self.prompts)
 
     def at(self, rate: float) -> list[SimulatedRequest]:
-        """Fresh requests arriving at ``rate`` per second; infinite: all at once."""
+        """Return new requests that arrive at ``rate`` per second; infinite means all at once."""
         moments = (self.arrivals / rate).tolist()
         given = zip(self.prompts, self.output_lens, moments, strict=True)
         return [SimulatedRequest(*each, max_tokens=self.max_tokens) for each in given]
@@ -180,14 +185,14 @@ class SimulatedWorkload:
 
 
 def drawn_workload(lengths: LengthDistribution, count: int, seed: int) -> SimulatedWorkload:
-    """``count`` requests with ``lengths``, Poisson arrivals."""
+    """Return ``count`` requests with ``lengths`` and Poisson arrivals."""
     rng = np.random.default_rng(seed)
     pairs = lengths.draw(count, rng)
     return _of_lengths(pairs, np.cumsum(rng.exponential(1.0, count)), math.inf)
 
 
 def traced_workload(items: Sequence[TraceItem]) -> SimulatedWorkload:
-    """Return the requests of a trace, which has its own rate: arrivals less one over the time they span."""
+    """Return the requests of a trace with its own rate: arrivals minus one over the time they span."""
     moments = np.array([item.arrival_seconds for item in items])
     rate = (len(items) - 1) / moments[-1] if moments[-1] > 0 else math.inf
     arrivals = moments * rate if rate < math.inf else moments
@@ -195,5 +200,5 @@ def traced_workload(items: Sequence[TraceItem]) -> SimulatedWorkload:
 
 
 def _of_lengths(pairs: Sequence[tuple[int, int]], arrivals: np.ndarray, own_rate: float) -> SimulatedWorkload:
-    """Only lengths are known, so every token is 0."""
+    """Return requests whose tokens are all 0, since only lengths are known."""
     return SimulatedWorkload([[0] * prompt for prompt, _ in pairs], [out for _, out in pairs], arrivals, own_rate)

@@ -232,6 +232,12 @@ struct Kernels {
     float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes, const ReadAhead* read_ahead);
     void (*read_latents[2])(const LatentArgs&);
     void (*multiply_by_head)(const HeadProductArgs&);
+    // Scores of single tokens, capped and sloped: of row r, (token, head), with token t at partials[r * partial_stride + t].
+    // Tokens that it does not see have what was there. value_dim is 0.
+    void (*see[5])(const AttendArgs&);
+    // Of scores, 16 or a multiple; exponentiate makes each exp(score - max), where none is above max.
+    float (*largest)(const float* scores, int64_t count);
+    void (*exponentiate)(float* scores, int64_t count, float max);
     void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
 };
 

@@ -138,6 +138,7 @@ class Worker {
     };
 
     friend class AttentionJob;
+    friend class WeighJob;
     void plan(std::span<const std::vector<Span>> mini_batches);
     const MiniBatch& mini_batch_at(std::int64_t index) const;
     void prepare(std::int64_t mini_batch, std::int64_t layer, Payload payload);
@@ -146,7 +147,7 @@ class Worker {
     bool idle() const;
     void unwrite(const MiniBatch& mini_batch) const;
     void settle_others();
-    void check_all_done() const;
+    void check_all_done(const std::string& what) const;
 
     KVCache cache_;
     const Kernels& kernels_;

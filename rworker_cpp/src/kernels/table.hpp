@@ -6,6 +6,7 @@
 #include "kernels/head_product.hpp"
 #include "kernels/latents.hpp"
 #include "kernels/score.hpp"
+#include "kernels/seen.hpp"
 
 namespace {
 
@@ -102,7 +103,11 @@ constexpr rworker::Kernels make_kernels(const char* isa) {
             read_all<L>,
             read_pages<L>,
             {read_latents<L, DType::int8>, read_latents<L, DType::int4>},
-            multiply_by_head<L>};
+            multiply_by_head<L>,
+            {see<L, DType::float32>, see<L, DType::float16>, see<L, DType::bfloat16>, see<L, DType::int8>,
+             see<L, DType::int4>},
+            largest<L>,
+            exponentiate<L>};
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The features of planning, each of them one ``Variant``."""
+"""The features of planning; each is a ``Variant``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ VARIANTS: tuple[Variant[Any], ...] = (
     DraftVariant(),
     RankVariant(),
 )
-"""In the order in which they change the planner and print their lines."""
+"""All variants, in the order in which they change the planner and print their lines."""
 
 
 def examine(case: PlanCase) -> tuple[PlanCase, dict[str, Any]]:
-    """Return the case as planned with all features, and the figures of each that was asked for, by its name."""
+    """Return the case planned with all features, and figures of each requested one by its name."""
     found: dict[str, Any] = {}
     for variant in VARIANTS:
         figures = variant.figures(case)

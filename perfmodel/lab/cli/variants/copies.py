@@ -1,4 +1,4 @@
-"""Copies in a plan: what two of each sequence cost, and what a lost R-worker costs with one and with two."""
+"""Copies in a plan: the cost of two per sequence, and of a lost R-worker with one and with two."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.sizing import Plan
 
 RESTART_SECONDS = 60.0
-"""Seconds until a lost R-worker is replaced, as `simulate` takes it unless ``--restart-seconds`` says otherwise."""
+"""Seconds until a lost R-worker is replaced, as in `simulate` without ``--restart-seconds``."""
 
 
 @dataclass(frozen=True)
 class CopiesNeed:
-    """The needs and the yield of a number of copies, which takes ``memory_r_workers`` for memory alone."""
+    """Needs and throughput of a number of copies. ``memory_r_workers``: R-workers for memory alone."""
 
     num_r_workers: int
     memory_r_workers: int
@@ -28,14 +28,14 @@ class CopiesNeed:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """One copy and two beside each other; ``kv_replicas`` is the plan's number.
+    """One copy and two, compared. ``kv_replicas``: the plan's number.
 
-    ``one`` and ``two`` copies; where there is no plan with two, ``lacks`` says why. ``link_growth``: growth of the
-    bytes on the way to R-workers; None if the model is not known. A lost R-worker leaves ``speed_after_loss`` of the
-    speed, None if it was the only one; with one copy ``lost_sequences`` stop until ``recomputed_tokens`` are computed
-    again, which takes the S-worker ``recompute_seconds`` at least; with two copies all these are 0.
-    ``lost_tokens_per_second_at_one_hour``: output tokens that losses cost in a second where each R-worker is lost once
-    an hour in the mean, and replaced after ``RESTART_SECONDS``; with an MTBF of h hours it is one h-th of that.
+    ``one``, ``two``: the plans; ``lacks``: why there is no plan with two. ``link_growth``: growth of the bytes to
+    R-workers; None if the model is unknown. A lost R-worker leaves ``speed_after_loss`` of the speed; None if it was
+    the only one. With one copy, ``lost_sequences`` stop until ``recomputed_tokens`` are recomputed, which takes the
+    S-worker at least ``recompute_seconds``; with two copies these are 0. ``lost_tokens_per_second_at_one_hour``: output
+    tokens per second that losses cost if each R-worker is lost once an hour on average, and replaced after
+    ``RESTART_SECONDS``. An MTBF of h hours costs one h-th of that.
     """
 
     kv_replicas: int
@@ -51,12 +51,12 @@ class ReplicaPlan:
 
 
 class CopyVariant(Variant[ReplicaPlan]):
-    """Two copies of each sequence (``--kv-replicas 2``) beside one."""
+    """Two copies of each sequence (``--kv-replicas 2``), compared with one."""
 
     name = "replicas"
 
     def figures(self, case: PlanCase) -> ReplicaPlan:
-        """Return both plans and the price of a loss."""
+        """Return both plans and the cost of a loss."""
         planner, plan = case.planner, case.plan
         two, lacks = None, None
         try:
@@ -81,7 +81,7 @@ class CopyVariant(Variant[ReplicaPlan]):
         )
 
     def lines(self, case: PlanCase, figures: ReplicaPlan) -> Iterator[Line]:
-        """Yield what two copies cost, and what a loss costs; nothing on one host, which is lost as a whole."""
+        """Yield the cost of two copies, and of a loss; nothing on one host, which is lost as a whole."""
         if case.inputs.one_host:
             return
         yield "copies", _cost(figures)
@@ -93,7 +93,7 @@ class CopyVariant(Variant[ReplicaPlan]):
         )
 
     def s_flags(self, case: PlanCase, figures: ReplicaPlan) -> dict[str, object]:
-        """Return the number of copies where it is not the engine's own."""
+        """Return the number of copies, if it is not the engine's default."""
         return {"--kv-replicas": figures.kv_replicas} if figures.kv_replicas > 1 else {}
 
 
@@ -107,33 +107,33 @@ def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
 
 
 def _lost_sequences(case: PlanCase) -> float:
-    """Return sequences that have a range, or all they cache, on one R-worker."""
+    """Return the sequences with a range, or all of their cache, on one R-worker."""
     in_flight, planner = case.plan.in_flight, case.planner
     ranges = max(1, math.ceil(planner.workload.mean_context / planner.placing.segment_tokens))
     return min(in_flight, in_flight * ranges / case.plan.num_r_workers)
 
 
 def _recomputed_tokens(case: PlanCase) -> float:
-    """Return the tokens that a lost R-worker alone held: a shared prefix is in the others' caches."""
+    """Return the tokens that only a lost R-worker held. A shared prefix is also on the others."""
     workload, plan = case.planner.workload, case.plan
     return plan.in_flight / plan.num_r_workers * (workload.mean_context - workload.shared_prefix_len)
 
 
 def _link_growth(planner: Planner) -> float | None:
-    """Return the part that second copies add to the bytes to and from R-workers; None if these are not known."""
+    """Return the growth of the bytes to and from R-workers by second copies; None if they are unknown."""
     row_bytes = planner.transport.row_bytes
     return planner.storage.copied_bytes / row_bytes if row_bytes else None
 
 
 def _lost_in_an_hour(plan: Plan, recompute_seconds: float, speed_after_loss: float | None) -> float:
-    """Return the output tokens per second that losses cost where each R-worker is lost once an hour."""
+    """Return the output tokens per second that losses cost, if each R-worker is lost once an hour."""
     seconds_of_each = recompute_seconds + RESTART_SECONDS * (1.0 - (speed_after_loss or 0.0))
     losses_per_second = plan.total_r_workers / 3600.0
     return plan.output_tokens_per_second * min(1.0, losses_per_second * seconds_of_each)
 
 
 def _speed_after_loss(case: PlanCase) -> float | None:
-    """Return the part of the tokens per second that one R-worker less gives for the same sequences in flight."""
+    """Return the part of the tokens per second that remains with one R-worker less and the same sequences."""
     if case.plan.num_r_workers == 1:
         return None
     left = case.planner.candidate(case.plan.mini_batch_size, case.plan.num_r_workers - 1)

@@ -1,4 +1,4 @@
-"""Prefill workers in plans and simulations: their flags, their speed, how many a plan wants, and the first token."""
+"""Prefill workers in plans and simulations: flags, speed, how many a plan needs, and the first token."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ AUTOMATIC = -1
 """The number of prefill workers that stands for as many as keep up."""
 
 MOST_BUSY = 0.8
-"""Busy share of the prefill workers that a plan chooses: beyond it prompts wait longer than they take."""
+"""Most busy share of the prefill workers in a plan. Beyond it, prompts wait longer than they take."""
 
 
 def add_prefill_flags(group: Any, automatic: bool) -> None:
-    """Add the flags of prefill workers. ``automatic``: whether their number may be "auto"."""
+    """Add the flags of prefill workers. ``automatic``: allow "auto" as their number."""
     group.add_argument(
         "--num-prefill-workers", type=_auto_count if automatic else _count, metavar="N",
         help="that compute prompts in place of the S-worker (none)" + ("; auto: as many as keep up" * automatic),
@@ -37,9 +37,9 @@ def add_prefill_flags(group: Any, automatic: bool) -> None:
 
 
 def prefill_forecast(args: argparse.Namespace) -> Forecast | None:
-    """Return the speed of prefill workers, None if there are none.
+    """Return the forecast of prefill workers; None without them.
 
-    ConfigError or ProfileError if nothing says how fast they are.
+    Raise ConfigError or ProfileError if their speed is unknown.
     """
     if args.num_prefill_workers is None:
         for name in ("prefill_gpu", "prefill_link"):
@@ -65,7 +65,7 @@ def _measured(args: argparse.Namespace) -> Forecast:
 
 
 def _count(text: str) -> int | None:
-    """Return a whole number; 0 is none."""
+    """Return a whole number; None for 0."""
     if not (text.isascii() and text.isdigit()) or len(text) > 6:
         raise argparse.ArgumentTypeError(f"must be a whole number of prefill workers, not {text!r}")
     return int(text) or None
@@ -77,12 +77,12 @@ def _auto_count(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """The prefill workers of a plan, each prompt on one of them unless said otherwise.
+    """The prefill workers of a plan, with each prompt on one of them by default.
 
-    ``busy``: share of the workers' time at the plan's throughput. ``ttft_seconds``: time to the first token at that
-    load; None where there are too few workers for it. ``ttft_alone_seconds`` and ``ttft_chain_seconds``: that of a
-    prompt that finds all workers free, on one and on the fastest chain, whose parts are ``parts``. ``tbt_seconds``:
-    time between tokens; ``tbt_without_seconds``: that where the S-worker computed the prompts as well.
+    ``busy``: share of the workers' time at the plan's throughput. ``ttft_seconds``: time to first token at that load;
+    None if there are too few workers. ``ttft_alone_seconds``, ``ttft_chain_seconds``: of a prompt that finds all
+    workers free, on one and on the fastest chain, with parts ``parts``. ``tbt_seconds``: time between tokens.
+    ``tbt_without_seconds``: time between tokens if the S-worker computed the prompts too.
     """
 
     num_prefill_workers: int
@@ -103,7 +103,7 @@ class PrefillVariant(Variant[PrefillPlan]):
     name = "prefill"
 
     def figures(self, case: PlanCase) -> PrefillPlan | None:
-        """Return as many workers as were asked for, or as are at most ``MOST_BUSY`` busy."""
+        """Return the requested number of workers, or the fewest that are at most ``MOST_BUSY`` busy."""
         forecast = prefill_forecast(case.args)
         if forecast is None:
             return None
@@ -114,7 +114,7 @@ class PrefillVariant(Variant[PrefillPlan]):
         return _plan(case, forecast.model, None if asked == AUTOMATIC else asked)
 
     def lines(self, case: PlanCase, figures: PrefillPlan) -> Iterator[Line]:
-        """Yield the load of the workers, the time to the first token and the time between tokens."""
+        """Yield the workers' load, the time to first token, and the time between tokens."""
         prompts = f"{figures.prompts_per_second:.3g} prompts/s of {figures.prompt_len} tokens"
         yield "prefill workers", f"{figures.num_prefill_workers}: {prompts} keep them {figures.busy:.0%} busy"
         waits = "grows without end: too few" if figures.ttft_seconds is None else f"{figures.ttft_seconds:.3g} s"
@@ -125,9 +125,9 @@ class PrefillVariant(Variant[PrefillPlan]):
 
 
 def _plan(case: PlanCase, model: PrefillTimes, num_workers: int | None) -> PrefillPlan:
-    """Return prompts that come at random wait for a free worker as in Sakasegawa's approximation of M/D/n.
+    """Return the plan. Prompts arrive at random, and wait as in Sakasegawa's approximation of M/D/n.
 
-    The engine sees that a prompt is done between two steps: half a step is added.
+    The engine notices a computed prompt between two steps, which adds half a step.
     """
     planner, plan = case.planner, case.plan
     workload, tbt_seconds = planner.workload, plan.step_seconds

@@ -1,4 +1,4 @@
-"""Ranges in a plan: whether sequences are cut over several R-workers, and into how many tokens, as the engine does."""
+"""Ranges in a plan: whether sequences are cut over several R-workers, and into how many tokens, as in the engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from fastdecode.core.placing import UNLIMITED
 from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.perfmodel.lab.planner import Planner
 
-UNBOUNDED_BLOCKS = 1 << 40
-"""KV blocks of an R-worker where nothing says how many it has."""
-
 
 @dataclass(frozen=True)
 class RangePlan:
-    """The ranges that a plan needs.
+    """The ranges of a plan.
 
-    ``kv_shard_tokens``: tokens of a range, None if sequences lie on one R-worker each. ``reason``: "time", "memory",
-    "asked for", or "" if there is none. ``s_times``: how many times S time one R-worker would read a sequence of mean
-    length for. ``r_worker_tokens``: cached tokens that one R-worker holds, None if nothing says.
+    ``kv_shard_tokens``: tokens of a range; None if each sequence is on one R-worker. ``reason``: "time", "memory",
+    "asked for", or "" without ranges. ``s_times``: S times in which one R-worker would read a sequence of mean length.
+    ``r_worker_tokens``: cached tokens that one R-worker holds; None if unknown.
     """
 
     kv_shard_tokens: int | None
@@ -51,7 +48,9 @@ class RangeVariant(Variant[RangePlan]):
         asked: int | None = case.args.kv_shard_tokens
         config = EngineConfig(kv_shard_tokens=asked, speculative_config=case.args.speculative_config)
         longest, block_size = math.ceil(planner.workload.seq_len), config.block_size
-        blocks = UNBOUNDED_BLOCKS if math.isinf(capacity) else int(capacity) // block_size
+        # KV blocks of an R-worker if the number is unknown
+        unbounded_blocks = 1 << 40
+        blocks = unbounded_blocks if math.isinf(capacity) else int(capacity) // block_size
         balanced = planner.step_model(count).balanced_kv_tokens_each(case.plan.in_flight)
         chosen = config.placing.chosen(longest, (blocks,) * count, block_size, balanced).segment_tokens
         needed = blocks * block_size < longest
@@ -68,14 +67,14 @@ class RangeVariant(Variant[RangePlan]):
         return RangePlan(chosen if reason else None, reason, longest / max(balanced, 1), held)
 
     def planner(self, case: PlanCase, figures: RangePlan) -> Planner:
-        """Return the planner with what the ranges cost."""
+        """Return the planner with the cost of the ranges."""
         tokens = figures.kv_shard_tokens
         if not tokens:
             return case.planner
         return replace(case.planner, placing=replace(case.planner.placing, segment_tokens=tokens))
 
     def lines(self, case: PlanCase, figures: RangePlan) -> Iterator[Line]:
-        """Yield the length of a range, and why there are any."""
+        """Yield the length of a range, and the reason for ranges."""
         if not figures.kv_shard_tokens:
             return
         longest = f"a sequence of {case.planner.workload.seq_len:g}"
@@ -87,5 +86,5 @@ class RangeVariant(Variant[RangePlan]):
         yield "ranges", f"of {figures.kv_shard_tokens} tokens (--kv-shard-tokens): {why[figures.reason]}"
 
     def s_flags(self, case: PlanCase, figures: RangePlan) -> dict[str, object]:
-        """Return the length of a range, which the engine would choose otherwise without the plan's figures."""
+        """Return the length of a range, which the engine would otherwise choose without the plan's figures."""
         return {"--kv-shard-tokens": figures.kv_shard_tokens} if figures.kv_shard_tokens else {}

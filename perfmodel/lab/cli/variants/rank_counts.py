@@ -1,4 +1,4 @@
-"""Ranks in a plan: one, two and four of them beside each other."""
+"""Ranks in a plan: one, two and four, compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPARED = (1, 2, 4)
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plan of ``tensor_parallel_size`` ranks in short, or in ``lacks`` why there is none (then all else is 0)."""
+    """The plan of ``tensor_parallel_size`` ranks in short, or in ``lacks`` why there is none (all else is then 0)."""
 
     tensor_parallel_size: int
     mini_batch_size: int = 0
@@ -29,15 +29,15 @@ class RankPlan:
 
 
 class RankVariant(Variant[tuple[RankPlan, ...]]):
-    """Ranks that share the model (``--tensor-parallel-size``); the flags choose a mini-batch for each count."""
+    """Ranks that share the model (``--tensor-parallel-size``). The mini-batch is chosen for each count."""
 
     name = "tensor_parallel"
 
     def figures(self, case: PlanCase) -> tuple[RankPlan, ...]:
-        """Return the plans of COMPARED and of what was asked for.
+        """Return the plans of COMPARED and of the requested number.
 
-        There are none unless a GPU and a model are named: then nothing says what other ranks would take. Nor are there
-        on one host, which has the GPUs it has.
+        There are none without a named GPU and model, since nothing else tells the time of other ranks. Nor are there on
+        one host, whose GPUs are fixed.
         """
         args = case.args
         if not (args.gpu and args.model) or args.profile or case.inputs.one_host:
@@ -45,7 +45,7 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
         return tuple(_rank_plan(args, count) for count in sorted({*COMPARED, args.tensor_parallel_size}))
 
     def table(self, case: PlanCase, figures: tuple[RankPlan, ...]) -> Iterator[str]:
-        """Yield a row for each plan; the plan's own is marked."""
+        """Yield a row per plan, with the plan's own marked."""
         if not figures:
             return
         priced = any(row.price_per_million_tokens is not None for row in figures)

@@ -1,4 +1,4 @@
-"""Speculative decoding in plans and simulations: its flags, its costs, and how many R-workers fewer suffice."""
+"""Speculative decoding in plans and simulations: flags, costs, and how many fewer R-workers suffice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastdecode.perfmodel.stages import GpuSPart, MeasuredSPart, SPart
 
 
 def add_speculation_flags(group: Any) -> None:
-    """Add the flags of drafts: how they are made, and how many of them are accepted."""
+    """Add the flags of drafts: the method, and the acceptance."""
     group.add_argument(
         "--speculative-config", type=json_object, default={}, metavar="JSON",
         help='as the engine takes it, such as {"method": "ngram", "num_speculative_tokens": 4} (none)',
@@ -38,11 +38,11 @@ def add_speculation_flags(group: Any) -> None:
 
 
 def read_drafting(args: argparse.Namespace, inputs: PlanInputs | None) -> Drafting | None:
-    """Return the drafts that the flags ask for, None if nothing is drafted.
+    """Return the drafts that the flags ask for; None without drafts.
 
-    ``inputs``: the S-worker and its R-workers, None for a GPU alone.
+    ``inputs``: the S-worker and its R-workers; None for a GPU alone.
 
-    ConfigError names the flag that is missing or cannot stand beside another.
+    A ConfigError names a missing or conflicting flag.
     """
     config = SpeculativeConfig.of(args.speculative_config)
     if config is None:
@@ -59,7 +59,7 @@ def read_drafting(args: argparse.Namespace, inputs: PlanInputs | None) -> Drafti
 
 
 def _target_shape(args: argparse.Namespace) -> ModelShape | None:
-    """None if bare numbers say nothing of it."""
+    """Return the target model's shape; None if only bare numbers are given."""
     if args.model:
         return named_shape(args.model)
     return load_profile(args.profile).shape if args.profile else None
@@ -84,7 +84,7 @@ def _cost(
 
 
 def _draft_s_part(args: argparse.Namespace, s_part: SPart, shape: ModelShape, draft: ModelShape) -> SPart:
-    """Return the draft model's S-part: by its sizes on a named GPU, else the measured times by the weights."""
+    """Return the draft model's S-part: by its sizes on a named GPU, else measured times scaled by weights."""
     if isinstance(s_part, RankSPart):
         rank = _draft_s_part(args, s_part.rank, shape, draft)
         return RankSPart(rank, draft, s_part.group)
@@ -100,10 +100,10 @@ def _draft_s_part(args: argparse.Namespace, s_part: SPart, shape: ModelShape, dr
 class SpeculationPlan:
     """The drafts of a plan.
 
-    With ``num_draft_tokens`` for each sequence and step, ``tokens_per_verification`` come of each verification.
-    ``num_r_workers`` give at least the tokens per second of the plan without drafts, ``saved_r_workers`` fewer than its
-    own, and then ``output_tokens_per_second``. ``gain``: tokens per second of the plan's own R-workers with drafts,
-    ``gain_draft_tokens`` for each, over those without.
+    With ``num_draft_tokens`` per sequence and step, each verification yields ``tokens_per_verification``.
+    ``num_r_workers`` give at least the tokens per second of the plan without drafts: ``saved_r_workers`` fewer, for
+    ``output_tokens_per_second``. ``gain``: tokens per second of the plan's own R-workers with ``gain_draft_tokens``
+    drafts, over those without.
     """
 
     acceptance_rate: float
@@ -150,15 +150,15 @@ class DraftVariant(Variant[SpeculationPlan]):
             yield "", f"with {own} they add no tokens/s"
 
     def s_flags(self, case: PlanCase, figures: SpeculationPlan) -> dict[str, object]:
-        """Return the drafts as they were asked for."""
+        """Return the drafts as requested."""
         return {"--speculative-config": json.dumps(case.args.speculative_config)}
 
 
 def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> SpeculationPlan:
-    """Return the fewest R-workers that suffice and the drafts that make them so few; the fewest drafts of equals.
+    """Return the fewest R-workers that suffice, and the fewest drafts that allow it.
 
-    A verification reads each cache once for all its rows. So the R-part of a token falls nearly by the tokens that come
-    of each, while the S-part has 1 + k rows in place of one.
+    A verification reads each cache once for all its rows. So the R-part per token falls nearly by the tokens per
+    verification, while the S-part has 1 + k rows instead of one.
     """
     in_flight, wanted = plan.in_flight, plan.output_tokens_per_second
     least = planner.memory_r_workers(in_flight)
@@ -167,7 +167,7 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
         return _rate(planner, in_flight, drafting, drafts, count)
 
     def sufficing(drafts: int) -> int:
-        """R-workers, no more than the plan's own."""
+        """Return the R-workers that suffice with ``drafts``, at most the plan's own."""
         return 1 + largest(lambda count: rate(count, drafts) < wanted * (1 - 1e-9), plan.num_r_workers - 1)
 
     def needed(drafts: int) -> int:
@@ -193,10 +193,10 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
 
 
 def _rate(planner: Planner, in_flight: int, drafting: Drafting, drafts: int, num_r_workers: int) -> float:
-    """Output tokens per second."""
+    """Return output tokens per second."""
     tokens = tokens_per_verification(drafts, drafting.acceptance_rate)
     rows, kv_tokens = planner.mean_step(in_flight, num_r_workers)
-    prompt_rows = (rows - in_flight) * tokens  # sequences end, and others begin, as much sooner
+    prompt_rows = (rows - in_flight) * tokens  # sequences end, and others begin, earlier by this factor
     sampled = in_flight * (1 + drafts)
     attended = kv_tokens * (1 + drafting.row_share * drafts)
     rows = prompt_rows + sampled

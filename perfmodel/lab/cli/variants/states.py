@@ -1,4 +1,4 @@
-"""Who keeps the states of recurrent layers in a plan: R-workers, or the S-worker, and what either gives."""
+"""Which side keeps recurrent states in a plan, R-workers or the S-worker, and the effect of either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Varian
 
 @dataclass(frozen=True)
 class StatesNeed:
-    """The needs and the yield of states on one side; ``link_bytes_per_token``: of all layers, both directions."""
+    """Needs and throughput with states on one side. ``link_bytes_per_token``: of all layers, both directions."""
 
     num_r_workers: int
     in_flight: int
@@ -24,10 +24,10 @@ class StatesNeed:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """States on R-workers beside those with the S-worker; ``state_on`` is the plan's side, "r" or "s".
+    """States on R-workers and on the S-worker, compared. ``state_on``: the plan's side, "r" or "s".
 
-    ``r`` and ``s``: None if there is no such plan, of which ``lacks`` says why. ``s_worker_states``: for so many the
-    S-worker has memory; None if that is not known, or where R-workers keep them.
+    ``r``, ``s``: None if there is no such plan; ``lacks`` says why. ``s_worker_states``: states that fit the S-worker's
+    memory; None if unknown, or if R-workers keep them.
     """
 
     state_on: str
@@ -38,7 +38,7 @@ class StatePlan:
 
 
 class StateVariant(Variant[StatePlan]):
-    """Who keeps states (``--state-on``)."""
+    """The side that keeps states (``--state-on``)."""
 
     name = "states"
 
@@ -61,7 +61,7 @@ class StateVariant(Variant[StatePlan]):
         )
 
     def lines(self, case: PlanCase, figures: StatePlan) -> Iterator[Line]:
-        """Yield who keeps states, and what the other side would give."""
+        """Yield which side keeps states, and the figures of the other side."""
         sides = {"r": ("on R-workers", figures.r), "s": ("with the S-worker", figures.s)}
         other = "r" if figures.state_on == "s" else "s"
         (own_name, own), (other_name, rest) = sides[figures.state_on], sides[other]
@@ -81,7 +81,7 @@ class StateVariant(Variant[StatePlan]):
             yield "", "(what would be: an engine runs models with recurrent layers on a CPU alone so far)"
 
     def s_flags(self, case: PlanCase, figures: StatePlan) -> dict[str, object]:
-        """Return the side where it is not the engine's own, and the memory that was asked for."""
+        """Return the side, if it is not the engine's default, and the requested memory."""
         if figures.state_on == "r":
             return {}
         memory = case.args.state_memory

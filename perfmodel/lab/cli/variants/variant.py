@@ -1,4 +1,4 @@
-"""One command line of ``fastdecode plan``, and the interface of a feature that it may ask for."""
+"""One command line of ``fastdecode plan``, and the interface of its features."""
 
 from __future__ import annotations
 
@@ -22,29 +22,21 @@ from fastdecode.perfmodel.service import DEFAULT_TPOT_SECONDS, NO_LIMITS, Servic
 from fastdecode.perfmodel.sizing import Plan
 
 USUAL_MINI_BATCHES = 2
-"""Mini-batches that take turns unless another number gives clearly more: the paper's."""
-
-WORTH_DOUBLING = 1.25
-"""The factor by which twice the R-workers must give more within the limits."""
-
-STEP_DOUBLING = 1.1
-"""The factor by which twice the R-workers must shorten steps that are too long for the limits."""
+"""The paper's number of mini-batches, kept unless another gives clearly more."""
 
 BY_LIMITS = "limits"
-"""The cause of a plan's number of R-workers where users' times want more than keep up with the S-worker."""
+"""The reason of a plan's number of R-workers if users' times need more than keep up with the S-worker."""
 
-USUAL_BONUS = 1.05
-"""The factor by which another number of mini-batches must give more."""
 
 Line = tuple[str, str]
-"""A line of the printed plan: its name and its text."""
+"""A line of the printed plan: name and text."""
 
 Figures = TypeVar("Figures")
 
 
 @dataclass(frozen=True)
 class PlanCase:
-    """The flags of a command line, the machine and workload that they describe, and the plan for these."""
+    """The flags of a command line, its machine and workload, and the plan for them."""
 
     args: argparse.Namespace
     inputs: PlanInputs
@@ -53,9 +45,9 @@ class PlanCase:
 
     @staticmethod
     def of(args: argparse.Namespace) -> PlanCase:
-        """Read the flags and plan; ConfigError or ProfileError for bad flags, PlanError if no plan can be.
+        """Read the flags and plan. Raise ConfigError or ProfileError for bad flags, PlanError if there is no plan.
 
-        Among several ways to plan, one that keeps to the limits wins, and then the one of most worth.
+        Among several plans, one within the limits wins, and then the one with most worth.
         """
         args = with_enough_gpus(args)
         cases: list[PlanCase] = []
@@ -69,7 +61,7 @@ class PlanCase:
             raise errors[0]
         best = max(cases, key=PlanCase._merit)
         asked = argparse.Namespace(**vars(best.args) | {"num_mini_batches": args.num_mini_batches})
-        return replace(best, args=asked)  # features that plan anew choose their own number
+        return replace(best, args=asked)  # features that plan again choose their own number
 
     @staticmethod
     def _as_asked(args: argparse.Namespace) -> PlanCase:
@@ -85,8 +77,10 @@ class PlanCase:
         return PlanCase(args, inputs, inputs.planner.plan(size), limits)
 
     def _with_more_r_workers(self) -> PlanCase:
-        """Double the R-workers while that gives clearly more within the limits: shorter R-parts leave users' time for a
-        larger batch, where R-workers that only keep up with the S-worker do not."""
+        """Double the R-workers while that gives clearly more within the limits.
+
+        Shorter R-parts leave time for a larger batch, which R-workers that only keep up with the S-worker do not.
+        """
         best = self
         while True:
             count = 2 * best.plan.num_r_workers
@@ -101,30 +95,33 @@ class PlanCase:
 
     @property
     def keeps_limits(self) -> bool:
-        """True if the plan's time per token and time to the first token are within the limits."""
+        """True if the plan's time per token and time to first token are within the limits."""
         return self.limits.kept_by(self.plan.step_seconds, self.plan.ttft_seconds)
 
     def _merit(self) -> tuple[bool, float]:
-        """Order plans: two mini-batches, the paper's number, stay unless another number gives clearly more. Of plans
-        that cannot keep to the limits the fastest one counts."""
+        """Return a sort key of plans. Two mini-batches win unless another number gives clearly more.
+
+        If no plan meets the limits, the fastest wins.
+        """
         if not self.keeps_limits:
             return False, 1.0 / self.plan.step_seconds
-        return True, self.worth * (USUAL_BONUS if self.plan.num_mini_batches == USUAL_MINI_BATCHES else 1.0)
+        # Factor by which another number of mini-batches must give more
+        usual_bonus = 1.05
+        return True, self.worth * (usual_bonus if self.plan.num_mini_batches == USUAL_MINI_BATCHES else 1.0)
 
     @property
     def worth(self) -> float:
-        """By which this case is compared with one of other flags: output tokens for a unit of money, where prices are
-        known, else per second."""
+        """The measure for comparing cases: output tokens per unit of money, or per second without prices."""
         price = self.plan.price_per_million_tokens
         return 1.0 / price if price else self.plan.output_tokens_per_second
 
     @property
     def planner(self) -> Planner:
-        """The planner that made the plan."""
+        """The planner of the plan."""
         return self.inputs.planner
 
     def with_planner(self, planner: Planner) -> PlanCase:
-        """Return this case as ``planner`` plans it, for the same mini-batch size."""
+        """Return this case planned by ``planner``, with the same mini-batch size."""
         if planner is self.planner:
             return self
         plan = planner.plan(self.plan.mini_batch_size)
@@ -134,30 +131,34 @@ class PlanCase:
 
 
 def _helps(more: PlanCase, best: PlanCase) -> bool:
-    """Return whether twice the R-workers bring a plan within its limits, or clearly nearer, or give clearly more."""
+    """Return whether twice the R-workers bring a plan within, or nearer to, its limits, or give clearly more."""
+    # Factor by which twice the R-workers must shorten steps that exceed the limits
+    step_doubling = 1.1
     if not best.keeps_limits:
-        return more.keeps_limits or more.plan.step_seconds * STEP_DOUBLING < best.plan.step_seconds
-    return more.keeps_limits and more.worth > WORTH_DOUBLING * best.worth
+        return more.keeps_limits or more.plan.step_seconds * step_doubling < best.plan.step_seconds
+    # Factor by which twice the R-workers must give more within the limits
+    worth_doubling = 1.25
+    return more.keeps_limits and more.worth > worth_doubling * best.worth
 
 
 class Variant(Generic[Figures]):
-    """A feature of planning. ``name`` is the key of its figures in the JSON of a plan.
+    """A feature of planning. ``name``: the key of its figures in a plan's JSON.
 
-    ``figures`` alone is needed: the dataclass, or the tuple of them, that the other methods take.
+    Only ``figures`` is required. It returns the dataclass, or a tuple of them, that the other methods take.
     """
 
     name: str
 
     def figures(self, case: PlanCase) -> Figures | None:
-        """Return what the feature needs and gives; None if it was not asked for."""
+        """Return what the feature needs and gives; None if it was not requested."""
         raise NotImplementedError
 
     def planner(self, case: PlanCase, figures: Figures) -> Planner:
-        """Return the planner with what the feature costs: the case's own unless the feature changes it."""
+        """Return the planner with the cost of the feature: the case's own, unless the feature changes it."""
         return case.planner
 
     def lines(self, case: PlanCase, figures: Figures) -> Iterator[Line]:
-        """Yield the lines that stand below the plan's figures."""
+        """Yield the lines below the plan's figures."""
         return iter(())
 
     def table(self, case: PlanCase, figures: Figures) -> Iterator[str]:
@@ -165,17 +166,17 @@ class Variant(Generic[Figures]):
         return iter(())
 
     def s_flags(self, case: PlanCase, figures: Figures) -> Mapping[str, object]:
-        """Return the S-worker's flags, with values, that turn the feature on: ``--emit`` writes them."""
+        """Return the S-worker's flags, with values, that turn the feature on, for ``--emit``."""
         return {}
 
 
 def as_json(figures: Any) -> Any:
-    """Return the figures of a variant as a JSON object, or as an array of them."""
+    """Return a variant's figures as a JSON object, or as an array of them."""
     return asdict(figures) if is_dataclass(figures) and not isinstance(figures, type) else [asdict(f) for f in figures]
 
 
 def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the flags with the fewest GPUs, a power of two, that hold the weights, where no number was given."""
+    """Return the flags with the fewest GPUs, a power of two, that hold the weights, if no number was given."""
     if args.tensor_parallel_size is not None:
         return args
     number = 1
@@ -185,7 +186,7 @@ def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def service_limits(args: argparse.Namespace) -> ServiceLimits:
-    """Return the limits that the flags set; 100 ms per token unless another flag says how many sequences run."""
+    """Return the limits in the flags: 100 ms per token unless another flag sets the number of sequences."""
     sized = args.mini_batch_size is not None or args.latency_limit is not None
     tpot = math.inf if sized else DEFAULT_TPOT_SECONDS
     if args.tpot is not None:
@@ -194,8 +195,7 @@ def service_limits(args: argparse.Namespace) -> ServiceLimits:
 
 
 def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The flags with each number of mini-batches, and each of the sides that may multiply K and V of latents, or keep
-    states."""
+    """Yield the flags with each number of mini-batches, and each side for latent absorption and for states."""
     for number in _mini_batch_counts(args):
         counted = argparse.Namespace(**vars(args) | {"num_mini_batches": number})
         for each in _absorptions(counted):
@@ -206,7 +206,10 @@ def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def _mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
-    """As asked; else the paper's two, and where the plan chooses the batch also one and three."""
+    """Return the requested number of mini-batches; else the paper's two.
+
+    If the plan chooses the batch, one and three are tried too.
+    """
     if args.num_mini_batches is not None:
         return (args.num_mini_batches,)
     sized = args.mini_batch_size is not None or args.latency_limit is not None or args.tpot == math.inf
@@ -214,14 +217,14 @@ def _mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _knows_states_here(args: argparse.Namespace) -> bool:
-    """Return whether what is named, or measured, has the time of states that the S-worker keeps."""
+    """Return whether the named or measured machine has times of states on the S-worker."""
     if args.profile:
         return any(point.kind == "state" and point.r_worker == HERE for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).state)
 
 
 def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yield the flags with each of the sides that may multiply K and V of latents, the S-worker first."""
+    """Yield the flags with each side for latent absorption, the S-worker first."""
     is_open = args.latent_absorption == "auto"
     yield argparse.Namespace(**vars(args) | ({"latent_absorption": "s"} if is_open else {}))
     if is_open and _knows_both(args):  # asked once the flags have proven right
@@ -229,14 +232,17 @@ def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def _knows_both(args: argparse.Namespace) -> bool:
-    """Return whether what is named, or measured, has the times of either side."""
+    """Return whether the named or measured machine has times of both sides."""
     if args.profile:
         return any(point.kind == "absorbing" for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)
 
 
 def _mini_batch_size(args: argparse.Namespace, search: BatchSearch, limits: ServiceLimits) -> int:
-    """As asked; else the largest within the limits, up to the knee of E(B); the smallest where none is within them."""
+    """Return the requested batch; else the largest within the limits, up to the knee of E(B).
+
+    If none is within the limits, return the smallest.
+    """
     if args.mini_batch_size is not None:
         return int(args.mini_batch_size)
     most = None if args.latency_limit is None else search.largest_mini_batch(args.latency_limit)

@@ -1,0 +1,117 @@
+"""Twenty documents, one answer: which of them does it rest on?
+
+``python examples/which_document.py "$(fastdecode get-model)"``: a chat model's folder, then the picture's file.
+R-workers compute attention beside the cache, so they can tell where each token of an answer looked.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from fastdecode import LLM, SamplingParams
+
+# %% Twenty documents, as a retriever would find them.
+FACTS = [
+    ("Aurora", "The bakery Aurora in Turku opens at 6 and is known for its cardamom buns."),
+    ("Bramble", "Bramble is a bicycle workshop in Leeds that repairs old hub gears."),
+    ("Cobalt", "The research ship Cobalt left Bergen with a crew of 31."),
+    ("Dunlin", "Dunlin is a lighthouse whose lamp was replaced in 1994."),
+    ("Ember", "The theatre Ember in Ghent seats 212 people."),
+    ("Fennel", "Fennel is a village choir that sings on Thursdays."),
+    ("Granite", "The quarry Granite near Ulm closed after a flood in 2003."),
+    ("Harbour", "The hotel Harbour in Porto has a garden on its roof."),
+    ("Indigo", "Indigo is a dye works whose owner is Marta Lindqvist."),
+    ("Juniper", "The mountain hut Juniper is open from June to September."),
+    ("Kestrel", "Kestrel is a night train from Vienna to Zagreb."),
+    ("Lantern", "The bookshop Lantern in Galway sells maps and sea charts."),
+    ("Meadow", "Meadow is a school garden with 40 beehives."),
+    ("Nimbus", "The observatory Nimbus in Jena has a mirror of 2 metres."),
+    ("Orchard", "Orchard is a cider mill that was built in 1887."),
+    ("Pebble", "The ferry Pebble crosses the fjord in 12 minutes."),
+    ("Quartz", "Quartz is a watchmaker in Besançon who teaches apprentices."),
+    ("Raven", "The museum Raven in Riga shows old printing presses."),
+    ("Sable", "Sable is a violin that was made in Cremona in 1721."),
+    ("Thistle", "The tea room Thistle in Perth bakes scones with nettles."),
+]
+QUESTION = "Who is the owner of the dye works Indigo? Answer in one sentence."
+DOCUMENTS = [f"Document {number}: {text}\n" for number, (_, text) in enumerate(FACTS, 1)]
+
+
+# %% The conversation as tokens, and which document each token is of; -1: of none.
+def read_prompt(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the prompt's tokens and the document of each."""
+    messages = [{"role": "user", "content": f"{''.join(DOCUMENTS)}\n{QUESTION}"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    first = text.index(DOCUMENTS[0])
+    ends = list(accumulate(map(len, DOCUMENTS), initial=first))
+    numbers = [bisect_right(ends, begin) - 1 for begin, _ in encoded["offset_mapping"]]
+    return encoded["input_ids"], [number if number < len(DOCUMENTS) else -1 for number in numbers]
+
+
+# %% Blocks of one token, all of them, so that each share goes to the document it is of.
+def shares_of(sources: Sequence[Sequence[Any]], documents: Sequence[int]) -> np.ndarray:
+    """Return each answer token's share for each document, float64 [tokens, documents]; of all documents together 1."""
+    shares = np.zeros((len(sources), len(DOCUMENTS)))
+    for row, blocks in zip(shares, sources, strict=True):
+        for block in blocks:
+            if block.first < len(documents) and documents[block.first] >= 0:
+                row[documents[block.first]] += block.weight
+    return shares / shares.sum(1, keepdims=True)
+
+
+# %% A strip per answer token, and the mean of all as bars.
+def draw(shares: np.ndarray, words: Sequence[str], path: str) -> None:
+    """Draw the shares of all documents; matplotlib comes with ``pip install 'fastdecode[plot]'``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (bars, strip) = pyplot.subplots(
+        2, 1, figsize=(9, 1.9 + 0.24 * len(words)), sharex=True, height_ratios=[1.5, 0.24 * len(words)],
+        layout="constrained",
+    )  # fmt: skip
+    mean = shares.mean(0)
+    bars.bar(range(len(mean)), mean, color=["#d97f1f" if each == mean.max() else "#2f6db3" for each in mean])
+    bars.set_ylabel("mean share")
+    bars.set_title("Which documents the answer looked at")
+    bars.spines[["top", "right"]].set_visible(False)
+    strip.imshow(shares, aspect="auto", cmap="Blues", vmin=0)
+    strip.set_yticks(range(len(words)), words, fontsize=8)
+    strip.set_xticks(range(len(mean)), [f"{n} {name}" for n, (name, _) in enumerate(FACTS, 1)], rotation=60, ha="right")
+    figure.savefig(path, dpi=130)
+
+
+# %% Ask, and tell.
+def main(model: str, path: str) -> None:
+    with LLM(model, dtype="float32", max_model_len=2048, kv_cache_memory="256MiB") as llm:
+        token_ids, documents = read_prompt(llm.get_tokenizer())
+        params = SamplingParams(temperature=0, max_tokens=24, attention_sources=1024, attention_source_block=1)
+        (output,) = llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
+        answer = output.outputs[0]
+        words = [repr(llm.get_tokenizer().decode([token]))[1:-1] for token in answer.token_ids]
+    shares = shares_of(answer.attention_sources, documents)
+    draw(shares, words, path)
+    lengths = np.bincount(np.array([each for each in documents if each >= 0]), minlength=len(DOCUMENTS))
+    print(f"{QUESTION}\n{answer.text.strip()}\n\n share  × length  document")
+    for number in np.argsort(-shares.mean(0)):
+        share = shares.mean(0)[number]
+        print(f"{share:6.1%}  {share * lengths.sum() / lengths[number]:8.2f}  {DOCUMENTS[number].strip()}")
+    print(f"\ndrawn in {path}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("no end within 5 minutes: see `fastdecode doctor`"))
+    signal.alarm(300)
+    if not sys.argv[1:]:
+        sys.exit("give a chat model's folder, as that which `fastdecode get-model` prints")
+    main(sys.argv[1], (*sys.argv[2:], "which_document.png")[0])
+    signal.alarm(0)

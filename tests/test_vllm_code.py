@@ -1,0 +1,151 @@
+"""vLLM's model code as the S-part (``make test-vllm``): the tokens are transformers', and packed ones vLLM's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import latent_zoo, model_zoo, packed_weights, r_workers
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+
+vllm = pytest.importorskip("vllm", reason="`make test-vllm` makes an environment with vLLM")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "dtype": "float32"}
+SETTINGS |= {"s_threads": 1, "r_threads": 1, "kv_cache_memory": "64MiB", "block_size": 16, "model_impl": "vllm"}
+
+MODELS = ("llama-gqa", "qwen3", "qwen3_moe", "gemma2", "mistral", "gpt_oss", "deepseek_v3")
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"num_mini_batches": 2},
+    "ranges": {"kv_shard_tokens": 512, "r_workers": "inproc:2"},
+    "two copies": {"kv_replicas": 2, "r_workers": "inproc:2"},
+    "preemption": {"kv_cache_memory": "1MiB", "max_model_len": 720, "schedule": "stall-free"},
+    "small steps": {"max_num_batched_tokens": 24, "max_num_seqs": 16},
+    "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+}
+NUM_PACKED = 64
+"""Sequences whose tokens are held against vLLM's own."""
+
+
+class Zoo:
+    """Tiny random models in folders, with what transformers generates from eight prompts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[str, tuple[Path, list[list[int]]]] = {}
+
+    def __getitem__(self, name: str) -> tuple[Path, list[list[int]]]:
+        if name not in self._found:
+            zoo: Any = latent_zoo if name.startswith("deepseek") else model_zoo
+            model = zoo.build_model(name, max_position_embeddings=2048, tie_word_embeddings=name == "gemma2")
+            path = self._folder / name
+            model.save_pretrained(path)
+            self._found[name] = path, model_zoo.generate(model, prompts()).tokens
+        return self._found[name]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(model_zoo.VOCABULARY, (each,), generator=generator).tolist() for each in latent_zoo.LENGTHS]
+
+
+def generate(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": list(text)} for text in texts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_transformers(name: str, way: str, zoo: Zoo) -> None:
+    """Twice, so that prefixes are found the second time."""
+    folder, wanted = zoo[name]
+    with LLM(str(folder), **SETTINGS | WAYS[way]) as llm:
+        assert generate(llm, prompts()) == wanted
+        assert generate(llm, prompts()) == wanted
+        statistics = llm.engine.scheduler.statistics
+    assert statistics.prefix_hit_tokens > 0 or way == "preemption"
+    assert (statistics.preemptions > 0) == (way == "preemption")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_killed_r_worker_costs_no_token(name: str, zoo: Zoo) -> None:
+    folder, wanted = zoo[name]
+    with LLM(str(folder), **SETTINGS | {"r_workers": "spawn:2"}) as llm:
+        engine, tokens, victim = llm.engine, {}, r_workers.spawned_pids(llm)[1]
+        for number, prompt in enumerate(prompts()):
+            engine.add_request(str(number), prompt, GREEDY)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if victim and sum(map(len, tokens.values())) > 100:
+                os.kill(victim, signal.SIGKILL)
+                victim = 0
+        assert not victim and [tokens[number] for number in range(len(wanted))] == wanted
+
+
+def test_r_workers_absorb_latents(zoo: Zoo) -> None:
+    folder, wanted = zoo["deepseek_v3"]
+    with LLM(str(folder), **SETTINGS | {"latent_absorption": "r"}) as llm:
+        assert generate(llm, prompts()) == wanted
+
+
+def test_the_first_layers_draft(zoo: Zoo) -> None:
+    folder, wanted = zoo["llama-gqa"]
+    drafts = {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 2}
+    with LLM(str(folder), **SETTINGS | {"speculative_config": drafts}) as llm:
+        assert generate(llm, prompts()) == wanted
+
+
+@pytest.mark.parametrize("kind", packed_weights.FORMATS)
+def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 95 % of the tokens of 64 sequences: attention is computed in another order of additions."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    model_zoo.build_model("llama-gqa", **sizes).bfloat16().save_pretrained(tmp_path / "plain")
+    folder = str(packed_weights.pack(tmp_path / "plain", kind, tmp_path / kind))
+    texts = [[(7 * place + 31 * number) % 500 for place in range(4 + number)] for number in range(NUM_PACKED)]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    with LLM(folder, **SETTINGS | {"dtype": "bfloat16", "max_model_len": 512}) as llm:
+        ours = generate(llm, texts, params)
+    theirs = vllm.LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=512)
+    own = vllm.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    wanted = [
+        list(each.outputs[0].token_ids) for each in theirs.generate([{"prompt_token_ids": t} for t in texts], own)
+    ]
+    pairs = [pair for both in zip(ours, wanted, strict=True) for pair in zip(*both, strict=True)]
+    assert sum(one == other for one, other in pairs) >= 0.95 * len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_modules": ["a=nowhere"]}, "lora_modules: merge the adapter into a checkpoint first, or leave"),
+        ({"quantization": "int8"}, "quantization: vLLM multiplies a packed checkpoint as it is packed, or leave"),
+        ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and llama has none"),
+    ],
+)
+def test_what_is_not_done_there_is_one_clear_line(settings: dict[str, Any], message: str, zoo: Zoo) -> None:
+    with pytest.raises((ConfigError, ModelLoadError), match=message):
+        LLM(str(zoo["llama-gqa"][0]), **SETTINGS | settings)
+
+
+def test_layers_of_another_class_are_named(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 16}
+    transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="has layers of vLLM's class MambaMixer, of which only Attention"):
+        LLM(str(tmp_path), **SETTINGS)
