@@ -105,8 +105,13 @@ def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
     raise RuntimeError("llama.cpp gave no result: " + (done.stderr + done.stdout)[-1500:])
 
 
-def ways_of(peer: str, plain: str, scratch: Path, shape: Shape, running: ExitStack) -> dict[str, Rate]:
-    """Return ours and the peer's ways by name, each ready to decode."""
+def ways_of(
+    peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], running: ExitStack
+) -> dict[str, Rate]:
+    """Return ours and the peer's ways by name, each ready to decode.
+
+    ``caches``: dtypes of the peer's cache beside int8 weights.
+    """
     python = str(PEERS / peer / "bin" / "python")
     ours: dict[str, Any] = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
     engines = {"int8": (sys.executable, "fastdecode", shape, ours | INT8)}
@@ -115,7 +120,7 @@ def ways_of(peer: str, plain: str, scratch: Path, shape: Shape, running: ExitSta
         w8a8 = write_w8a8(plain, scratch / "w8a8")
         engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
         engines[f"{peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
-        for cache in ("auto", "fp8"):
+        for cache in caches or ["auto", "fp8"]:
             settings = theirs | {"model": w8a8, "kv_cache_dtype": cache}
             engines[f"{peer} W8A8, cache {cache}"] = (python, "vllm", shape, settings)
     found: dict[str, Rate] = {}
@@ -129,15 +134,15 @@ def ways_of(peer: str, plain: str, scratch: Path, shape: Shape, running: ExitSta
             print(f"{name} does not run: {str(error).splitlines()[-1][:200]}", flush=True)
     if peer == "llama":
         gguf = write_gguf(plain, scratch / "model.gguf")
-        for cache in ("q8_0", "f16"):
+        for cache in caches or ["q8_0", "f16"]:
             found[f"llama Q8_0, cache {cache}"] = partial(llama_rate, gguf, shape, cache)
     return found
 
 
-def compare(peer: str, plain: str, scratch: Path, shape: Shape, rounds: int) -> None:
+def compare(peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], rounds: int) -> None:
     """Print medians, spreads and ratios."""
     with ExitStack() as running:
-        ways = ways_of(peer, plain, scratch, shape, running)
+        ways = ways_of(peer, plain, scratch, shape, caches, running)
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, rate in ways.items():
@@ -165,13 +170,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="sequences (64)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256], help="prompt tokens (256)")
     parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence in a turn (16)")
+    parser.add_argument("--caches", nargs="+", default=[], help="the peer's cache dtypes (auto fp8; q8_0 f16)")
     parser.add_argument("--rounds", type=int, default=3, help="(3)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         plain = args.model or saved(args.kv_heads, args.layers, Path(scratch) / "plain")
         for context in args.contexts:
             shape = Shape(plain, args.rows, context, args.steps, args.rounds)
-            compare(args.peer, plain, Path(scratch), shape, args.rounds)
+            compare(args.peer, plain, Path(scratch), shape, args.caches, args.rounds)
 
 
 def saved(kv_heads: int, layers: int, folder: Path) -> str:
