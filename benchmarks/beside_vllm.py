@@ -106,7 +106,7 @@ def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
 
 
 def ways_of(
-    peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], running: ExitStack
+    peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], is_eager: bool, running: ExitStack
 ) -> dict[str, Rate]:
     """Return ours and the peer's ways by name, each ready to decode.
 
@@ -116,7 +116,7 @@ def ways_of(
     ours: dict[str, Any] = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
     engines = {"int8": (sys.executable, "fastdecode", shape, ours | INT8)}
     if peer != "llama":
-        theirs = {"dtype": "bfloat16"}
+        theirs = {"dtype": "bfloat16", "enforce_eager": is_eager}
         w8a8 = write_w8a8(plain, scratch / "w8a8")
         engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
         engines[f"{peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
@@ -139,10 +139,10 @@ def ways_of(
     return found
 
 
-def compare(peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], rounds: int) -> None:
+def compare(peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], is_eager: bool, rounds: int) -> None:
     """Print medians, spreads and ratios."""
     with ExitStack() as running:
-        ways = ways_of(peer, plain, scratch, shape, caches, running)
+        ways = ways_of(peer, plain, scratch, shape, caches, is_eager, running)
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, rate in ways.items():
@@ -171,13 +171,14 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256], help="prompt tokens (256)")
     parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence in a turn (16)")
     parser.add_argument("--caches", nargs="+", default=[], help="the peer's cache dtypes (auto fp8; q8_0 f16)")
+    parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile, which takes a minute")
     parser.add_argument("--rounds", type=int, default=3, help="(3)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         plain = args.model or saved(args.kv_heads, args.layers, Path(scratch) / "plain")
         for context in args.contexts:
             shape = Shape(plain, args.rows, context, args.steps, args.rounds)
-            compare(args.peer, plain, Path(scratch), shape, args.caches, args.rounds)
+            compare(args.peer, plain, Path(scratch), shape, args.caches, args.eager, args.rounds)
 
 
 def saved(kv_heads: int, layers: int, folder: Path) -> str:
