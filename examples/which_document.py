@@ -41,13 +41,14 @@ FACTS = [
     ("Thistle", "The tea room Thistle in Perth bakes scones with nettles."),
 ]
 QUESTION = "Who is the owner of the dye works Indigo? Answer in one sentence."
+GREETING = "Say good morning, and nothing else."
 DOCUMENTS = [f"Document {number}: {text}\n" for number, (_, text) in enumerate(FACTS, 1)]
 
 
 # %% The conversation as tokens, and which document each token is of; -1: of none.
-def read_prompt(tokenizer: Any) -> tuple[list[int], list[int]]:
+def read_prompt(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
     """Return the prompt's tokens and the document of each."""
-    messages = [{"role": "user", "content": f"{''.join(DOCUMENTS)}\n{QUESTION}"}]
+    messages = [{"role": "user", "content": f"{''.join(DOCUMENTS)}\n{question}"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     first = text.index(DOCUMENTS[0])
@@ -67,6 +68,17 @@ def shares_of(sources: Sequence[Sequence[Any]], documents: Sequence[int]) -> np.
     return shares / shares.sum(1, keepdims=True)
 
 
+# %% Models look at some places by habit, such as the first. A greeting shows the habit, which is taken off.
+def ask(llm: LLM, question: str) -> tuple[str, list[str], np.ndarray]:
+    """Return the answer, its tokens' texts, and each token's shares."""
+    token_ids, documents = read_prompt(llm.get_tokenizer(), question)
+    params = SamplingParams(temperature=0, max_tokens=24, attention_sources=1024, attention_source_block=1)
+    (output,) = llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
+    answer = output.outputs[0]
+    words = [repr(llm.get_tokenizer().decode([token]))[1:-1] for token in answer.token_ids]
+    return answer.text.strip(), words, shares_of(answer.attention_sources, documents)
+
+
 # %% A strip per answer token, and the mean of all as bars.
 def draw(shares: np.ndarray, words: Sequence[str], path: str) -> None:
     """Draw the shares of all documents; matplotlib comes with ``pip install 'fastdecode[plot]'``."""
@@ -81,10 +93,10 @@ def draw(shares: np.ndarray, words: Sequence[str], path: str) -> None:
     )  # fmt: skip
     mean = shares.mean(0)
     bars.bar(range(len(mean)), mean, color=["#d97f1f" if each == mean.max() else "#2f6db3" for each in mean])
-    bars.set_ylabel("mean share")
+    bars.set_ylabel("mean share\nabove habit")
     bars.set_title("Which documents the answer looked at")
     bars.spines[["top", "right"]].set_visible(False)
-    strip.imshow(shares, aspect="auto", cmap="Blues", vmin=0)
+    strip.imshow(shares.clip(0), aspect="auto", cmap="Blues", vmin=0)
     strip.set_yticks(range(len(words)), words, fontsize=8)
     strip.set_xticks(range(len(mean)), [f"{n} {name}" for n, (name, _) in enumerate(FACTS, 1)], rotation=60, ha="right")
     figure.savefig(path, dpi=130)
@@ -93,18 +105,13 @@ def draw(shares: np.ndarray, words: Sequence[str], path: str) -> None:
 # %% Ask, and tell.
 def main(model: str, path: str) -> None:
     with LLM(model, dtype="float32", max_model_len=2048, kv_cache_memory="256MiB") as llm:
-        token_ids, documents = read_prompt(llm.get_tokenizer())
-        params = SamplingParams(temperature=0, max_tokens=24, attention_sources=1024, attention_source_block=1)
-        (output,) = llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
-        answer = output.outputs[0]
-        words = [repr(llm.get_tokenizer().decode([token]))[1:-1] for token in answer.token_ids]
-    shares = shares_of(answer.attention_sources, documents)
-    draw(shares, words, path)
-    lengths = np.bincount(np.array([each for each in documents if each >= 0]), minlength=len(DOCUMENTS))
-    print(f"{QUESTION}\n{answer.text.strip()}\n\n share  × length  document")
-    for number in np.argsort(-shares.mean(0)):
-        share = shares.mean(0)[number]
-        print(f"{share:6.1%}  {share * lengths.sum() / lengths[number]:8.2f}  {DOCUMENTS[number].strip()}")
+        _, _, habit = ask(llm, GREETING)
+        text, words, shares = ask(llm, QUESTION)
+    above = shares - habit.mean(0)
+    draw(above, words, path)
+    print(f"{QUESTION}\n{text}\n\n share  above habit  document")
+    for number in np.argsort(-above.mean(0)):
+        print(f"{shares.mean(0)[number]:6.1%}  {above.mean(0)[number]:+11.1%}  {DOCUMENTS[number].strip()}")
     print(f"\ndrawn in {path}")
 
 

@@ -163,7 +163,8 @@ class SessionRun:
         return self._frame(Kind.IMPORT, messages.IMPORT.pack(self._id(), self._piece()[0], tokens, num_bytes))
 
     def _data(self) -> list[bytes]:
-        incoming = self._session._incoming
+        door = self._session._move_door
+        incoming = door._incoming if door else None
         left = incoming.data.nbytes - incoming.filled if incoming else 8
         if self._provider.ConsumeIntInRange(0, 3) == 0:
             left = self._provider.ConsumeIntInRange(0, left + 8)

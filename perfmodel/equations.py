@@ -82,11 +82,13 @@ def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: fl
 
 
 def default_interval_steps(in_flight: float, output_len: float) -> int:
-    """Return F: a 32nd of a sequence's steps, or more if a micro-batch would hold less than one sequence."""
-    # Default number of micro-batches in flight: the peak load is then 1/32 above the mean (the paper's F = 32 of S =
-    # 1024)
-    intervals_per_sequence = 32
-    return max(round(output_len / intervals_per_sequence), math.ceil(output_len / in_flight), 1)
+    """Return F, about a 32nd of a sequence's steps, such that whole sequences start together: S·M/B.
+
+    A fraction of a sequence cannot start, and the next whole number would promise more sequences than are in flight.
+    """
+    intervals_per_sequence = 32  # the peak load is then 1/32 above the mean (the paper's F = 32 of S = 1024)
+    together = max(1, round(in_flight / intervals_per_sequence))
+    return max(1, round(output_len * together / in_flight))
 
 
 def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:

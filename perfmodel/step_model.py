@@ -18,12 +18,12 @@ NO_TRANSPORT = Transport()
 
 @dataclass(frozen=True)
 class StepModel:
-    """Answers ``StepTime(tokens, kv_tokens)``. Sequences are spread evenly over R-workers and mini-batches.
+    r"""Answers ``StepTime(tokens, kv_tokens)``. Sequences are spread evenly over R-workers and mini-batches.
 
     ::
 
         k = 2     S-worker  |A0|B0|A1|B1| … |An|Bn|      one layer of all k mini-batches takes the longest of
-                  link         \A0\B0\A1\ … \Bn\         k·S, k·R, k·hop  (a stage is always busy)
+                  link         \\A0\\B0\\A1\\ … \\Bn\\         k·S, k·R, k·hop  (a stage is always busy)
                   R-worker      |A0|B0|A1| … |Bn|        S + trip + R     (a mini-batch waits for its own o)
                                          fill ┘  └ drain
 
@@ -160,7 +160,7 @@ class StepModel:
 
 
 class MeasuredStepTime:
-    """Answers ``StepTime`` from measured steps: linear in between, and the last line extended."""
+    r"""Answers ``StepTime`` from measured steps: linear in between, and the last line extended."""
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
         """``tokens``: ascending, at least two. ``seconds``: of steps with so many rows and no cached tokens."""

@@ -1,7 +1,7 @@
 """The calculator's tables, which the planner itself writes when the site is built (docs/calculator.md).
 
 A table has one entry for each combination of the choices in ``AXES``; nothing lies between them, so an entry is what
-`fastdecode plan` prints for the same flags, and the page needs none of the equations.
+`fastdecode plan` prints for the same flags. The page plans other models itself, with the figures of ``plan_data``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import itertools
 import json
 from collections.abc import Mapping
 from functools import cache
+from itertools import filterfalse
 from typing import Any
+
+import plan_data
 
 from fastdecode.cli.main import build_parser
 from fastdecode.core.errors import PlanError
@@ -49,10 +52,12 @@ Entry = dict[str, Any]
 
 
 def tables() -> dict[str, str]:
-    """Return a script for each model, which enters its table, and one for the choices, by their file names."""
+    """Return scripts by their file names: the choices, the figures of the page's equations, and a table of each model
+    that the equations do not know."""
     names = {"models": MODELS, "axes": AXES}
     scripts = {"choices.js": f"window.planChoices = {json.dumps(names)};\n"}
-    for model in MODELS:
+    scripts["data.js"] = plan_data.script(MODELS, AXES["weights"], _parser())
+    for model in filterfalse(plan_data.is_plain, MODELS):
         entries = json.dumps(table(model), separators=(",", ":"))
         scripts[f"{model}.js"] = f"(window.planTables ??= {{}})[{json.dumps(model)}] = {entries};\n"
     return scripts

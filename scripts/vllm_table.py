@@ -5,10 +5,11 @@ The page has what is refused or taken with a difference; the site has all settin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastdecode.api.from_vllm import OF_BATCHES, OF_ENGINES, OF_SERVERS
+from fastdecode.api.from_vllm import MEMBERS, NAMES, OF_BATCHES, OF_ENGINES, OF_SERVERS
 from fastdecode.api.vllm.environment import INSTEAD
 from fastdecode.api.vllm.environment import TAKEN as VARIABLES
 from fastdecode.api.vllm.foreign import Foreign
@@ -25,7 +26,10 @@ HEAD = "| setting or flag of vLLM | here | note |\n|---|---|---|\n"
 
 
 def main() -> None:
-    """Write the page with today's table."""
+    """Write the page with today's lists, or print all with ``--all``."""
+    if "--all" in sys.argv:
+        print(full())
+        return
     PAGE.write_text(rendered(PAGE.read_text("utf-8")), "utf-8")
 
 
@@ -48,8 +52,18 @@ FULL_HEAD = """# All of vLLM's settings
 
 
 def full() -> str:
-    """Return a page of all settings, flags and variables."""
-    return FULL_HEAD + HEAD + "\n".join(f"| {' | '.join(row)} |" for row in _rows()) + "\n"
+    """Return a page of all settings, flags and variables, and of names that are not there."""
+    lists = {"Imports that are refused": NAMES, "Methods of `LLM` that are not there": MEMBERS}
+    missing = (f"\n## {title}\n\n" + _list(names) for title, names in lists.items())
+    return FULL_HEAD + _table() + "".join(missing)
+
+
+def _list(names: dict[str, str]) -> str:
+    return "".join(f"- `{name}`: {text}\n" for name, text in sorted(names.items()))
+
+
+def _table() -> str:
+    return HEAD + "\n".join(f"| {' | '.join(row)} |" for row in _rows()) + "\n"
 
 
 def _rows() -> Iterator[tuple[str, str, str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -170,3 +172,22 @@ def test_chats_of_a_batch_file_take_the_template(llm: LLM, folder: str, tmp_path
     for question, output in zip(QUESTIONS[:2], llm.chat(CHATS[:2], GREEDY, use_tqdm=False), strict=True):
         assert answers[question]["choices"][0]["message"]["content"] == output.outputs[0].text
         assert answers[question]["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+
+
+@pytest.mark.thorough
+def test_an_answer_rests_on_the_document_that_says_it(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example finds it among twenty, and ``--show-sources`` prints a line per token."""
+    example = runpy.run_path(str(SCRIPT.parents[1] / "examples" / "which_document.py"))
+    example["main"](folder, str(tmp_path / "which.png"))
+    printed = capsys.readouterr().out
+    assert "Marta Lindqvist" in printed.split("\n\n")[0]
+    first = printed.split("above habit  document\n")[1].splitlines()[0]
+    assert "Document 9: Indigo is a dye works" in first
+    assert (tmp_path / "which.png").stat().st_size > 20_000
+    flags = ["--dtype", "float32", "--device", "cpu", "--max-tokens", "3", "--temperature", "0", "--show-sources", "2"]
+    flags += ["--kv-cache-memory", "64MiB", "--max-model-len", "256", "--chat", "Say yes."]
+    assert main(["generate", "--model", folder, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert all(re.search(r"\d+% \d+-\d+ '.*  +\d+% ", line) for line in lines), lines

@@ -139,7 +139,7 @@ def test_listening_workers_have_their_own_settings(spec: str) -> None:
     config = EngineConfig(r_workers=spec)
     assert config.r_worker_spec == WorkerSpec("tcp", 1 + spec.count(","), tuple(spec.split(",")))
     for settings in ({"kv_cache_memory": "1GiB"}, {"r_threads": 1}, {"r_cores": "0"}):
-        with pytest.raises(ConfigError, match=r"give it to `fastdecode r-worker`"):
+        with pytest.raises(ConfigError, match=r"to `fastdecode r-worker`"):
             EngineConfig(r_workers=spec, **settings)
 
 
@@ -266,7 +266,7 @@ def test_there_is_room_for_the_ranges_of_a_longest_sequence(
     check_room(config, longest, LAYOUT, workers)
     held = {None: 1664, 512: 2176, 1024: 1184}[range_tokens]
     check_room(config, held, LAYOUT, workers)
-    with pytest.raises(CapacityError, match=f"all {len(blocks)} of them too little for its ranges"):
+    with pytest.raises(CapacityError, match=f"all {len(blocks)} together have too little for its ranges"):
         check_room(config, held + 1, LAYOUT, workers)
 
 
@@ -275,7 +275,7 @@ def test_there_is_room_for_the_ranges_of_a_longest_sequence(
     [
         ({"kv_shard_tokens": 3000}, "512 times a power of two, not 3000; nearest are 2048 and 4096"),
         ({"kv_shard_tokens": 100}, "not 100; nearest are 512 and 1024"),
-        ({"kv_shard_tokens": 512, "schedule": "hybrid"}, "schedule hybrid stands for .* in one piece"),
+        ({"kv_shard_tokens": 512, "schedule": "hybrid"}, "schedule hybrid imitates .* in one piece"),
     ],
 )  # fmt: skip
 def test_ranges_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -107,7 +107,7 @@ def test_an_idle_engine_sees_them_come_and_go(folder: Path) -> None:
 
 
 def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path) -> None:
-    """Less silence than the limit is survived; after more its sequences go on elsewhere, and it comes back as another.
+    """An R-worker survives short silence; after a long one its sequences continue elsewhere, and it joins again.
 
     The limit is far above what a loaded machine delays a signal or a heartbeat by.
     """

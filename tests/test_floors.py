@@ -14,7 +14,7 @@ from helpers.modules import ROOT, Module, modules, read_module, sources, trees
 FLOORS = [
     {"", "core", "kinds", "api", "drafting.speculative_config"},
     {"scheduler", "perfmodel", "perfmodel.lab.planner", "_rworker", "_sworker"}
-    | {"perfmodel.lab.gpu_only", "perfmodel.lab.draft_times", "perfmodel.lab.cache_room"},
+    | {"perfmodel.lab.gpu_only", "perfmodel.lab.draft_times", "perfmodel.lab.cache_room", "perfmodel.lab.step_mix"},
     {"cycle"},
     {"sworker", "cluster", "perfmodel.lab.simulate"},
     {"engine", "tensor_parallel", "prefills", "drafting"} | {"journal"} | {"api.request", "api.text"},

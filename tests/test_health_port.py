@@ -135,7 +135,7 @@ def test_a_worker_that_leaves_starts_or_hangs_is_not_healthy(port: HealthPort, m
     vitals.is_ready = True
     monkeypatch.setattr(vitals_module, "STUCK_SECONDS", -1.0)
     status, text = ask(place, "/health")
-    assert status == 503 and "its main loop has not come round" in text
+    assert status == 503 and "its main loop has been stuck" in text
     assert metrics(place)["healthy"] == 0
 
 

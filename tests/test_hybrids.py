@@ -15,10 +15,11 @@ from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
 from helpers.tiny_hybrids import random_prompts, save_with_texts
+from transformers import AutoConfig
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.errors import CapacityError, ConfigError, UnsupportedModelError
+from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.engine.compose.backends import pool_layout
 from fastdecode.engine.compose.ways import check_ways
@@ -265,6 +266,8 @@ def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved
         ("qwen3_next", "drain", {"r_workers": "inproc:2", "num_mini_batches": 2}),
         ("lfm2", "", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
         ("minimax", "", {"kv_replicas": 2, "r_workers": "inproc:2"}),
+        ("falcon_h1", "kill", {"r_workers": "spawn:3"}),
+        ("jamba", "", {}),
     ],
 )
 def test_drafts_of_the_first_layers_leave_their_states_as_they_were(
@@ -272,7 +275,8 @@ def test_drafts_of_the_first_layers_leave_their_states_as_they_were(
 ) -> None:
     """In every step, so that most are refused; each pass is a step that is abandoned."""
     folder, expected = saved(model_type)
-    drafts = {"method": "early_exit", "num_speculative_tokens": 3, "num_layers": 2}
+    num_layers = AutoConfig.from_pretrained(folder).num_hidden_layers // 2  # some call attention twice
+    drafts = {"method": "early_exit", "num_speculative_tokens": 3, "num_layers": num_layers}
     with make_llm(folder, speculative_config=drafts, **settings) as llm:
         always_draft(llm.engine)
         assert run_until_gone(llm, ending) == expected
@@ -306,10 +310,13 @@ def test_drafts_of_the_first_layers_keep_states_of_16_bits(saved: Any) -> None:
         assert generated(llm) == expected
 
 
-def test_early_exit_says_where_layers_cannot_be_told_apart(saved: Any) -> None:
-    drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 1}
-    with pytest.raises(UnsupportedModelError, match="early_exit finds no list of"):
-        make_llm(saved("falcon_h1")[0], speculative_config=drafts)
+def test_early_exit_says_how_many_layers_there_are(saved: Any) -> None:
+    """Layers are counted, not their calls."""
+    folder, _ = saved("falcon_h1")
+    most = AutoConfig.from_pretrained(folder).num_hidden_layers
+    drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": most}
+    with pytest.raises(ConfigError, match=f"num_layers must be from 1 to {most - 1} for this model"):
+        make_llm(folder, speculative_config=drafts)
 
 
 def window(width: int) -> Recurrent:

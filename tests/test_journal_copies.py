@@ -59,7 +59,7 @@ def test_a_journal_is_for_its_session() -> None:
     lease.leave(worker, is_broken=True)
     assert lease.open(hello("second"), make) is worker and lease.kept_of == "model first"
     lease.leave(worker, is_broken=False)
-    with pytest.raises(LeaseError, match="it keeps what session a has here"):
+    with pytest.raises(LeaseError, match="it keeps the caches of session a"):
         lease.open(hello("third", name="b"), make)
     worker = lease.open(hello("third", model="another "), make)
     assert lease.journal.data == b"abc" and not lease.goes_on
@@ -243,7 +243,7 @@ def test_a_kept_session_opens_without_one_that_is_lost(
     ("settings", "message"),
     [
         ({}, "journal: r-workers keep it as long as the session's sequences: give --session and --keep-session"),
-        ({"keep_session": 9.0}, "keep_session: what R-workers keep is found by --session: give one"),
+        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences under the name that --session gives: give one"),
         (
             {"keep_session": 9.0, "session": "a", "r_workers": "localhost:1", "tensor_parallel_size": 2},
             "keep none with tensor",

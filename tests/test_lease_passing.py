@@ -75,7 +75,7 @@ def test_one_without_heartbeats_gives_way(key_file: Path, security: str | None) 
         end = time.monotonic() + PATIENCE_SECONDS
         found = asks_until(lambda: time.monotonic() < end, lambda: backend(address, key_file, security, waits=True))
         assert found and works(found[0])
-        with pytest.raises(SupersededError, match="session goes on with"):
+        with pytest.raises(SupersededError, match="session continues with"):
             works(first)
         first.close()
         found[0].close()
@@ -100,7 +100,7 @@ def test_one_opens_without_an_r_worker_that_is_gone(
         assert found and [(info.name, info.kept_of) for info in found[1]] == [(address, "first")]
         assert works(found[0])
         found[0].close()
-    assert f"R-worker {lost} is lost" in caplog.text and "the others go on without it" in caplog.text
+    assert f"R-worker {lost} is lost" in caplog.text and "the others continue without it" in caplog.text
 
 
 def test_what_one_took_that_did_not_get_all_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Models and ports are the tests' own (SMALL), and hosts are this one.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -236,3 +237,28 @@ def test_a_program_runs(program: str, chat_model: str, capsys: pytest.CaptureFix
     assert small in text and "max_tokens=4" in text
     exec(compile(text, "the page's program", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
+
+
+def test_the_readme_s_table_is_what_plan_says(tmp_path: Path) -> None:
+    """Whoever changes plans writes the new figures into the README's first table."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    card = ["--gpu", "rtx-4090", "--cpu", "ryzen-9950x", "--prompt-len", "122880", "--seq-len", "131072"]
+    home = planned_json([*card, "--tpot", "400"], tmp_path)
+    assert home["gpu_only"]["max_batch_size"] == 0
+    speed = home["output_tokens_per_second"]
+    assert f"of 128K tokens, which the card alone cannot hold, at {speed:.0f} tokens/s" in readme
+    hosts = ["--gpu", "a100", "--cpu", "epyc-9654", "--link", "100Gb", "--prompt-len", "14336", "--seq-len", "16384"]
+    plan = planned_json([*hosts, "--tpot", "200"], tmp_path)
+    alone = plan["gpu_only"]
+    ratio = plan["output_tokens_per_second"] / alone["output_tokens_per_second"]
+    counts = (
+        f"{plan['users']} users of 16K tokens in place of {alone['max_batch_size']}, and {ratio:.1f} × the tokens/s"
+    )
+    assert counts in readme and plan["num_hosts"] == 6
+
+
+def planned_json(words: list[str], folder: Path) -> dict[str, Any]:
+    """Return the figures of a plan of Llama-3-8B."""
+    file = folder / "plan.json"
+    assert main(["plan", "--model", "llama-3-8b", *words, "--output-json", str(file)]) == 0
+    return dict(json.loads(file.read_text("utf-8")))

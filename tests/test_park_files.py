@@ -149,11 +149,11 @@ def test_cache_lists_verifies_and_drops(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["cache", "verify", str(tmp_path)]) == 0
     paths[1].rename(wrong := tmp_path / paths[1].name.replace("cdcd", "cdce"))
     assert main(["cache", "verify", str(tmp_path), wrong.name]) == 1
-    assert "it is another chain's file" in capsys.readouterr().out
+    assert "this file belongs to another prefix" in capsys.readouterr().out
     assert main(["cache", "ls", str(tmp_path)]) == 0
-    assert "another chain's" in capsys.readouterr().out
+    assert "another prefix" in capsys.readouterr().out
     assert main(["cache", "drop", str(tmp_path)]) == 2 and main(["cache", "drop", str(tmp_path), "x"]) == 2
-    assert "has no chain x" in capsys.readouterr().err
+    assert "has no file x" in capsys.readouterr().err
     assert main(["cache", "drop", str(tmp_path), "--unused", "1000"]) == 0
     assert not paths[0].exists() and wrong.exists()
     assert main(["cache", "drop", str(tmp_path), "--all"]) == 0 and not wrong.exists()

@@ -245,11 +245,9 @@ def test_a_request_that_leaves_while_its_prefix_is_read(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"park_dir": "x", "kv_replicas": 2}, "kv_replicas=2"),
-        ({"park_dir": "x", "kv_shard_tokens": 512}, "kv_shard_tokens=512"),
         ({"park_dir": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"park_dir": "x", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
-        ({"park_dir": "x", "r_workers": "127.0.0.1:1"}, "park_dir: R-workers that this process does not start"),
+        ({"park_dir": "x", "r_workers": "127.0.0.1:1"}, "park_dir: this process does not start these R-workers"),
         ({"park_after": 5.0}, "park_after: there is no folder to park in"),
         ({"park_bytes": "1GiB"}, "park_bytes: there is no folder to park in"),
         ({"park_dir": "x", "park_after": -1.0}, "park_after must be 0 to"),

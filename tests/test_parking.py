@@ -265,11 +265,11 @@ def test_frames_about_parking_that_an_r_worker_refuses(tmp_path: Path) -> None:
         backend.open(LAYOUT)
         [worker] = backend.workers
         for kind, body, reason in (
-            (Kind.WAKE, WAKE.pack(1, 1, 2, HASHES[0]), "has not said of which model" if park else "has no place here"),
-            (Kind.PARK, encode_park(1, 1, CHAIN, ()), "has not said of which model" if park else "has no place here"),
-            (Kind.WAKE, b"x", "WAKE: 1 bytes" if park else "has no place here"),
-            (Kind.WAKE, WAKE.pack(1001, 1, 2, HASHES[0]), "patience of 1001 ms" if park else "has no place here"),
-            (Kind.CHAINS, b"", "has no place here"),
+            (Kind.WAKE, WAKE.pack(1, 1, 2, HASHES[0]), "has not said of which model" if park else "does not take"),
+            (Kind.PARK, encode_park(1, 1, CHAIN, ()), "has not said of which model" if park else "does not take"),
+            (Kind.WAKE, b"x", "WAKE: 1 bytes" if park else "does not take"),
+            (Kind.WAKE, WAKE.pack(1001, 1, 2, HASHES[0]), "patience of 1001 ms" if park else "does not take"),
+            (Kind.CHAINS, b"", "does not take"),
         ):
             with pytest.raises((ValueError, BackendError), match=reason):
                 worker.calls.ask(kind, body, Kind.PARKED, decode_parked)

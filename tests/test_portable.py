@@ -60,5 +60,5 @@ def test_it_serves_over_tcp(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("program")
 def test_cores_are_refused_where_no_process_is_bound_to_them() -> None:
-    with pytest.raises(RuntimeError, match="leave --cores away"), r_workers.listening("--cores", "0"):
+    with pytest.raises(RuntimeError, match="leave --cores out"), r_workers.listening("--cores", "0"):
         pass

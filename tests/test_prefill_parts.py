@@ -384,7 +384,7 @@ def test_early_rows_are_counted_and_limited() -> None:
     for job_id, start in ((1, 0), (2, 0), (1, 2)):
         early.keep(job_id, 0, start, (rows, rows))
     assert early.num_bytes == 6 * rows.nbytes
-    with pytest.raises(FrameError, match="job 3, which was not announced"):
+    with pytest.raises(FrameError, match="KV of unannounced job 3"):
         early.keep(3, 0, 0, (rows, rows))
     assert [start for _, start, _ in early.take(1)] == [0, 2]
     assert early.num_bytes == 2 * rows.nbytes and early.take(3) == []

@@ -361,7 +361,7 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
         assert "the plan does not have" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v, mini_batch=1))
         assert "the plan does not have" in refusal(lambda: conversation.send(Kind.PAYLOAD, q, k, v, layer=99))
         assert "was not announced" in refusal(lambda: conversation.send(Kind.DATA, b"123"))
-        assert "no place here" in refusal(lambda: conversation.send(Kind.HELLO, HELLO))
+        assert "does not take" in refusal(lambda: conversation.send(Kind.HELLO, HELLO))
         assert "24 at most" in refusal(lambda: conversation.send(Kind.EXPORT, bytes(25)))
         assert "not 32" in refusal(lambda: conversation.send(Kind.IMPORT, bytes(9)))
         assert "PLAN" in refusal(lambda: conversation.send(Kind.PLAN, bytes(9)))
@@ -396,7 +396,7 @@ def test_no_plan_comes_before_the_weights_of_latents_which_are_checked() -> None
         with pytest.raises(BackendError, match="K and V of layer 0 did not come yet"):
             backend.begin_step(plan)
         head = FIRST_HEAD.pack(2)
-        assert "multiplies none here" in answer(head, rows[2:], layer=1)
+        assert "multiplies no weights" in answer(head, rows[2:], layer=1)
         assert "are no heads" in answer(head[:7], rows[2:])
         assert "are no heads" in answer(head, bytes(9))
         assert "are no heads" in answer(head, np.ones((5, 20, 16), np.float32))

@@ -28,7 +28,7 @@ NOT_TAKEN = sorted(REFUSED.keys() - set(CompletionRequest.__struct_fields__))
 LONG_GRAMMAR = "start: " + " | ".join(f'"word{number}"' for number in range(2500))
 """More alternatives than llguidance follows, which it says at the first token."""
 
-IDLE = "idle: free memory goes back"
+IDLE = "idle: returning free memory"
 
 POST = b"POST /v1/completions HTTP/1.1\r\n"
 

@@ -176,7 +176,7 @@ def store_and_ask(start: Start) -> None:
         while server.request(f"/v1/responses/{behind.id}")[0] == 200:
             time.sleep(0.01)
         for path, body, message in (
-            ("/v1/chat/completions", None, "a GET goes on with a stream: send Last-Event-ID"),
+            ("/v1/chat/completions", None, "a GET resumes a stream: send Last-Event-ID"),
             ("/v1/responses", {"input": "x", "background": True, "store": False}, "background needs store: true"),
         ):
             assert message in refused(server, "POST" if body else "GET", path, 400, body)

@@ -51,14 +51,14 @@ def test_a_lease_goes_to_the_heir_with_the_next_epoch() -> None:
     worker = lease.open(hello(), make)
     assert (lease.epoch, lease.goes_on) == (1, False)
     lease.leave(worker, is_broken=True)
-    with pytest.raises(LeaseError, match="it keeps what session a has here, for 60 s at most") as refused:
+    with pytest.raises(LeaseError, match="it keeps the caches of session a, for 60 s at most") as refused:
         lease.open(hello(name="b"), make)
     assert refused.value.kind == "busy"
-    with pytest.raises(LeaseError, match="it keeps what session a"):
+    with pytest.raises(LeaseError, match="it keeps the caches of session a"):
         lease.open(Hello("host:2", contract.LAYOUT, 16), make)
     assert lease.open(hello("first", fingerprint="second"), make) is worker
     assert (lease.epoch, lease.goes_on) == (2, True)
-    with pytest.raises(LeaseError, match=r"session a went on with host:1: epoch 2, not 1") as refused:
+    with pytest.raises(LeaseError, match=r"session a was continued by host:1: epoch 2, not 1") as refused:
         lease.open(hello("", epoch=1), make)
     assert refused.value.kind == "superseded"
     lease.leave(worker, is_broken=False)  # which says BYE: nothing is kept
@@ -135,7 +135,7 @@ def test_what_is_held_is_read_as_it_was_said() -> None:
         [0, 1, 3, 1, 0],
         [0, 1, -1, 1, 0],
     ):
-        with pytest.raises(FrameError, match=r"HELD: number [01] is no sequence that an R-worker can hold"):
+        with pytest.raises(FrameError, match=r"HELD: entry [01] is no sequence that an R-worker can hold"):
             leases.decode_held(np.array(numbers, "<i8").tobytes(), 3, 16)
 
 
@@ -187,8 +187,8 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
     [
         ({"session": "a"}, "session: R-workers at host:port outlive an S-worker, and r_workers is inproc"),
         ({"session": ""}, "session must be a name of at most 200 characters, not ''"),
-        ({"keep_session": 9.0}, "keep_session: what R-workers keep is found by --session: give one"),
-        ({"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"}, "is found by --journal: give one"),
+        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences under the name that --session gives: give one"),
+        ({"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"}, "the name that --journal gives: give one"),
         ({"keep_session": -1.0}, "keep_session must be 0 to 86400 seconds, not -1.0"),
         (
             {
@@ -198,7 +198,7 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
                 "journal": "j",
                 "enable_prefix_caching": False,
             },
-            "keep_session works with enable_prefix_caching so far",
+            "keep_session needs enable_prefix_caching",
         ),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_killed_s_worker_goes_on_with_what_was_kept(addresses: str, undisturbe
     process = job.start_session()
     _, err = process.communicate()
     assert process.returncode == 0, err
-    kept = [int(count) for count in re.findall(r"has kept ([0-9]+) tokens of the session, which goes on", err)]
+    kept = [int(count) for count in re.findall(r"has kept ([0-9]+) tokens of the session, which continues", err)]
     assert sum(kept) >= known > 0, err
     assert job.answers() == undisturbed
 
@@ -323,5 +323,5 @@ def test_of_two_s_workers_one_goes_on(addresses: str, tmp_path: Path) -> None:
     _, err = first.communicate(timeout=90)
     assert first.returncode == 1 and re.search("session (goes|s went) on with", err), err
     _, err = second.communicate()
-    assert second.returncode == 0 and "is taken over" in err, err
+    assert second.returncode == 0 and "takes it over" in err, err
     assert len(job.answers()) == len(rows())

@@ -112,13 +112,34 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert known, f"{place}: {target}"
 
 
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them of plain words."""
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    titles = (title.lower() for title in re.findall(r"^#+ (.*)$", prose, re.MULTILINE))
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip()) for title in titles}
+
+
+def test_anchors_of_links_are_headings() -> None:
+    pages = [*(ROOT / place for place in site_pages.PAGES), *(ROOT / "docs").rglob("*.md")]
+    wrong = [
+        f"{page.name}: {target}#{anchor}"
+        for page in pages
+        for target, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", page.read_text("utf-8"))
+        if anchor not in anchors((page.parent / target if target else page).read_text("utf-8"))
+    ]
+    assert wrong == []
+
+
 def test_messages_of_the_errors_page_are_the_program_s() -> None:
     """Each piece between two … stands in its source, where texts over several lines are joined."""
     page = (ROOT / "docs" / "errors.md").read_text("utf-8")
     folders = (ROOT / name for name in ("fastdecode", "sworker", "cluster", "perfmodel"))
     sources = (each.read_text("utf-8") for folder in folders for each in folder.rglob("*.py"))
     program = "\n".join(re.sub(r'"\s*\n\s*f?"', "", text) for text in sources)
-    for message in re.findall(r"^\| `([^`]*)` \| [^|]*\.\s?.*\|$", page, re.MULTILINE):
+    assert not re.search(r"^\| message", page, re.MULTILINE)
+    messages = re.findall(r"^- `([^`]*)`: .*$", page, re.MULTILINE)
+    assert len(messages) > 60
+    for message in messages:
         lost = [piece for piece in message.split("…") if piece.strip() not in program]
         assert not lost, f"{message}: {lost}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -139,6 +140,20 @@ def test_a_request_goes_on_with_sources_after_preemption_and_hits(llama: tuple[A
         again = run(llm, [[*prompts[0], 7]], replace(ALL, max_tokens=2))
     for output in [*outputs, *again]:
         assert_equal(model, output, [0, 1, 2])
+
+
+@pytest.mark.slow
+def test_sources_over_tcp(llama: tuple[Any, Path]) -> None:
+    """Two listening R-workers, a sequence in ranges over both."""
+    model, folder = llama
+    with contextlib.ExitStack() as stack:
+        addresses = [stack.enter_context(r_workers.listening())[1] for _ in range(2)]
+        hosts = ",".join(addresses)
+        settings = {"device": "cpu", "skip_tokenizer_init": True, "s_threads": 1, "max_model_len": 2048}
+        settings |= {"r_workers": hosts, "kv_shard_tokens": 512}
+        llm = stack.enter_context(LLM(str(folder), **settings))
+        (output,) = run(llm, [long_prompt(1300)], replace(ALL, max_tokens=4))
+    assert_equal(model, output, [0, 1, 2])
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60
 
 
 def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="standby: what is to go on is found by --journal: give one"):
+    with pytest.raises(ConfigError, match="standby: it continues a session that --journal names: give one"):
         EngineConfig(stands_by=True, session="a", r_workers="localhost:1")
     assert main(["serve", "--standby", "a", "--session", "b"]) == 2
     assert "--session 'b' and --standby 'a': give one" in capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_a_standby_of_ranks_takes_over(tmp_path: Path, way: str, ranks: tuple[in
         client.read(second.url)
         _, whole = second.request("/v1/completions", asked)
         log = second.log.read_text()
-    assert client.ended and ("tokens of the session, which goes on" in log) == (ranks[0] == ranks[1]), log
+    assert client.ended and ("tokens of the session, which continues" in log) == (ranks[0] == ranks[1]), log
     assert (
         "".join(choice["text"] for event in client.events for choice in event["choices"]) == whole["choices"][0]["text"]
     )

@@ -272,7 +272,7 @@ def test_a_pair_does_what_an_r_worker_does() -> None:
         pool.abandon_step()
     report = pools.step([[], []], [[(release, name, 0, 0) for name in (1, 2, 3)], []])
     assert pools.paired.blocks_used == 0 == sum(paired.num_blocks - each.blocks_free for each in report.workers)
-    with pytest.raises(BackendError, match="are not of a sequence whose states are with the S-worker"):
+    with pytest.raises(BackendError, match="do not fit a sequence whose states the S-worker keeps"):
         pools.paired.import_(0, 7, 1, np.zeros(3, np.uint8))
     for pool in (pools.whole, pools.paired):
         pool.close()

@@ -217,7 +217,7 @@ def test_unlike_r_workers_are_named_and_can_be_made_alike(
             best = backend.open(LAYOUT)[0].isa
             backend.close()
         assert f"R-workers attend in different arithmetic ({best} on {free}, scalar on {forced})" in caplog.text
-        assert "--uniform-arithmetic scalar makes all take one" in caplog.text
+        assert "--uniform-arithmetic scalar makes all use one" in caplog.text
         caplog.clear()
         backend = TcpBackend([free, forced], 16)
         assert [info.isa for info in backend.open(replace(LAYOUT, isa="scalar"))] == ["scalar"] * 2

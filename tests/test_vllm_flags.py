@@ -85,7 +85,7 @@ REFUSED = {
     "serve m --headless --nnodes 1": "headless: other hosts run R-workers",
     "serve m --kv-cache-dtype fp8": "fp8 is not there: int8 takes as many bytes",
     "serve m --kv-cache-dtype fp8_e4m3 --calculate-kv-scales": "int8 takes as many bytes",
-    "serve m --quantization fp8": "leave it away",
+    "serve m --quantization fp8": "leave it out",
     "serve m -q awq": "packed checkpoints and GGUF are unpacked",
     'serve m --kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'': "prefill_workers",
     "serve m --kv-transfer-config.kv_connector NixlConnector": "kv_transfer_config: give prefill_workers",

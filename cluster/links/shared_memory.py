@@ -154,7 +154,7 @@ class StreamChannel(PartChannel):
         part_seconds = 5.0
         while len(view):
             if not self._poll.poll(part_seconds * 1000):
-                raise ConnectionError(f"a frame that it began did not go on within {part_seconds:g} s")
+                raise ConnectionError(f"a frame that it began did not continue within {part_seconds:g} s")
             try:
                 received = self._socket.recv_into(view)
             except OSError as error:

@@ -28,8 +28,8 @@ class Arithmetic:
         self.of_merges = "scalar" if set(self._isas) == {"scalar"} else "auto"
         if len(self._isas) > max(before, 1):
             logger.warning(
-                "R-workers attend in different arithmetic (%s): on another one a sequence may get other tokens; "
-                "--uniform-arithmetic %s makes all take one",
+                "R-workers attend in different arithmetic (%s): a sequence that moves may get other tokens; "
+                "--uniform-arithmetic %s makes all use one",
                 ", ".join(f"{isa} on {name}" for isa, name in self._isas.items()),
                 best_common_isa(self._isas),
             )

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import methodcaller
 from typing import TypeVar
 
@@ -137,7 +138,7 @@ class PoolBackend(PoolMembers):
             waits = [(at, self._unless_lost(asked[at].part.worker, methodcaller("weigh", asked[at]))) for at in turn]
             for at, wait in waits:
                 if wait is not None:
-                    answers[at] = self._unless_lost(asked[at].part.worker, lambda _, wait=wait: wait())
+                    answers[at] = self._unless_lost(asked[at].part.worker, partial(_answered, wait))
         return answers
 
     def _unless_lost(self, index: int, ask: Callable[[PoolWorker], Answer]) -> Answer | None:
@@ -171,7 +172,7 @@ class PoolBackend(PoolMembers):
         self._expect(gone)
         if self._is_empty:
             raise self._none_left(f"{error}, and no other R-worker is left") from error
-        logger.warning("%s; its sequences go on from second copies, or are computed again on the others", error)
+        logger.warning("%s; its sequences continue from second copies, or are computed again on the others", error)
         for rows in self._rows:
             rows.lose(index)
 
@@ -188,6 +189,11 @@ class PoolBackend(PoolMembers):
         self._blocks[index] = (num_blocks, min(times.blocks_free, num_blocks))
         transfer = transfer_seconds(self._submitted, times.busy_start, times.busy_end, self._arrived[index])
         return replace(times, transfer_seconds=transfer)
+
+
+def _answered(wait: Callable[[], np.ndarray], worker: PoolWorker) -> np.ndarray:
+    """Return the answer that ``worker`` owes."""
+    return wait()
 
 
 def _refusal(worker: PoolWorker, what: str, error: Exception) -> BackendError:

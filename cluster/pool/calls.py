@@ -93,7 +93,7 @@ class Calls:
             if frame is not None and frame.kind is kind:
                 return frame
             if frame is not None and not discard:
-                raise self.lose(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
+                raise self.lose(f"it sent a {frame.kind.name} frame in place of {kind.name}")
 
     def next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
         with self.losses as link:

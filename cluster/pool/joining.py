@@ -69,7 +69,7 @@ class JoinListener:
             try:
                 frame = conversation.receive(0.0)
                 if frame is None or frame.kind is not Kind.JOIN:
-                    raise FrameError("it sent something else than JOIN")
+                    raise FrameError("it sent another message than JOIN")
                 self._connect_to(*decode_join(conversation.body(frame, most_join_bytes)), self._layout)
             except FrameError as error:
                 self._log_once(str(error))

@@ -94,7 +94,7 @@ class JournalCopies:
             self._holders += _told([best], 0, bytes(self._data))
             logger.info("R-worker %s keeps the journal", best.name)
         if self._was_kept and not self._holders:
-            logger.warning("no R-worker that kept the journal is left: requests would not outlive this engine now")
+            logger.warning("no R-worker that kept the journal is left: if this engine ends now, its requests are lost")
         self._was_kept = bool(self._holders)
 
 

@@ -104,7 +104,7 @@ class PoolMembers:
         except WorkerLostError as error:
             if len(self.workers) == 1 or not self._may_miss(worker):
                 raise
-            logger.warning("%s; the others go on without it", error)
+            logger.warning("%s; the others continue without it", error)
         worker.close()
         self.workers.remove(worker)
         self._expect(worker)

@@ -174,7 +174,7 @@ class StatePair(PoolWorker):
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
         if len(data) < _NUM_BYTES.size:
-            raise ValueError(f"import: {len(data)} bytes are not of a sequence whose states are with the S-worker")
+            raise ValueError(f"import: {len(data)} bytes do not fit a sequence whose states the S-worker keeps")
         (num_bytes,) = _NUM_BYTES.unpack(data[: _NUM_BYTES.size].tobytes())
         first, second = np.split(data[_NUM_BYTES.size :], [num_bytes])
         self.r_worker.import_(sequence_id, num_tokens, first, start)

@@ -75,9 +75,9 @@ def weigh_by(calls: Calls, layout: KVLayout, asked: Weighing) -> Callable[[], np
 
 def sinks_of(layout: KVLayout, layers: Sequence[int]) -> np.ndarray:
     """Return the sinks of all heads of the layers that attend, float32 [heads], -inf where there is none."""
-    attending = [layout.layers[layer] for layer in layers if isinstance(layout.layers[layer], Attending)]
-    none = -np.inf
-    return np.array([sink for each in attending for sink in (each.sinks or (none,) * each.num_heads)], np.float32)
+    chosen = (layout.layers[layer] for layer in layers)
+    sinks = [each.sinks or (-np.inf,) * each.num_heads for each in chosen if isinstance(each, Attending)]
+    return np.array([sink for each in sinks for sink in each], np.float32)
 
 
 def joined_norms(parts: Sequence[np.ndarray], sinks: np.ndarray) -> np.ndarray:

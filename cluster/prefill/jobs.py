@@ -106,7 +106,8 @@ class PromptJob:
             end = self._bounds[part + 1]
         if rows is None or part == self._own or start != expected or not 0 < num_rows <= end - start:
             raise FrameError(
-                f"KV of job {self.prompt.job_id}, layer {layer}: {num_rows} rows from position {start} have no place"
+                f"KV of job {self.prompt.job_id}, layer {layer}: no place was announced for {num_rows} rows from "
+                f"position {start}"
             )
         if end > rows.end:
             raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is not before its part")
@@ -174,14 +175,16 @@ class PromptJob:
 
     def _check_wanted(self) -> None:
         if self.is_cancelled:
-            raise JobCancelledError(f"job {self.prompt.job_id} is not wanted any more")
+            raise JobCancelledError(f"job {self.prompt.job_id} was cancelled")
 
     def _place_for_state(self, layer: int, start: int, num_rows: int) -> Arrays:
         """Return the place for the state after the previous part."""
         with self._changed:
             wanted = self._num_done <= layer and layer not in self._states and self.prompt.part > 0
             if not wanted or num_rows != 1 or start != self.prompt.bounds[self.prompt.part - 1]:
-                raise FrameError(f"KV of job {self.prompt.job_id}, layer {layer}: a state at {start} has no place")
+                raise FrameError(
+                    f"KV of job {self.prompt.job_id}, layer {layer}: no place was announced for a state at {start}"
+                )
             self._states[layer] = np.empty(self.layout.sequence_bytes(layer), np.uint8)
             return (self._states[layer][None],)
 

@@ -157,13 +157,13 @@ class KvFeed:
 
     def _take(self, frame: Frame) -> None:
         if not self._in_flight:
-            raise FrameError(f"it sent a {frame.kind.name} frame, and nothing was asked")
+            raise FrameError(f"it sent a {frame.kind.name} frame that was not asked for")
         piece = self._in_flight.popleft()
         call, expected = piece.call, Kind.STORED if piece.call.kind is Kind.KV else Kind.KV
         if frame.kind is Kind.REFUSED:
             call.refusal = decode_refusal(self._conversation.body(frame, MAX_JSON_BYTES))[1]
         elif frame.kind is not expected:
-            raise FrameError(f"it sent a {frame.kind.name} frame, and {expected.name} was to come")
+            raise FrameError(f"it sent a {frame.kind.name} frame in place of {expected.name}")
         elif expected is Kind.KV:
             self._fill(piece, frame)
         elif self._conversation.body(frame, KV_STORED.size) != _stored(piece):

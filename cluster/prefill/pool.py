@@ -219,7 +219,7 @@ class PrefillPool:
         elif frame.kind is Kind.REFUSED:
             raise FrameError(f"it refused: {refusal(link, frame)}")
         else:
-            raise FrameError(f"it sent a {frame.kind.name} frame, which has no place here")
+            raise FrameError(f"it sent a {frame.kind.name} frame, which the S-worker does not take")
 
     def _part_done(self, link: Link, frame: Frame) -> None:
         num_bytes, dtype = self._logits

@@ -56,9 +56,7 @@ class EarlyRows:
         num_bytes = sum(each.nbytes for each in arrays)
         with self._lock:
             if self.num_bytes + num_bytes > self._most_bytes:
-                raise FrameError(
-                    f"KV of job {job_id}, which was not announced, beyond {self._most_bytes:,} bytes of such"
-                )
+                raise FrameError(f"KV of unannounced job {job_id}: such rows may take {self._most_bytes:,} bytes")
             self._rows.setdefault(job_id, []).append((layer, start, arrays))
             self.num_bytes += num_bytes
 

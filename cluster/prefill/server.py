@@ -139,7 +139,7 @@ class PrefillServer:
         if frame.kind is Kind.BYE and identity != self._peer:
             return  # from a refused or former S-worker
         if handler is None:
-            raise FrameError(f"a {frame.kind.name} frame, which has no place here")
+            raise FrameError(f"a {frame.kind.name} frame, which a prefill worker does not take")
         if frame.kind not in (Kind.HELLO, Kind.KV) and identity != self._peer:
             raise FrameError(f"a {frame.kind.name} frame of a peer that is not served")
         handler(port, identity, frame, reader)
@@ -290,4 +290,4 @@ class PrefillServer:
         if not job.stores.miss(ticket):
             self.fail(job, reason)
         elif not job.is_cancelled:
-            log.warning("job %d goes on without one of two copies: %s", job.prompt.job_id, reason)
+            log.warning("job %d continues without one of two copies: %s", job.prompt.job_id, reason)

@@ -224,14 +224,14 @@ def _columns(records: np.ndarray) -> np.ndarray:
 
 def _bind(cores: list[int]) -> None:
     if not CAN_BIND:
-        raise ConfigError("cores: this system binds no process to cores; leave --cores away, or give --threads")
+        raise ConfigError("cores: this system binds no process to cores; leave --cores out, or give --threads")
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
-        raise ConfigError(f"cores: this machine does not give {_ranges(cores)}: {error.strerror}") from None
+        raise ConfigError(f"cores: this process cannot use {_ranges(cores)}: {error.strerror}") from None
     missing = sorted(set(cores) - allowed_cores())
     if missing:
-        raise ConfigError(f"cores: this machine does not give {_ranges(missing)}")
+        raise ConfigError(f"cores: this process cannot use {_ranges(missing)}")
 
 
 def _ranges(cores: list[int] | tuple[int, ...]) -> str:

@@ -41,7 +41,7 @@ class RowStore:
         elif frame.kind is Kind.KV:
             self._store(port, identity, frame, reader)
         else:
-            raise FrameError(f"a {frame.kind.name} frame, which has no place at a KV port")
+            raise FrameError(f"a {frame.kind.name} frame, which a KV port does not take")
 
     def _store(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         """Store the rows of a frame. Rows that no reservation expects are refused before they are read."""

@@ -64,7 +64,9 @@ class Lease:
         if asked is None or asked.session != self._name:
             self.journal.clear()
         if kept is not None and not goes_on:
-            log.warning("session %s goes on with another model, layout or journal: what was kept is freed", self._name)
+            log.warning(
+                "session %s continues with another model, layout or journal: its kept caches are freed", self._name
+            )
             kept.close()
         self.epoch = self._epoch_of(asked)
         if asked is not None:
@@ -76,7 +78,7 @@ class Lease:
         """Return why an S-worker that asks with an older epoch must end; "" if it need not."""
         if asked is None or asked.session != self._name or not 0 < asked.epoch < self._last_epoch:
             return ""
-        return f"session {self._name} went on with {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
+        return f"session {self._name} was continued by {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
 
     def may_pass_to(self, hello: Hello, has_stopped: Callable[[], bool]) -> bool:
         """Return whether the S-worker of ``hello`` may follow the served one.
@@ -105,12 +107,12 @@ class Lease:
         if is_untouched and self._heir_of is not None:
             self._served = self._heir_of
         self._kept, self._until = worker, time.monotonic() + asked.keep_seconds
-        log.info("session %s: what it has here is kept for %g s", asked.session, asked.keep_seconds)
+        log.info("session %s: its caches are kept for %g s", asked.session, asked.keep_seconds)
 
     def expire(self) -> None:
         """Free what is kept after its time."""
         if self._keeps and time.monotonic() > self._until:
-            log.info("session %s has not come back: what was kept is freed", self._name)
+            log.info("session %s has not come back: its kept caches are freed", self._name)
             self.close()
 
     def close(self) -> None:
@@ -133,7 +135,7 @@ class Lease:
     def _check(self, asked: AskedLease | None) -> None:
         if self._keeps and (asked is None or asked.session != self._name):
             left = self._until - time.monotonic()
-            raise LeaseError("busy", f"it keeps what session {self._name} has here, for {left:.0f} s at most")
+            raise LeaseError("busy", f"it keeps the caches of session {self._name}, for {left:.0f} s at most")
         if reason := self.superseded(asked):
             raise LeaseError("superseded", reason)
 

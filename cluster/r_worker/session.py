@@ -132,7 +132,7 @@ class Session:
         self._vitals.turn()
         if self._gives_way_to:
             self._link.send(
-                Kind.REFUSED, encode_refusal("superseded", f"its session goes on with {self._gives_way_to}")
+                Kind.REFUSED, encode_refusal("superseded", f"its session continues with {self._gives_way_to}")
             )
             raise ConnectionError(f"{self._gives_way_to} takes its place")
         # A working S-worker pauses less than this between two steps
@@ -162,7 +162,7 @@ class Session:
     def _handler(self, frame: Frame) -> Callable[[Frame], None]:
         handler = self._handlers.get(frame.kind)
         if handler is None or (self._worker is None) != (frame.kind is Kind.HELLO):
-            raise FrameError(f"a {frame.kind.name} frame, which has no place here")
+            raise FrameError(f"a {frame.kind.name} frame, which an R-worker does not take")
         return handler
 
     def _refuse(self, error: str, message: str) -> None:
@@ -213,7 +213,7 @@ class Session:
         layer = self._layout.layers[frame.layer] if frame.layer < len(self._layout.layers) else None
         shape = layer.weight_rows if layer else None
         if layer is None or shape is None:
-            raise FrameError(f"WEIGHTS of layer {frame.layer}, which multiplies none here")
+            raise FrameError(f"WEIGHTS of layer {frame.layer}, for which this R-worker multiplies no weights")
         dtype = WIRE_DTYPE[self._layout.model_dtype]
         num_heads, rest = divmod(frame.lengths[1], math.prod(shape) * dtype.itemsize)
         if frame.lengths[0] != FIRST_HEAD.size or rest or not 0 < num_heads <= layer.num_heads or frame.lengths[2]:

@@ -64,7 +64,7 @@ class Vitals:
         if not self.is_ready:
             return "it is starting"
         silent = time.monotonic() - self.turned
-        return f"its main loop has not come round for {silent:.0f} s" if silent > STUCK_SECONDS else ""
+        return f"its main loop has been stuck for {silent:.0f} s" if silent > STUCK_SECONDS else ""
 
     def metrics(self) -> str:
         """Return all metrics in Prometheus' format."""
@@ -73,10 +73,10 @@ class Vitals:
             ("serving", "gauge", "1 while an S-worker is served", int(self.is_serving)),
             ("healthy", "gauge", "1 where /health says 200", int(not self.complaint())),
             ("kv_blocks", "gauge", "KV blocks of the session, 0 without one", self.num_blocks),
-            ("kv_blocks_used", "gauge", "Of those, held by sequences and prefixes after the last step", used),
-            ("kv_blocks_free", "gauge", "Of those, held by none", self.blocks_free),
+            ("kv_blocks_used", "gauge", "KV blocks that sequences and prefixes hold after the last step", used),
+            ("kv_blocks_free", "gauge", "KV blocks that are free after the last step", self.blocks_free),
             ("sequences", "gauge", "Sequences with rows in the last step", self.num_sequences),
-            ("parked_chains", "gauge", "Chains of KV blocks on its disk", self.parked_chains),
+            ("parked_chains", "gauge", "Parked prefixes on its disk", self.parked_chains),
             ("parked_bytes", "gauge", "Bytes of these", self.parked_bytes),
             ("sessions_total", "counter", "S-workers that were served", self.num_sessions),
             ("steps_total", "counter", "Steps", self.num_steps),

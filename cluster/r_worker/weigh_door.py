@@ -43,7 +43,7 @@ class WeighDoor:
         asked = decode_numbers(numbers, layout)
         norms = np.zeros((1, num_heads_of(layout, asked.layers), 2), np.float32)
         if lengths[1] != num_query_bytes(layout, asked.layers) or lengths[2] not in (0, norms.nbytes):
-            raise FrameError(f"a WEIGH frame with parts of {lengths} bytes, which are not those of its layers")
+            raise FrameError(f"a WEIGH frame with parts of {lengths} bytes, which do not fit its layers")
         memory = np.empty(lengths[1], np.uint8)
         self._link.read_into(memory)
         asked = replace(asked, queries=queries_of(layout, asked.layers, memory))

@@ -164,7 +164,7 @@ def _answer(conversation: Conversation, kind: Kind) -> Frame:
     if frame.kind is Kind.REFUSED:
         raise FrameError(f"refused: {decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1]}")
     if frame.kind is not kind:
-        raise FrameError(f"it sent a {frame.kind.name} frame, and {kind.name} was to come")
+        raise FrameError(f"it sent a {frame.kind.name} frame in place of {kind.name}")
     return frame
 
 
@@ -205,7 +205,7 @@ class Gate:
         if frame.kind is not Kind.PROOF or nonces is None:
             raise FrameError(f"it serves only peers that prove to hold its key: {BOTH_SIDES}")
         if not hmac.compare_digest(proof(self._key, S_WORKER, nonces), _body(conversation, frame, PROOF_BYTES)):
-            raise FrameError("that is no proof of its key: the same --key-file must be on both sides")
+            raise FrameError("its proof of the key is wrong: the same --key-file must be on both sides")
         return True
 
     def _refuse(self, conversation: Conversation, reason: str) -> None:

@@ -71,7 +71,7 @@ def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tu
         enough = 0 <= num_tokens <= len(blocks) * block_size and len(blocks) == count == len(set(blocks))
         enough &= 0 <= least <= num_tokens + 1
         if not enough or cache_id in found or not all(0 <= block < num_blocks for block in blocks):
-            raise FrameError(f"HELD: number {len(found)} is no sequence that an R-worker can hold")
+            raise FrameError(f"HELD: entry {len(found)} is no sequence that an R-worker can hold")
         found[cache_id] = HeldSequence(cache_id, num_tokens, blocks, least)
         start += head_numbers + count
     return tuple(found.values())

@@ -150,7 +150,7 @@ def decode_hello(data: bytes | bytearray) -> Hello:
     if cache.rotation != KV_ROTATION.get(cache.kv_dtype, ""):
         raise FrameError(f"HELLO: `rotation` is '{cache.rotation}': caches of {cache.kv_dtype} are kept otherwise here")
     if message.fingerprint != _fingerprint(cache):
-        raise FrameError("HELLO: the fingerprint is not that of its cache")
+        raise FrameError("HELLO: the fingerprint does not match its cache")
     layout = msgspec.structs.asdict(cache)
     block_size = layout.pop("block_size")
     del layout["rotation"]  # the dtype's

@@ -66,7 +66,7 @@ def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Cha
 def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
     """Return patience, sequence id, blocks and name. Raise FrameError unless they fill ``data``."""
     if len(data) != WAKE.size:
-        raise FrameError(f"WAKE: {len(data)} bytes, and {WAKE.size} belong there")
+        raise FrameError(f"WAKE: {len(data)} bytes, not {WAKE.size}")
     patience_ms, sequence_id, num_blocks, name = WAKE.unpack(data)
     _check_patience("WAKE", patience_ms)
     return patience_ms, sequence_id, num_blocks, name
@@ -114,13 +114,13 @@ def _check_patience(kind: str, patience_ms: int) -> None:
 
 def _start(kind: str, form: struct.Struct, data: bytes | bytearray) -> tuple[int, ...]:
     if len(data) < form.size:
-        raise FrameError(f"{kind}: {len(data)} bytes, and {form.size} at least belong there")
+        raise FrameError(f"{kind}: {len(data)} bytes; at least {form.size} are needed")
     return form.unpack_from(data)
 
 
 def _names(kind: str, data: bytes | bytearray, start: int, count: int) -> tuple[bytes, ...]:
     """Return ``count`` marks that fill ``data`` from ``start`` on."""
     if len(data) != start + count * MARK_BYTES:
-        raise FrameError(f"{kind}: {len(data)} bytes, and {start + count * MARK_BYTES} belong there")
+        raise FrameError(f"{kind}: {len(data)} bytes, not {start + count * MARK_BYTES}")
     places: Iterable[int] = range(start, len(data), MARK_BYTES)
     return tuple(bytes(data[place : place + MARK_BYTES]) for place in places)

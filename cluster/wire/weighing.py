@@ -22,13 +22,13 @@ MOST_NUMBER_BYTES = HEAD.size + 8 * MAX_LAYERS
 MOST_BLOCKS = 1 << 24
 
 
-def encode_weighing(asked: Weighing) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """Return the parts of WEIGH: numbers and layers; the layers' queries, one after the other; and norms."""
+def encode_weighing(asked: Weighing) -> list[bytes | np.ndarray]:
+    """Return the parts of WEIGH: numbers and layers; the layers' queries, one after the other; and norms, if any."""
     part, layers = asked.part, np.array(asked.layers, "<i8")
     head = part.sequence_id, part.position, part.offset, part.num_tokens, asked.block, asked.finds_norms
     queries = np.concatenate([each.reshape(-1) for each in asked.queries])
-    norms = np.zeros(0, np.float32) if asked.norms is None else np.ascontiguousarray(asked.norms, np.float32)
-    return HEAD.pack(*head) + layers.tobytes(), queries, norms
+    parts: list[bytes | np.ndarray] = [HEAD.pack(*head) + layers.tobytes(), queries]
+    return parts if asked.norms is None else [*parts, np.ascontiguousarray(asked.norms, np.float32)]
 
 
 def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
@@ -84,7 +84,7 @@ def checked_answer(found: np.ndarray, asked: Weighing) -> np.ndarray:
     if asked.finds_norms:
         sums = found[..., 1]
         if np.isnan(found).any() or np.isposinf(found).any() or sums.min(initial=0) < 0:
-            raise FrameError("WEIGHED: a max or sum that is none")
+            raise FrameError("WEIGHED: a max is NaN or infinite, or a sum is negative")
     elif not np.isfinite(found).all() or found.min(initial=0) < 0 or found.sum(dtype=np.float64) > 1.001:
         raise FrameError("WEIGHED: weights must not be negative, and at most 1 together")
     return found

@@ -45,7 +45,7 @@ def _check_quantization(config: EngineConfig) -> None:
         return
     if config.quantization not in QUANTIZATIONS:
         raise ConfigError(
-            f"quantization: packed checkpoints and GGUF are unpacked as they are loaded: leave it away, or give "
+            "quantization: packed checkpoints and GGUF are unpacked as they are loaded: leave it out, or give "
             f"{' or '.join(QUANTIZATIONS)}, with which the CPU multiplies integers, not {config.quantization!r}"
         )
     if config.device == "cuda":

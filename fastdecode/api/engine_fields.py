@@ -53,8 +53,8 @@ class EngineFields:
         metavar="NAME=FOLDER", unset="none",
     )  # fmt: skip
     generation_config: str = setting(
-        "auto", "sampling defaults of requests: auto, those of the model's generation_config.json; vllm, none of them; "
-        "or a folder with such a file", MODEL, metavar="FOLDER",
+        "auto", "where the sampling defaults of requests come from: auto, the model's generation_config.json; vllm, "
+            "nowhere; or a folder with such a file", MODEL, metavar="FOLDER",
     )  # fmt: skip
     override_generation_config: dict[str, Any] = setting(
         dict, "sampling defaults to replace", MODEL, metavar="JSON", unset="none"
@@ -95,7 +95,7 @@ class EngineFields:
     )  # fmt: skip
     latent_absorption: str = setting(
         "auto", "who multiplies K and V of latent attention (MLA) with queries and outputs: the S-worker, or the "
-        "R-workers, which hold them then and to which less travels; prefill workers multiply their own", BATCHING,
+            "R-workers, which then hold K and V and receive less data; prefill workers multiply their own", BATCHING,
         choices=("s", "r", "auto"),
         unset="auto: s, or r where --profile has measured that it answers sooner",
     )  # fmt: skip
@@ -199,24 +199,25 @@ class EngineFields:
         metavar="SECONDS",
     )  # fmt: skip
     park_dir: str | None = setting(
-        None, "where R-workers of inproc and spawn park prefixes that are not used, and wake them, also after all was "
-        "started anew; others have their own --park-dir", WORKERS, metavar="DIR", unset="nowhere",
+        None, "folder where R-workers of inproc and spawn store prefixes that are not used, and read them back, also "
+            "after a restart; other R-workers have their own --park-dir", WORKERS, metavar="DIR", unset="nowhere",
     )  # fmt: skip
     park_after: float | None = setting(
         None, "without use, after which a prefix is parked", WORKERS, metavar="SECONDS", unset="60"
     )
     park_bytes: int | str | None = setting(
-        None, "most on the disk, per R-worker, such as 100GiB; what was used longest ago goes first", WORKERS,
+        None, "most on the disk, per R-worker, such as 100GiB; the least recently used are deleted first", WORKERS,
         metavar="BYTES", unset="half of what is free there",
     )  # fmt: skip
     uniform_arithmetic: str = setting(
-        "auto", "instruction set in which all R-workers attend, so that results depend on none of them", WORKERS,
+        "auto", "instruction set with which all R-workers compute attention, so that results do not depend on the "
+            "R-worker", WORKERS,
         choices=("auto", *ISAS), unset="auto: each in its fastest",
     )  # fmt: skip
     journal: str | None = setting(
         None, "folder for requests and the tokens of each step, or r-workers: in the memory of two R-workers, with "
-        "--keep-session. An engine started with it again, after whatever ended the one before, goes on with those that "
-        "are asked again", WORKERS, metavar="DIR", unset="none",
+            "--keep-session. A later engine that is started with the same folder continues the requests that clients "
+            "send again", WORKERS, metavar="DIR", unset="none",
     )  # fmt: skip
     session: str | None = setting(
         None, "name under which R-workers at host:port serve this S-worker: one that is started with it after this one "

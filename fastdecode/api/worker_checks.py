@@ -65,14 +65,12 @@ def _check_parking(config: EngineSettings) -> None:
         return
     for name, refused in (
         ("enable_prefix_caching", not config.enable_prefix_caching),
-        ("kv_shard_tokens", config.kv_shard_tokens is not None),
-        ("kv_replicas", config.kv_replicas > 1),
         ("tensor_parallel_size", config.tensor_parallel_size > 1),
     ):
         if refused:
             raise ConfigError(
-                f"park_dir: parking needs prefixes that lie whole on one R-worker of one S-worker process: leave "
-                f"out park_dir, or {name}={getattr(config, name)}"
+                f"park_dir: parking needs prefixes of one S-worker process: leave out park_dir, or "
+                f"{name}={getattr(config, name)}"
             )
 
 
@@ -119,16 +117,16 @@ def _check_session(config: EngineSettings) -> None:
         raise ConfigError(f"session: R-workers at host:port outlive an S-worker, and r_workers is {config.r_workers}")
     for name in ("session", "journal") if config.stands_by else ():
         if getattr(config, name) is None:
-            raise ConfigError(f"standby: what is to go on is found by --{name}: give one")
+            raise ConfigError(f"standby: it continues a session that --{name} names: give one")
     if config.journal == ON_R_WORKERS:
         _check_journal_on_r_workers(config)
     if not config.keep_session:
         return
     for name, missing in (("session", config.session is None), ("journal", config.journal is None)):
         if missing:
-            raise ConfigError(f"keep_session: what R-workers keep is found by --{name}: give one")
+            raise ConfigError(f"keep_session: R-workers keep sequences under the name that --{name} gives: give one")
     if not config.enable_prefix_caching:
-        raise ConfigError("keep_session works with enable_prefix_caching so far")
+        raise ConfigError("keep_session needs enable_prefix_caching")
 
 
 def _check_journal_on_r_workers(config: EngineSettings) -> None:
@@ -140,7 +138,7 @@ def _check_journal_on_r_workers(config: EngineSettings) -> None:
         )
     if config.tensor_parallel_size > 1:
         what = f"tensor_parallel_size {config.tensor_parallel_size}"
-        raise ConfigError(f"journal: {ON_R_WORKERS} keep none with {what} so far: give a folder")
+        raise ConfigError(f"journal: {ON_R_WORKERS} keep no journal with {what}: give a folder")
 
 
 def _check_memory(config: EngineSettings) -> None:

@@ -91,8 +91,8 @@ def answer(
         echoes = tuple(output.prompt or "" for output in outputs)
     chat, reading = chat_asked(request), reading or AnswerReading()
     if isinstance(request, ResponsesRequest):
-        known = {"reading": reading, "logprobs": logprobs or LogprobForm(), "sources": sources or SourceForm()}
-        response = ResponseForm(request, params or SamplingParams(), model, new_id(), **known)
+        known, told = (reading, logprobs or LogprobForm()), sources or SourceForm()
+        response = ResponseForm(request, params or SamplingParams(), model, new_id(), *known, sources=told)
         body: dict[str, Any] = msgspec.to_builtins(whole_response(response, outputs[0]))
     else:
         body = whole_answer(answer_form(chat, model, new_id(), echoes, None, reading, logprobs, sources), outputs)

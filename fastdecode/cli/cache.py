@@ -100,7 +100,7 @@ def _named(args: argparse.Namespace) -> Iterator[Path]:
     """Yield the files that ``args`` names, or all files. Raise ConfigError for a missing one."""
     files = {path.name: path for path in _files(args.park_dir)}
     if unknown := set(args.names) - set(files):
-        raise ConfigError(f"cache: {args.park_dir} has no chain {min(unknown)}; `fastdecode cache ls` names them")
+        raise ConfigError(f"cache: {args.park_dir} has no file {min(unknown)}; `fastdecode cache ls` names them")
     yield from (files[name] for name in args.names or files)
 
 
@@ -110,7 +110,7 @@ def _open(path: Path) -> ChainReader:
     reader = ChainReader(path)
     if path.name != reader.name:
         reader.close()
-        raise ChainError(f"{path}: it is another chain's file under this name; its own is {reader.name}")
+        raise ChainError(f"{path}: this file belongs to another prefix; its right name is {reader.name}")
     return reader
 
 

@@ -178,7 +178,7 @@ def _match(mpiexec: Mpiexec, library: str) -> Finding:
         return Finding("ok", "mpirun and mpi4py's library are the same MPI")
     return Finding(
         "broken",
-        f"mpirun is of {mpiexec.kind} and mpi4py loads {kind}: every process would be alone in a job of its own",
+        f"mpirun belongs to {mpiexec.kind} and mpi4py loads {kind}: every process would run as a job of its own",
         "use one MPI: put its bin folder first on PATH and its lib folder first on LD_LIBRARY_PATH",
     )
 

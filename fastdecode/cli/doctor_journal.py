@@ -20,7 +20,7 @@ def check_journal(folder: str) -> Iterator[Finding]:
         return
     look = look_at(folder)
     if look is None:
-        yield Finding("note", f"journal {folder}: empty", "an engine with --journal has not been here yet")
+        yield Finding("note", f"journal {folder}: empty", "no engine with --journal has used this folder yet")
     else:
         yield from _contents(folder, look)
     yield _writing(Path(folder))
@@ -30,7 +30,10 @@ def _contents(folder: str, look: JournalLook) -> Iterator[Finding]:
     counts = f"{look.num_requests} requests, of which {look.num_ended} have ended; {look.num_bytes / 2**20:.1f} MiB"
     yield Finding("ok", f"journal {folder}: {counts}")
     if lost := look.num_bytes - look.num_whole:
-        cure = "the next engine cuts it there, and computes its tokens again; beside one that writes it is nothing"
+        cure = (
+            "the next engine cuts it there, and computes its tokens again; if an engine is writing it now, this is "
+            "no fault"
+        )
         yield Finding("note", f"journal: {lost} bytes at its end are no whole records", cure)
     if look.pulse_seconds is not None:
         is_alive = look.pulse_seconds < SILENT_SECONDS

@@ -166,7 +166,7 @@ def check_cores(cores: list[int] | None) -> None:
 def check_transport(transport: str, join: str | None) -> None:
     """Raise ConfigError if a rank of an MPI job is also told to ``--join``."""
     if join and transport == "mpi":
-        raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport away")
+        raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport out")
 
 
 def listen_address(text: str) -> tuple[str, int]:

@@ -36,12 +36,12 @@ def add_command(commands: Any) -> None:
     )
     group.add_argument(
         "--show-sources", type=int, nargs="?", const=3, metavar="K", dest="attention_sources",
-        help="show for each token the K (3) blocks of context that it looked at most",
+        help="show for each token the K (3) blocks of context that it attended most",
     )  # fmt: skip
     group.add_argument("--attention-source-block", type=int, default=16, metavar="N", help="tokens of a block (16)")
     group.add_argument(
         "--attention-source-layers", type=int, nargs="+", metavar="LAYER",
-        help="layers that count, among those that attend (all that see the whole context)",
+        help="layers that are counted, of the layers with attention (all that see the whole context)",
     )  # fmt: skip
     group.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
     parser.add_argument("--chat", action="store_true", help="each prompt is what a user says, in the chat template")

@@ -61,8 +61,8 @@ def take_last(hosts: Sequence[HostSlots], count: int) -> tuple[tuple[HostSlots, 
     num_slots = sum(host.slots for host in hosts)
     if count >= num_slots:
         raise ConfigError(
-            f"hostfile: it has {num_slots} slot(s) beside the S-worker's, and {count} are for prefill workers: none is "
-            f"left for R-workers"
+            f"hostfile: it has {num_slots} slot(s) beside the S-worker's, and {count} prefill workers take them: "
+            "none is left for R-workers"
         )
     first, last, left = [], [], num_slots - count
     for host in hosts:

@@ -44,19 +44,24 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "r-worker",
         help="one R-worker: KV cache and attention for an S-worker on this or another host",
-        description="Serves one S-worker after another. When one goes, all it held is freed, or kept for its session. "
-        "On SIGTERM the S-worker moves its sequences elsewhere, then this process ends; on a second one it "
-        "ends at once.",
+        description="Serves one S-worker after another. When an S-worker leaves, its caches are freed, or kept for its "
+        "session. On SIGTERM, the S-worker moves the sequences of this R-worker to others, then this process ends; "
+        "on a second SIGTERM it ends at once.",
     )
     add_worker_flags(parser, LISTEN)
     parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
-    parser.add_argument("--park-dir", metavar="DIR", help="park prefixes that are not used there, and wake them (none)")
+    parser.add_argument(
+        "--park-dir",
+        metavar="DIR",
+        help="folder where it stores prefixes that are not used, and reads them back (none)",
+    )
     parser.add_argument(
         "--park-after", type=float, metavar="SECONDS", help=f"without use, after which they are parked ({PARK_AFTER:g})"
     )
     parser.add_argument(
         "--park-bytes", metavar="BYTES",
-        help="most on the disk, such as 100GiB; what was used longest ago goes first (half of what is free there)",
+        help="most on the disk, such as 100GiB; the least recently used are deleted first (half of what is free "
+            "there)",
     )  # fmt: skip
     parser.add_argument(
         "--health-listen", metavar="HOST:PORT",
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what was bound and serve. SIGTERM exits with 0, Ctrl-C with 130."""
     check_transport(args.transport, args.join)
     if args.health_listen and args.transport == "mpi":
-        raise ConfigError("health_listen: the ranks of an MPI job end together; leave --transport away")
+        raise ConfigError("health_listen: the ranks of an MPI job end together; leave --transport out")
     if args.transport == "mpi":
         say_mended()
     resources = _resources(args)

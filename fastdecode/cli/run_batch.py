@@ -81,7 +81,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("-o", "--output-file", required=True, metavar="JSONL", help="an answer per line, as they come")
     names = {"help": "what requests may call the model, which may else be anything; answers give the first"}
     add_flags(parser.add_argument_group("requests"), ServerSettings, OF_REQUESTS, served_model_name=names)
-    parser.add_argument("--retry-failed", action="store_true", help="ask again what was answered with an error (off)")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="run requests again that were answered with an error (off)"
+    )
     add_engine_flags(parser)
     add_server_flags(parser)
     add_foreign_flags(parser, OF_BATCHES)

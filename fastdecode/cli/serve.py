@@ -69,8 +69,8 @@ def _check_no_flag_has_the_model(args: argparse.Namespace) -> None:
     for name, values in vars(args).items():
         if isinstance(values, list) and len(values) > 1 and _may_be_a_model(str(values[-1])):
             raise ConfigError(
-                f"serve: {flag_of(name)} takes several values, and {values[-1]!r} became one of them: give the model "
-                f"first, as in `serve MODEL {flag_of(name)} …`, or as --model"
+                f"serve: {flag_of(name)} takes several values, and {values[-1]!r} was read as one of them: give the "
+                f"model first, as in `serve MODEL {flag_of(name)} …`, or as --model"
             )
 
 

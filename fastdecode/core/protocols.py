@@ -44,7 +44,7 @@ class AttentionBackend(Protocol):
         """Once all layers of the open step are done, share the attention of ``rows`` among blocks: float32 [num_blocks]
         of each, the mean over heads and then layers, which with the share of sinks sum to 1.
 
-        None of a row of which an R-worker that has a part is lost.
+        None for a row when an R-worker with a part of it is lost.
         """
 
     def end_step(self) -> StepReport:

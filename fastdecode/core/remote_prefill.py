@@ -67,7 +67,7 @@ class RemotePrefill:
         for each in (*self.stores, *self.prefix):
             place = each.r_worker, each.cache_id
             if places.setdefault(each.ticket, place) != place:
-                raise ValueError(f"job {self.job_id}: two of its places have ticket {each.ticket}")
+                raise ValueError(f"job {self.job_id}: two of its stores have ticket {each.ticket}")
         if len({each.ticket for each in self.stores}) < len(self.stores):
             raise ValueError(f"job {self.job_id}: a place stores two ranges of it")
         if _covered(self.prefix, 0) != self.context_len:

@@ -29,10 +29,10 @@ class StateRoom:
         if num_states < in_flight:
             most = f"at most --max-num-seqs {num_states // copies}, " if num_states >= copies else ""
             raise CapacityError(
-                f"state_on: the states of max_num_seqs {max_num_seqs} sequences{' twice' if copies > 1 else ''} take "
-                f"{in_flight * state_bytes / 2**30:.3g} GiB, {state_bytes:,} bytes each, and the S-worker may have "
-                f"{memory_bytes / 2**30:.3g} GiB for them: give {most}at least --state-memory "
-                f"{-(-in_flight * state_bytes // 2**20)}MiB, or --state-on r, where R-workers have them"
+                f"state_on: the states of max_num_seqs {max_num_seqs} sequences{' twice' if copies > 1 else ''} "
+                f"take {in_flight * state_bytes / 2**30:.3g} GiB, {state_bytes:,} bytes each, and the S-worker may "
+                f"have {memory_bytes / 2**30:.3g} GiB for them: give {most}at least --state-memory "
+                f"{-(-in_flight * state_bytes // 2**20)}MiB, or --state-on r, with which R-workers keep them"
             )
         return cls(num_states, state_bytes, in_flight)
 

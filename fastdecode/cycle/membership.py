@@ -60,7 +60,7 @@ class Membership(Companion):
             logger.info("R-worker %s asks to leave: its sequences move", self._name(worker))
             scheduler.members.drain(worker)
             if not scheduler.store.workers.accepting:
-                logger.warning("no other R-worker is there: %s is needed", self._name(worker))
+                logger.warning("R-worker %s cannot leave: there is no other R-worker", self._name(worker))
 
     def _join(self, scheduler: Scheduler, index: int, newcomer: JoinedWorker) -> None:
         bandwidth = newcomer.bandwidth
@@ -105,7 +105,7 @@ class Membership(Companion):
         if scheduler.members.drained() and scheduler.store.workers.has_controls:
             cycle.tell()
         for worker in scheduler.members.drained():
-            logger.info("R-worker %s is let go", self._name(worker))
+            logger.info("R-worker %s has left", self._name(worker))
             cycle.world.dismiss(worker)
             self.changes.left += 1
             cycle.lose([worker])

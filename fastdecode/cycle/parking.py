@@ -14,7 +14,7 @@ from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle.cycle import Companion, Cycle
 from fastdecode.scheduler import Scheduler, TokenSequence
 from fastdecode.scheduler.places.workers import Prefix, WorkerState
-from fastdecode.scheduler.prefix.parked import Parked, Waking
+from fastdecode.scheduler.prefix.parked import Beginning, Parked, Waking
 
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05
 """Seconds for disks in a turn with running sequences, and in a turn without."""
@@ -80,7 +80,7 @@ class Parking(Companion):
         deadline = cycle.world.now() + most_seconds
         self._work(cycle, deadline, 0.0)
         if left := sum(self._next(cycle.scheduler, each, deadline, 0.0) is not None for each in self._disks.values()):
-            logger.warning("%d R-workers had more to park than %g s were enough for", left, most_seconds)
+            logger.warning("%d R-workers did not park everything within %g s", left, most_seconds)
 
     def renew(self, scheduler: Scheduler, model: str) -> None:
         """Continue with new weights, identified by ``model``. Prefixes parked with the old weights no longer match."""
@@ -163,11 +163,22 @@ class Parking(Companion):
         if answer.progress is Progress.UNDER_WAY:
             return True
         disk.waking, sequence = None, disk.wishes.popleft()
-        if answer.progress is Progress.DONE:
-            parked.woken(waking, sequence)
-        else:
+        if answer.progress is not Progress.DONE:
             parked.failed(waking)
+        else:
+            parked.woken(waking, sequence)
+            if self._wish_next(scheduler, sequence, beginning):
+                return True
         scheduler.queue.come_back(sequence)
+        return True
+
+    def _wish_next(self, scheduler: Scheduler, sequence: TokenSequence, before: Beginning) -> bool:
+        """Let ``sequence`` wait for its next range, perhaps on another disk; return whether there is one."""
+        following = scheduler.store.parked.wanted(sequence) if scheduler.queue.is_aside(sequence) else None
+        disk = self._disks.get(following.worker) if following and following.start > before.start else None
+        if disk is None or disk.is_refusing:
+            return False
+        disk.wishes.append(sequence)
         return True
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
@@ -215,7 +226,7 @@ class Parking(Companion):
         return found
 
     def _refused(self, disk: _Disk, error: BackendError) -> None:
-        logger.warning("nothing is parked there any more: %s", error)
+        logger.warning("this R-worker no longer parks anything: %s", error)
         disk.is_refusing = True
 
     def _drop(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
@@ -234,4 +245,6 @@ class Parking(Companion):
             scheduler.store.parked.failed(disk.waking)
         disk.waking = disk.parking = None
         while disk.wishes:
+            if is_gone:
+                self._looked.discard(disk.wishes[0].sequence_id)  # another R-worker may have parked it as well
             scheduler.queue.come_back(disk.wishes.popleft())

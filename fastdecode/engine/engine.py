@@ -164,7 +164,7 @@ class LLMEngine:
         chunk = Chunk(next(self._ids), first, 0, token_ids, scored=True)
         logprobs = self.world.score(ScheduledStep((MiniBatch.of([chunk]),), tuple(() for _ in self.r_workers)))
         if self.cycle.tell():
-            raise WorkerLostError("an R-worker was lost while it scored: score once more on those that are left")
+            raise WorkerLostError("an R-worker was lost during scoring: call score again on the R-workers that remain")
         return logprobs
 
     def reset_prefix_cache(self) -> None:

@@ -99,9 +99,9 @@ class LiveRequests:
     def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
         request, completions = self.in_flight.family(sequence.sequence_id)
         for completion in completions:
-            completion.stop_reason = "no R-worker that is left has room for it"
+            completion.stop_reason = "no remaining R-worker has room for it"
             self._finish(cycle, completion, "error")
-        logger.error("request %s: no R-worker that is left has room for it", request.request_id)
+        logger.error("request %s: no remaining R-worker has room for it", request.request_id)
         self.journal.grew([request])
         if request.finished:
             self._ended.append(request)

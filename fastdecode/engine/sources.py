@@ -87,9 +87,9 @@ class AttentionSources:
             return f"attention_source_layers must be from 0 to {len(self._attending) - 1}, got {outside[0]}"
         layers = self._layers(params)
         if not layers:
-            return "every layer of this model sees a window alone: name layers by attention_source_layers"
+            return "every layer of this model attends within a window: name layers by attention_source_layers"
         if self._in_ranges and len(layers) > sum(place in self._attending for place in layers):
-            return "a range does not tell which of its tokens an index picked: start without --kv-shard-tokens"
+            return "with ranges, R-workers do not report which tokens an index picked: start without --kv-shard-tokens"
         return None
 
     def _layers(self, params: SamplingParams) -> tuple[int, ...]:

@@ -68,14 +68,16 @@ class KeptJournal(Journal):
         self._known = {past.asked.request_id: past for past in found}
         if found:
             name = place.name
-            logger.warning("journal: %s has %d requests, which go on when they are asked again", name, len(found))
+            logger.warning("journal: %s has %d requests, which continue when clients send them again", name, len(found))
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
         found = self._known.get(request_id)
         if found is None:
             return None
         if not found.is_of(prompt_token_ids, params):
-            logger.warning("journal: request %s asks something else than it did: it begins anew", request_id)
+            logger.warning(
+                "journal: request %s differs from the recorded one: it starts from the beginning", request_id
+            )
             return None
         return self._known.pop(request_id)
 
@@ -171,7 +173,7 @@ class KeptJournal(Journal):
         except (OSError, BackendError, CapacityError) as error:
             self._is_kept = False
             reason = error.strerror if isinstance(error, OSError) else error
-            logger.error("journal: %s: %s: the engine goes on without it", self._place.name, reason)
+            logger.error("journal: %s: %s: the engine continues without a journal", self._place.name, reason)
         self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
 
     def _found(self) -> list[Past]:
@@ -182,7 +184,9 @@ class KeptJournal(Journal):
         self.was_found, self.kept = True, kept_in(records)
         began = records[0]
         if not (isinstance(began, Began) and began.fingerprint == self._began.fingerprint):
-            logger.warning("journal: %s is of another model, dtype or seed: it begins anew", self._place.name)
+            logger.warning(
+                "journal: %s belongs to another model, dtype or seed: a new one replaces it", self._place.name
+            )
             return []
         self.before = began.run
         self._began = msgspec.structs.replace(self._began, epoch=max(self._began.epoch, began.epoch + 1))

@@ -132,7 +132,7 @@ def _locked(path: Path, takes_over: bool) -> int:
         owner = os.read(fd, 20).decode(errors="replace")
         os.close(fd)
         if takes_over:
-            logger.warning("journal: %s was written by process %s, which is taken over", path.parent, owner)
+            logger.warning("journal: %s was written by process %s; this process takes it over", path.parent, owner)
             path.unlink()
             return _locked(path, takes_over=False)
         raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None

@@ -82,14 +82,11 @@ class KVLayout:
                 "keep and nothing to do: give r, auto or nothing"
             )
         if way == "prefill workers" and not self.attends:
-            return (
-                "no layer of this model attends, and it is by attention that long prompts are dealt to prefill "
-                "workers; leave it out"
-            )
+            return "no layer of this model attends, and prefill workers share prompts by attention; leave it out"
         if way == "prefill workers" and len({-(-layer.value_head_dim // 16) for layer in states}) > 1:
             return (
-                "this model's recurrent layers have heads of several widths, so that a layer's state lies otherwise "
-                "where it is alone; leave it out"
+                "this model's recurrent layers have heads of several widths, and prefill workers cannot send such "
+                "states; leave it out"
             )
         return None
 

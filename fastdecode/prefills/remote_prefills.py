@@ -49,7 +49,7 @@ class RemotePrefills(Companion):
             if policy:
                 policy.joined(worker)
         for worker in outcomes.lost:
-            logger.warning("prefill worker %d is lost: what it computed is computed again", worker)
+            logger.warning("prefill worker %d is lost: its prompts are computed again", worker)
             if policy:
                 policy.lost(worker)
         for job_id in outcomes.failed:

@@ -105,7 +105,10 @@ class PrefillWorker:
 
     def _make_means(self, layout: KVLayout, by_torch: bool) -> tuple[PartAttention, PartStates]:
         if not by_torch and not attends_in(layout.isa):
-            logger.warning("R-workers attend in %s arithmetic, which this process lacks: tokens may differ", layout.isa)
+            logger.warning(
+                "R-workers compute attention with %s instructions, which this processor lacks: tokens may differ",
+                layout.isa,
+            )
         longest, threads, cores = self._s_model.max_model_len, self._num_threads, self._cores
         make_cache = partial(make_layer_cache, num_tokens=longest, num_threads=threads, cores=cores)
         attention = (TorchAttention if by_torch else StoredAttention)(layout, make_cache)

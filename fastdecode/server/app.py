@@ -150,7 +150,7 @@ async def _generate(
 async def _go_on(service: Service, route: str, request: Request) -> Response:
     """Return the rest of a stream after the event that the client has seen last."""
     if (last := request.headers.get(LAST_EVENT_ID)) is None:
-        raise ApiError(400, "a GET goes on with a stream: send Last-Event-ID, the id of the last event that came")
+        raise ApiError(400, "a GET resumes a stream: send Last-Event-ID, the id of the last event that you received")
     return TextResponse(service, *await service.archive.left_at(route, last))
 
 

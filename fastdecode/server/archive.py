@@ -43,7 +43,7 @@ class Archive:
         """Return the request called ``name``. Raise ApiError 409 if that is a different request."""
         found = self.keeper.held(name) if self.keeper and name else None
         if found and found.asked != asked:
-            raise ApiError(409, f"X-Request-ID {name} is a request that asks for something else", param="X-Request-ID")
+            raise ApiError(409, f"X-Request-ID {name} belongs to a different request", param="X-Request-ID")
         return found
 
     async def conversation(self, asked: Asked) -> tuple[list[dict[str, Any]], ChatRequest | CompletionRequest]:
@@ -73,7 +73,7 @@ class Archive:
             raise ApiError(400, f"Last-Event-ID: {NOT_KEPT}", param="Last-Event-ID")
         found = await self._find(route, answer_id)
         if found is None:
-            raise ApiError(404, f"nothing is kept of the stream of event {last_event_id!r:.200}", param="Last-Event-ID")
+            raise ApiError(404, f"no stream with the event {last_event_id!r:.200}", param="Last-Event-ID")
         return found, place
 
     def cancel(self, request: ApiRequest) -> None:

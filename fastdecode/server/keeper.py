@@ -202,5 +202,5 @@ def _logging(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except OSError as error:
-        logger.error("journal: %s: %s: the request goes on without it", error.filename, error.strerror)
+        logger.error("journal: %s: %s: the request continues without a journal", error.filename, error.strerror)
         return None

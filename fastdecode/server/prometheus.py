@@ -32,10 +32,10 @@ _HISTOGRAMS = {
 ), "From arrival to the first token"),
     "inter_token_latency_seconds": (_FAST, "From one token to the next"),
     "time_per_output_token_seconds": (_FAST, "Mean time between the tokens of a finished request"),
-    "request_time_per_output_token_seconds": (_FAST, "The same, by vLLM's newer name"),
+    "request_time_per_output_token_seconds": (_FAST, "The same time, under vLLM's newer name"),
     "e2e_request_latency_seconds": (_WHOLE, "From arrival to the last token"),
     "request_queue_time_seconds": (_WHOLE, "From arrival to the step in which the prompt began"),
-    "request_prefill_time_seconds": (_WHOLE, "From that step to the first token"),
+    "request_prefill_time_seconds": (_WHOLE, "From the step in which the prompt began to the first token"),
     "request_decode_time_seconds": (_WHOLE, "From the first token to the last"),
     "request_inference_time_seconds": (_WHOLE, "From the step in which the prompt began to the last token"),
     "request_prompt_tokens": (_LENGTHS, "Prompt tokens of a finished request"),
@@ -177,8 +177,8 @@ class Metrics:
             "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache",
             "steps": "Steps of the engine",
             "s_seconds": "Seconds in which the S-worker ran model code",
-            "wait_seconds": "Seconds in which it waited for R-workers",
-            "host_seconds": "Seconds in which it scheduled and did its books",
+            "wait_seconds": "Seconds in which the S-worker waited for R-workers",
+            "host_seconds": "Seconds in which it scheduled and kept its tables",
             "kv_bytes_read": "Bytes of KV cache that R-workers read",
         }
         for name, text in counts.items():
@@ -213,7 +213,7 @@ class Metrics:
         yield self._labelled(name, text, "position", by_position)
 
     def _session_families(self, session: SessionState) -> Iterator[Metric]:
-        text = "Servers that have had the session, one after another, this one among them"
+        text = "Servers that have had the session, one after another, this one included"
         family = GaugeMetricFamily(PREFIX + "session_epoch", text, labels=["model_name", "session"])
         family.add_metric([self._model_name, session.name], session.epoch)
         yield family
@@ -249,7 +249,7 @@ class Metrics:
             "num_requests_running": ("Sequences that hold a cache", state.num_running),
             "num_requests_waiting": ("Sequences that wait", state.num_waiting),
             "kv_cache_usage_perc": ("Part of all KV blocks that sequences hold; 1 is all", state.kv_cache_usage),
-            "r_workers_alive": ("R-workers that are here", len(present)),
+            "r_workers_alive": ("R-workers that are connected", len(present)),
             "num_api_requests": ("HTTP requests that are being answered with text", self.num_api_requests()),
             "server_tasks": ("Tasks of the server's event loop, this request's among them", self.num_tasks),
         }
@@ -264,7 +264,7 @@ class Metrics:
         yield family
         by_worker = {
             "r_worker_kv_load_tokens": ("KV tokens that an R-worker attended in the last step", "kv_load"),
-            "r_worker_kv_load_limit_tokens": ("What they are limited to", "kv_load_limit"),
+            "r_worker_kv_load_limit_tokens": ("Limit of the KV tokens that it attends in a step", "kv_load_limit"),
             "r_worker_sequences": ("Sequences whose cache it holds", "num_sequences"),
             "r_worker_kv_blocks_used": ("KV blocks that sequences hold there", "blocks_used"),
             "r_worker_kv_blocks": ("KV blocks that it has", "num_blocks"),

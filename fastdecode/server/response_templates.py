@@ -63,7 +63,7 @@ def answer_syntax(
         template = AnswerTemplate(own)
         return AnswerSyntax(template, template.without_calls())
     if own is None and OF_TOKENIZER in (tool_call_parser, reasoning_parser):
-        raise ConfigError("the parser hf needs a tokenizer with a response_template, and this one has none")
+        raise ConfigError("parser hf needs a tokenizer with a response_template, and this one has none")
     tools = entry_of("tools", tool_call_parser, chat_template)
     thoughts = entry_of("reasoning", reasoning_parser, chat_template)
     anchor = {"start_anchor": _before_thoughts(header, thoughts) or NO_ANCHOR}

@@ -39,7 +39,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
         """Return the rest of a stream after an event."""
         last = request.headers.get(LAST_EVENT_ID)
         if last is None:
-            raise ApiError(400, "a GET goes on with a stream: send Last-Event-ID, or ask for a response by its id")
+            raise ApiError(400, "a GET resumes a stream: send Last-Event-ID, or ask for a response by its id")
         return await _go_on(service, last)
 
     @app.get(RESPONSES + "/{response_id}")

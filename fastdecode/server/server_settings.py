@@ -36,7 +36,8 @@ class ServerSettings:
         None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
     )
     chat_template_content_format: str = setting(
-        "auto", "of messages for the chat template: text, a list of parts, or what it takes", SERVER,
+        "auto", "form of messages' content for the chat template: a string, a list of parts, or whichever the template "
+            "takes", SERVER,
         choices=("auto", "string", "openai"),
     )  # fmt: skip
     default_chat_template_kwargs: dict[str, Any] = setting(
@@ -44,7 +45,7 @@ class ServerSettings:
         SERVER, metavar="JSON", unset="none",
     )  # fmt: skip
     enable_auto_tool_choice: bool = setting(
-        False, "let the model choose tools by itself, as vLLM needs it said: here it always may", SERVER
+        False, "let the model choose tools by itself: vLLM needs this flag; here the model always may", SERVER
     )
     tool_call_parser: str | None = setting(
         None, "form in which the model writes tool calls, by vLLM's name, such as hermes", SERVER, metavar="NAME",
@@ -71,11 +72,12 @@ class ServerSettings:
         "as OTLP over HTTP", SERVER, metavar="URL", unset="none",
     )  # fmt: skip
     standby: str | None = setting(
-        None, "session whose server this one replaces: it loads its weights, answers 503, and goes on with that "
-        "session and its --journal once no server has had it for 2 s", SERVER, metavar="SESSION", unset="none",
+        None, "session that this server takes over when its server is gone: it loads the weights, answers 503, and "
+        "continues the session with its --journal once no server has held it for 2 s", SERVER, metavar="SESSION",
+        unset="none",
     )  # fmt: skip
     reconnect_seconds: float = setting(
-        30.0, "with --journal, how long a request goes on, or its answer is kept, without its client", SERVER,
+        30.0, "with --journal, how long a request continues, or its answer is kept, after its client has left", SERVER,
         metavar="SECONDS",
     )  # fmt: skip
     stored_responses: int = setting(
@@ -104,7 +106,7 @@ class ServerSettings:
         None, "of the HTTP server", SERVER, choices=("critical", "error", "warning", "info", "debug", "trace"),
         unset="--log-level's",
     )  # fmt: skip
-    disable_fastapi_docs: bool = setting(False, "leave /docs and /openapi.json away", SERVER)
+    disable_fastapi_docs: bool = setting(False, "do not serve /docs and /openapi.json", SERVER)
     enable_request_id_headers: bool = setting(False, "every answer has an X-Request-Id; texts always have one", SERVER)
 
     def __post_init__(self) -> None:

@@ -97,7 +97,7 @@ class Service:
         """
         self.check_alive()
         if self._num_sequences >= self._most_sequences:
-            raise ApiError(503, f"{self._num_sequences} sequences are under way: the queue is full", "overloaded_error")
+            raise ApiError(503, f"{self._num_sequences} sequences run or wait: the queue is full", "overloaded_error")
 
     async def accept(self, asked: Asked, num_bytes: int, headers: Mapping[str, str]) -> ApiRequest:
         """Read a request and queue it; ``leave`` must be called for it.
@@ -142,7 +142,7 @@ class Service:
             try:
                 request = self._remake(kept)
             except (ApiError, RequestError, ConfigError, msgspec.ValidationError) as error:
-                logger.warning("journal: request %s cannot go on: %s", kept.answer_id, error)
+                logger.warning("journal: request %s cannot be continued: %s", kept.answer_id, error)
                 continue
             self._num_sequences += request.exchange.num_sequences
             self._enter(request, None)
@@ -214,7 +214,7 @@ class Service:
     def _trim_unless_busy(self) -> None:
         if not self._exchanges:
             self._long_texts.submit(return_free_memory)
-            logger.info("idle: free memory goes back to the system")
+            logger.info("idle: returning free memory to the system")
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
         """Return the sampling parameters, and the number of sequences."""

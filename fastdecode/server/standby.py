@@ -60,7 +60,7 @@ class _Door(ThreadingHTTPServer):
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener.dup()
-        self.message = f"this server stands by for session {settings.standby}, which another one has"
+        self.message = f"this server stands by for session {settings.standby}, which another server has"
         self._places = threading.BoundedSemaphore(MOST_CLIENTS)
         self._tls: ssl.SSLContext | None = None
         if settings.ssl_certfile:

@@ -46,7 +46,7 @@ class Lifelines:
         while not self.lost and time.monotonic() < deadline:
             time.sleep(0.01)
         if self.lost:
-            return f"{self.lost[0]} of tensor parallelism is lost, and the job with it: start it again"
+            return f"{self.lost[0]} of tensor parallelism is lost, so the job ends: start it again"
         return f"tensor parallelism has failed, and the job with it: start it again ({error or 'it failed before'})"
 
     def close(self) -> None:

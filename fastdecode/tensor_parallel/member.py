@@ -97,7 +97,7 @@ class Member:
         for worker in report.lost:
             self.pool.give_up(worker)
         if len(self._gone) == len(report.workers):
-            raise WorkerLostError("no R-worker is left that all ranks have")
+            raise WorkerLostError("no R-worker is left on every rank")
         return report
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:

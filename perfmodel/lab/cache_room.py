@@ -27,17 +27,29 @@ class CacheRoom:
         """Return the steps from one micro-batch to the next."""
         return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
 
-    def load_limit(self, in_flight: int) -> int:
-        """Return the schedule's peak, with whole sequences in each micro-batch.
+    def micro_batch(self, in_flight: int) -> int:
+        """Return the sequences that start together, a whole number."""
+        return max(1, round(equations.micro_batch_size(in_flight, self.workload.output_len, self.interval(in_flight))))
 
-        The limit is at least one whole sequence, which otherwise could never run.
+    def load_limit(self, in_flight: int) -> int:
+        """Return the limit of the KV load: the schedule's peak.
+
+        Where sequences have prompts, a 32nd more counts: a prompt is computed while it holds its seat, and a limit
+        without it keeps seats empty.
+        """
+        waiting = max(1, round(in_flight / 32)) if self.workload.prompt_len else 0
+        return self._peak(in_flight, waiting)
+
+    def _peak(self, in_flight: int, waiting: int = 0) -> int:
+        """Return the schedule's peak, with whole sequences in each micro-batch and no fewer than are in flight.
+
+        The peak is never below one whole sequence, which could otherwise never run.
         """
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
         interval = self.interval(in_flight)
-        whole = round_up(equations.micro_batch_size(in_flight, output_len, interval)) * output_len / interval
-        peak = equations.peak_load_stabilized(whole, output_len, interval, before)
-        return round_up(max(peak, self.workload.seq_len))
+        most = max(self.micro_batch(in_flight) * output_len / interval, in_flight) + waiting
+        return round_up(max(equations.peak_load_stabilized(most, output_len, interval, before), self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
         """Return the R-workers that hold the peak (equation 9), each with its own shared prefix.
@@ -45,7 +57,7 @@ class CacheRoom:
         Second copies store their own rows, also those of a shared prefix.
         """
         shared, copies = self.workload.shared_prefix_len, self.copies - 1
-        peak_context = self.load_limit(in_flight) / in_flight
+        peak_context = self._peak(in_flight) / in_flight
         held = peak_context - shared + copies * peak_context + self.copies * self.state_tokens
         needed = round_up(equations.memory_r_workers(in_flight, held, self.capacity_tokens - shared))
         return max(needed, self.copies)

@@ -10,6 +10,7 @@ from fastdecode.core.placing import WHOLE, Placing
 from fastdecode.core.types import SPLIT_TOKENS
 from fastdecode.perfmodel import equations
 from fastdecode.perfmodel.lab.cache_room import CacheRoom, round_up
+from fastdecode.perfmodel.lab.step_mix import StepMix
 from fastdecode.perfmodel.load import Load, barrier, mean_parts
 from fastdecode.perfmodel.service import prompt_chunks, prompt_pairs
 from fastdecode.perfmodel.sizing import NO_PRICES, Candidate, Plan, Prices, Workload
@@ -87,7 +88,6 @@ class Planner:
         if mini_batch_size < 1:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
-        interval = self.cache_room.interval(in_flight)
         exact, for_memory = self.balanced_r_workers(mini_batch_size), self.memory_r_workers(in_flight)
         needed = self.num_r_workers or max(round_up(self.enough_r_workers(mini_batch_size)), self.placing.copies)
         if self.num_r_workers and for_memory > needed:
@@ -106,8 +106,8 @@ class Planner:
             num_mini_batches=self.num_mini_batches,
             num_r_workers_exact=exact,
             r_workers_set_by="pool" if self.num_r_workers else "memory" if for_memory > needed else "bandwidth",
-            micro_batch_size=round_up(equations.micro_batch_size(in_flight, self.workload.output_len, interval)),
-            interval_steps=interval,
+            micro_batch_size=self.cache_room.micro_batch(in_flight),
+            interval_steps=self.cache_room.interval(in_flight),
             kv_load_limit=self.cache_room.load_limit(in_flight),
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes_read_per_token=self.kv_bytes_read_per_token,
@@ -143,15 +143,13 @@ class Planner:
     def enough_r_workers(self, mini_batch_size: int) -> float:
         """Return the R-workers whose slowest keeps up, unrounded: equation 11 times the barrier.
 
-        With more R-workers each has fewer sequences, so the slowest is further above the mean. Hence the second
-        iteration.
+        With more R-workers each has fewer sequences, and a slowest further above the mean. Hence a second iteration.
         """
         exact = self.balanced_r_workers(mini_batch_size)
         if not self.waits_for_slowest:
             return exact
         spread, enough = self.workload.context_spread, exact
-        # Largest factor by which R-workers are added so that the slowest keeps up
-        most_for_slowest = 1.5
+        most_for_slowest = 1.5  # by more, R-workers are not added
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
             enough = exact * min(barrier(enough, each, spread), most_for_slowest)
@@ -179,10 +177,12 @@ class Planner:
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
         """Return the figures of a number of R-workers, the plan's or another."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
+        model, steps = self.step_model(num_r_workers), self.steps(in_flight, num_r_workers)
+        seconds = sum(share * model.seconds(load) for share, load in steps)
+        stages = [(share, model.stages(load)) for share, load in steps]
         rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
-        model, load = self.step_model(num_r_workers), self.load(rows, in_flight, kv_tokens, num_r_workers)
-        stages, seconds = model.stages(load), model.seconds(load)
-        rate = in_flight / seconds
+        mean_load = self.load(rows, in_flight, kv_tokens, num_r_workers)
+        rate = StepMix.of(self.workload, in_flight).decoding / seconds
         hosts = round_up(self.num_ranks * num_r_workers / self.r_workers_per_host)
         per_stage = self.num_layers * self.num_mini_batches
         return Candidate(
@@ -191,9 +191,9 @@ class Planner:
             step_seconds=seconds,
             output_tokens_per_second=rate,
             sequence_seconds=self.workload.output_len * seconds,
-            s_busy=per_stage * stages.s_part / seconds,
-            r_busy=per_stage * stages.r_part / seconds,
-            bottleneck=model.bottleneck(load),
+            s_busy=per_stage * sum(share * each.s_part for share, each in stages) / seconds,
+            r_busy=per_stage * sum(share * each.r_part for share, each in stages) / seconds,
+            bottleneck=model.bottleneck(mean_load),
             fits_memory=num_r_workers >= self.memory_r_workers(in_flight),
             price_per_million_tokens=self.prices.per_million_tokens(hosts, rate),
         )
@@ -225,11 +225,16 @@ class Planner:
         """Return the part of ``rows``, prompts' included, that a second R-worker stores too, if there is one."""
         return rows if self.placing.twice and num_r_workers > 1 else 0.0
 
+    def steps(self, in_flight: float, num_r_workers: float) -> list[tuple[float, Load]]:
+        """Return the kinds of steps of the steady state: the part that each is of all, and its load."""
+        mix = StepMix.of(self.workload, in_flight)
+        _, kv_tokens = self.mean_step(mix.decoding, num_r_workers)
+        return [(share, self.load(rows, mix.decoding, kv_tokens, num_r_workers)) for share, rows in mix.steps()]
+
     def mean_step_seconds(self, in_flight: float, num_r_workers: float) -> float:
-        """Return the seconds of the mean step, which is the time per output token (TPOT)."""
-        rows, kv_tokens = self.mean_step(in_flight, num_r_workers)
-        load = Load(rows, in_flight, kv_tokens, copied_rows=self.copied_rows(rows))
-        return self.step_model(num_r_workers).seconds(load)
+        """Return the mean seconds of a step: time per output token (TPOT) of every sequence."""
+        model = self.step_model(num_r_workers)
+        return sum(share * model.seconds(load) for share, load in self.steps(in_flight, num_r_workers))
 
     def first_token_seconds(self, in_flight: float, num_r_workers: float) -> float:
         """Return the time to first token of a request with a free seat and no other prompt.

@@ -3,7 +3,7 @@
 
 namespace rworker {
 
-/// Whether processor, hypervisor and kernel all grant it; asked for once per process.
+/// True where processor, hypervisor and kernel all grant it; asked once per process.
 bool tiles_granted();
 
 }  // namespace rworker

@@ -19,8 +19,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     ``layout``: the model's. ConfigError if it has no more layers than that. Raise UnsupportedModelError if its layers
     cannot be found, or its code does not run with some of them.
     """
-    ends = [number + 1 for number, layer in enumerate(layout.layers) if not layer.ranks_tokens]
-    most, probed = len(ends), layout.with_state_dtype("float32").layers  # layers as a probe finds them
+    most = int(hf_config.get_text_config().num_hidden_layers)
     if num_layers >= most:
         what = f"must be from 1 to {most - 1} for this model, which has {most} layers" if most > 1 else "has no place"
         raise ConfigError(f"speculative_config: num_layers {what}, not {num_layers}")
@@ -29,13 +28,17 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
         for name, module in code.module.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == most
     ]
+    probed = layout.with_state_dtype(
+        "float32"
+    ).layers  # layers as a probe finds them; a hybrid's may call twice, or not
     for name in places:
         view = code.of(_cut(code.module, name.split("."), num_layers))
         try:
-            if probe_layers(view, hf_config) == probed[: ends[num_layers - 1]]:
-                return view
+            found = probe_layers(view, hf_config)
         except UnsupportedModelError:
             continue  # these are not its decoder layers, or it relies on all of them
+        if 0 < len(found) < len(probed) and found == probed[: len(found)]:
+            return view
     raise UnsupportedModelError(
         f"speculative_config: early_exit finds no list of {most} layers in {hf_config.model_type} of which the first "
         f"{num_layers} run alone; use ngram or draft_model"

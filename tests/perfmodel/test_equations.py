@@ -31,9 +31,11 @@ LENGTHS = st.integers(1, 5000)
 SECONDS = st.floats(1e-6, 1e-1)
 
 
-@pytest.mark.parametrize(("in_flight", "output_len", "interval"), [(1024, 1024, 32), (4, 64, 16), (100, 5, 1)])
+@pytest.mark.parametrize(
+    ("in_flight", "output_len", "interval"), [(1024, 1024, 32), (4, 64, 16), (34, 1024, 30), (100, 5, 1)]
+)
 def test_default_interval_by_hand(in_flight: int, output_len: int, interval: int) -> None:
-    """A 32nd of the steps; with four sequences in flight a quarter; never less than a step."""
+    """A 32nd of the steps; a quarter for four sequences; 30 for one of 34 at a time; never less than a step."""
     assert equations.default_interval_steps(in_flight, output_len) == interval
 
 
@@ -51,9 +53,11 @@ def test_peak_load_is_that_of_the_schedule(intervals: int, interval: int, micro_
 
 
 @given(LENGTHS, LENGTHS)
-def test_default_interval_leaves_a_sequence_per_micro_batch(in_flight: int, output_len: int) -> None:
+def test_whole_sequences_start_together_at_the_default_interval(in_flight: int, output_len: int) -> None:
+    """An interval of whole steps leaves at most half a step's sequences above or below a whole number."""
     interval = equations.default_interval_steps(in_flight, output_len)
-    assert equations.micro_batch_size(in_flight, output_len, interval) >= 1 or interval >= output_len
+    together = equations.micro_batch_size(in_flight, output_len, interval)
+    assert interval == 1 or abs(together - max(1, round(in_flight / 32))) <= in_flight / output_len / 2 + 1e-9
 
 
 @given(st.integers(1, 4096), LENGTHS, SECONDS, SECONDS, st.floats(0, 0.9), st.floats(0, 0.9))

@@ -93,7 +93,11 @@ def test_plan_says_what_copies_and_a_loss_cost(tmp_path: Path, capsys: pytest.Ca
     assert costs["link_growth"] == 0.5  # q, k, v, o and then k, v
     assert costs["recomputed_tokens"] == pytest.approx(2048 * 512 / one["num_r_workers"])
     assert costs["recompute_seconds"] > 1 and two["replicas"]["recompute_seconds"] == 0
-    assert "2 (--kv-replicas 2): memory x 2" in text and "link +50%" in text and "to be computed again" in text
+    assert (
+        "a second (--kv-replicas 2) takes twice the memory" in text
+        and "50% more bytes on the link" in text
+        and "to be computed again" in text
+    )
     assert "nothing is computed again" in text_two and two["kv_replicas"] == 2
     assert main(["plan", *NAMES, "--kv-replicas", "2", "--emit", "mpirun"]) == 0
     assert " --kv-replicas 2 " in capsys.readouterr().out
@@ -111,7 +115,8 @@ def test_plan_takes_ranges_and_copies_together(tmp_path: Path, capsys: pytest.Ca
     one, two, both = found(*ranges), found(*copies), found(*ranges, *copies)
     assert both["ranges"]["kv_shard_tokens"] == one["ranges"]["kv_shard_tokens"] == 4096
     assert both["num_r_workers"] == two["num_r_workers"] >= one["num_r_workers"]
-    assert both["step_seconds"] > two["step_seconds"]
+    # Ranges cost merges, and even out what the slowest R-worker reads in steps without prompts
+    assert both["step_seconds"] != two["step_seconds"] == pytest.approx(both["step_seconds"], rel=0.05)
     assert both["replicas"]["two"]["output_tokens_per_second"] == both["output_tokens_per_second"]
     lost = one["replicas"]["lost_sequences"]
     assert lost == pytest.approx(min(32, 32 * 4 / one["num_r_workers"]))  # 14,336 tokens on average are four ranges

@@ -15,6 +15,7 @@ from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.batch_search import BatchSearch
 from fastdecode.perfmodel.lab.gpu_only import GpuOnly, GpuServer
 from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.lab.step_mix import StepMix
 from fastdecode.perfmodel.lab.verdict import judge
 from fastdecode.perfmodel.presets import find_cpu_host, find_gpu
 from fastdecode.perfmodel.service import CHUNK_TOKENS, ServiceLimits, prompt_chunks
@@ -44,7 +45,8 @@ def test_a_plan_keeps_to_the_time_per_token_and_is_the_best_that_does(
     words = [*NAMES, "--seq-len", "2048", "--prompt-len", "1024", "--num-r-workers", "8", "--num-mini-batches", "2"]
     found, lines = answer(tmp_path, capsys, *words, "--tpot", str(limit_ms))
     assert found["tpot_seconds"] <= limit_ms / 1e3 and found["keeps_limits"]
-    assert found["users"] / found["tpot_seconds"] == pytest.approx(found["output_tokens_per_second"])
+    decoding = StepMix.of(Workload(2048, 1024), found["users"]).decoding
+    assert decoding / found["tpot_seconds"] == pytest.approx(found["output_tokens_per_second"])
     larger, _ = answer(tmp_path, capsys, *words, "--mini-batch-size", str(found["mini_batch_size"] + 1))
     free, _ = answer(tmp_path, capsys, *words, "--tpot", "inf")
     assert larger["tpot_seconds"] > limit_ms / 1e3 or found["mini_batch_size"] == free["mini_batch_size"]
@@ -56,7 +58,10 @@ def test_what_a_limit_costs_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     without = found["without_limits"]
     assert found["limits"]["tpot_seconds"] == 0.1 and without["tpot_seconds"] > 0.5
     assert without["output_tokens_per_second"] > 2 * found["output_tokens_per_second"]
-    assert any(line.startswith("The limit (100 ms per token) costs throughput: without it") for line in lines[:4])
+    assert any(
+        line.startswith("The limit of 100 ms per token (the default of --tpot) costs throughput: without it")
+        for line in lines[:4]
+    )
     again, _ = answer(tmp_path, capsys, *NAMES, "--seq-len", "1024", "--tpot", "inf")
     assert again["output_tokens_per_second"] == without["output_tokens_per_second"] and not again["without_limits"]
 

@@ -161,7 +161,7 @@ class ChainReader:
     def check(self, number: int, checksum: bytes) -> None:
         """Raise ChainError unless piece ``number`` was read with this ``checksum``."""
         if checksum != os.pread(self.fileno(), _CHECKSUM_BYTES, self.place(number)[0] - _CHECKSUM_BYTES):
-            raise self._broken(f"piece {number} is not what was written")
+            raise self._broken(f"piece {number} is damaged: its checksum differs")
 
     def is_cached(self, number: int) -> bool:
         """Return whether the end of piece ``number`` is in the page cache, as far as the system tells."""
@@ -191,7 +191,7 @@ class ChainReader:
             piece = buffer[: self.head.piece_bytes(number)]
             self._fill(piece.data)
             if _checksum(self._digest, number, piece) != checksum:
-                raise self._broken(f"piece {number} is not what was written")
+                raise self._broken(f"piece {number} is damaged: its checksum differs")
             yield piece
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class ChainReader:
         self._digest = self._read(_DIGEST_BYTES)
         self._start = len(text) + len(marks) + _DIGEST_BYTES
         if hashlib.sha256(text + marks).digest() != self._digest:
-            raise self._broken("its head is not what was written")
+            raise self._broken("its head is damaged: its checksum differs")
         return head, tuple(marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES))
 
     def _read(self, num_bytes: int) -> bytes:

@@ -132,10 +132,10 @@ class Parker:
         num_tokens, head = num_blocks * self._worker.block_size, reader.head
         if (head.fingerprint, reader.marks[-1]) != (self._fingerprint, name):
             reader.close()
-            raise ChainError(f"{path}: it is of another cache")
+            raise ChainError(f"{path}: it belongs to another cache")
         if not 0 < num_tokens <= head.num_tokens or (num_tokens % PIECE_TOKENS and num_tokens != head.num_tokens):
             reader.close()
-            raise ValueError(f"wake: {num_tokens} tokens are no pieces of {head.num_tokens}")
+            raise ValueError(f"wake: {num_tokens} tokens are no whole pieces of {head.num_tokens}")
         return WakeJob(self._worker, self._threads, sequence_id, num_tokens, reader)
 
     def _head(self, chain: Chain) -> Head:

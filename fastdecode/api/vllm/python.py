@@ -56,7 +56,7 @@ NAMES = {
     "PoolingOutput": TEXTS_ONLY,
     "PoolingParams": TEXTS_ONLY,
     "PoolingRequestOutput": TEXTS_ONLY,
-    "RequestOutputKind": "each output has all so far",
+    "RequestOutputKind": "each output has all text until then",
     "ScoringOutput": TEXTS_ONLY,
     "ScoringRequestOutput": TEXTS_ONLY,
     "initialize_ray_cluster": "give r_workers='ray:N'",
@@ -65,7 +65,7 @@ NAMES = {
 
 SAMPLING_IGNORED = without_effect({
     "texts are not watermarked": "watermarking",
-    "each output has all so far": "output_kind stream_interval flat_logprobs",
+    "each output has all text until then": "output_kind stream_interval flat_logprobs",
     "parameters do not change, and need no copy": "skip_clone",
     "no token is left out between special ones": "spaces_between_special_tokens",
     "there is no beam search": "length_penalty early_stopping",
@@ -113,7 +113,7 @@ def takes_vllms_fields(kind: Params) -> Params:
 
     def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
         raise FrozenInstanceError(
-            f"sampling parameters do not change: make others with dataclasses.replace(params, {name}={value!r:.40})"
+            f"sampling parameters cannot change: make others with dataclasses.replace(params, {name}={value!r:.40})"
         )
 
     made.__init__, made.__setattr__ = __init__, __setattr__

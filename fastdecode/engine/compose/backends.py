@@ -288,7 +288,11 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     tokens = max(0, worker.num_blocks - worker.state_blocks) * block_size
     if tokens >= max_model_len:
         return
-    others = f", all {len(workers)} of them too little for its ranges" if len(workers) > 1 and not one_piece else ""
+    others = (
+        f", and all {len(workers)} together have too little for its ranges"
+        if len(workers) > 1 and not one_piece
+        else ""
+    )
     needed = (worker.state_blocks + -(-max_model_len // block_size)) * block_bytes
     memory = needed + layout.weight_bytes
     raise CapacityError(

@@ -46,8 +46,8 @@ def make_journal(
     cleanup.callback(journal.close)
     if folder is None and not journal.was_found and (names := [each.name for each in r_workers if each.kept_of]):
         logger.warning(
-            "session %s: R-worker %s has kept sequences, and the journal is gone with the R-workers that had it: "
-            "requests of the engine before this one are not known",
+            "session %s: R-worker %s has kept sequences, but the R-workers that kept the journal are lost: this "
+            "engine does not know the earlier requests",
             config.session, ", ".join(names),
         )  # fmt: skip
     if folder and config.session is not None:
@@ -68,7 +68,7 @@ def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: 
     if held:
         _adopt(scheduler, r_workers, held, journal, known)
     elif keeps and any(each.token_ids for each in known.values()):
-        logger.warning("no R-worker has kept anything of the session for this engine: it is computed again")
+        logger.warning("no R-worker has kept caches of the session: this engine computes them again")
     if keeps and not in_one_place:
         # otherwise rows that attended on an R-worker which is lost in their first step would count as right until its
         # end
@@ -89,7 +89,7 @@ def _adopt(
     for index, num_tokens in scheduler.store.prefixes.adopt(ours, known, lowest_name).items():
         r_workers[index] = replace(r_workers[index], held=())
         name = r_workers[index].name
-        logger.warning("R-worker %s has kept %d tokens of the session, which goes on", name, num_tokens)
+        logger.warning("R-worker %s has kept %d tokens of the session, which continues", name, num_tokens)
 
 
 def _wrote(journal: Journal, r_worker: RWorkerInfo) -> bool:

@@ -13,7 +13,7 @@ from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
 from fastdecode.core.parked import Parks
-from fastdecode.core.placing import WHOLE
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
@@ -120,16 +120,14 @@ def make_parking(
 ) -> Parking | None:
     """Return the companion that parks prefixes of ``model`` on the disks of ``r_workers`` and of later ones.
 
-    Return None without prefix caching, or if prefixes have several segments or copies. ``parks``: None if R-workers
-    have no disks.
+    Return None without prefix caching, or if prefixes need a state. ``parks``: None if R-workers have no disks. Chains
+    of ranges are of use only to an engine that cuts sequences at the same tokens.
     """
     if parks is None or not limits.prefix_caching or not limits.sizes.rewinds:
         return None
-    if limits.placing != WHOLE:
-        if any(worker.park_after is not None for worker in r_workers):
-            logger.warning("ranges and second copies of sequences are not parked: nothing is")
-        return None
-    return Parking(parks, model.kv_identity, r_workers)
+    cut_at = limits.placing.segment_tokens
+    identity = model.kv_identity if cut_at == UNLIMITED else f"{model.kv_identity}, cut at {cut_at} tokens"
+    return Parking(parks, identity, r_workers)
 
 
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
@@ -224,7 +222,7 @@ def with_absorption(config: EngineConfig) -> EngineConfig:
     names = spec.addresses or (spec.kind,)
     if shape.latent is None or not profile.absorbs_sooner_at_r_workers(shape, kv_dtype, rows, names):
         return config
-    logger.info("R-workers multiply K and V of latents: by the profile they answer sooner so")
+    logger.info("R-workers multiply K and V of latents: by the profile, they answer sooner this way")
     return replace(config, latent_absorption="r")
 
 

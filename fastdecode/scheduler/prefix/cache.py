@@ -71,7 +71,7 @@ class PrefixCache:
         self._workers, self._segment_tokens = workers, limits.placing.segment_tokens
         self._index, self.kept = self._keeper(limits, names)
         self.adopted = Adopted(workers, self._index, self.ids, self._segment_tokens, self.enabled)
-        self.parked = Parked(workers, self._index, self.ids, self.kept)
+        self.parked = Parked(workers, self._index, self.ids, self.kept, self._segment_tokens)
         self.leaders = Leaders(workers, self._index, self.kept)
         self.sources: Sequence[Source] = (self.adopted, self.kept, self.parked)
 

@@ -40,6 +40,13 @@ class PrefixIndex:
         """Return how many of these blocks are cached on the R-worker that has most of them."""
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
+    def cached_from(self, block_hashes: list[bytes], start: int) -> int:
+        """Return the end of the cached blocks that follow the first ``start`` of these; ``start`` if there are none."""
+        return next(
+            (end for end in range(start, len(block_hashes)) if block_hashes[end] not in self._by_hash),
+            max(start, len(block_hashes)),
+        )
+
     def holder(self, block_hash: bytes) -> Prefix | None:
         """Return a prefix that has this block, and so all earlier blocks of its segment; None if there is none."""
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)

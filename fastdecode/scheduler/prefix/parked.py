@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdecode.core.parked import Chain
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.names import CacheIds
 from fastdecode.scheduler.places.place import Block
 from fastdecode.scheduler.places.workers import Prefix, Workers
@@ -16,11 +17,15 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Beginning(NamedTuple):
-    """The first ``num_blocks`` blocks of ``chain``, parked by R-worker ``worker``."""
+    """The first ``num_blocks`` blocks of ``chain``, parked by R-worker ``worker``.
+
+    They follow the first ``start`` blocks of a sequence, which lie in its earlier ranges.
+    """
 
     worker: int
     num_blocks: int
     chain: Chain
+    start: int = 0
 
 
 @dataclass(eq=False)
@@ -98,9 +103,12 @@ class Parked(Source):
     ``chains``: those on disks. ``counts``: counts of loaded prefixes.
     """
 
-    def __init__(self, workers: Workers, index: PrefixIndex, ids: CacheIds, kept: Keeper) -> None:
+    def __init__(
+        self, workers: Workers, index: PrefixIndex, ids: CacheIds, kept: Keeper, segment_tokens: int = UNLIMITED
+    ) -> None:
         self.chains, self.counts = ParkedChains(), WakeCounts()
         self._workers, self._index, self._ids, self._kept = workers, index, ids, kept
+        self._range_blocks = segment_tokens // workers.block_size
 
     def forget(self, worker: int) -> None:
         self.chains.forget(worker)
@@ -110,36 +118,49 @@ class Parked(Source):
         self._index.now_seconds = now_seconds
 
     def wanted(self, sequence: TokenSequence) -> Beginning | None:
-        """Return the parked beginning that the waiting ``sequence`` should load; None if none is worth it.
+        """Return the parked beginning that the waiting ``sequence`` should load next; None if none is worth it.
 
-        It must be longer than what is cached.
+        It must be longer than what is cached. Of a sequence in several ranges it is the first that is not cached, and
+        all that can follow it count for its worth.
         """
         if not len(self.chains):
             return None
         usable = usable_hashes(sequence, self._workers.block_size)
-        cached = self._index.num_cached(sequence, usable, self)
-        found = self.chains.longest(usable[cached:], self._workers.accepting)
-        if found is None:
-            return None
-        found = found._replace(num_blocks=found.num_blocks + cached)
-        return found if self._kept.is_worth(sequence, found.num_blocks) else None
+        first, depth = None, self._index.num_cached(sequence, usable, self)
+        while (found := self._next(usable, depth)) is not None:
+            first, depth = first or found, found.start + found.num_blocks
+            if depth % self._range_blocks:
+                break
+            depth = self._index.cached_from(usable, depth)
+        return first if first and self._kept.is_worth(sequence, depth) else None
+
+    def _next(self, usable: list[bytes], depth: int) -> Beginning | None:
+        """Return the longest parked beginning of the range with block ``depth`` that has this block; None without."""
+        start = depth // self._range_blocks * self._range_blocks
+        found = self.chains.longest(usable[depth : start + self._range_blocks], self._workers.accepting)
+        return found and found._replace(num_blocks=found.num_blocks + depth - start, start=start)
 
     def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
         """Reserve blocks to load ``beginning`` for ``sequence``; return None without room for both."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
+        needed = min(needed - beginning.start, self._range_blocks)
         if needed > worker.available or not self._index.make_room(beginning.worker, beginning.num_blocks):
             return None
         worker.grow(beginning.num_blocks)
-        hashes = sequence.block_hashes[: beginning.num_blocks]
+        hashes = sequence.block_hashes[beginning.start : beginning.start + beginning.num_blocks]
         return Waking(beginning, self._ids.new(), hashes)
 
     def woken(self, waking: Waking, sequence: TokenSequence) -> None:
-        """Retain the loaded ``waking`` as used now; ``sequence``, which waited for it, starts there."""
+        """Retain the loaded ``waking`` as used now; ``sequence``, which waited for it, starts there.
+
+        It has no twin: the same tokens on another R-worker may have come from other arithmetic.
+        """
         worker, count = waking.beginning.worker, waking.beginning.num_blocks
         sequence.woken_on = worker
         self._workers[worker].cached += count
         blocks = [Block(num_sequences=0) for _ in range(count)]
-        self._index.add(Prefix(waking.prefix_id, worker, waking.block_hashes, blocks, is_parked=True))
+        origin = self._ids.new()
+        self._index.add(Prefix(waking.prefix_id, worker, waking.block_hashes, blocks, origin, is_parked=True))
         self.counts.num_woken += 1
         self.counts.num_tokens += count * self._workers.block_size
 

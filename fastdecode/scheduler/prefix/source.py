@@ -45,7 +45,7 @@ class Source(Protocol):
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
         """Let ``copy`` of ``segment`` begin with ``hit`` on the same R-worker."""
-        raise ValueError("this source has nothing to take")
+        raise ValueError("this source has no blocks to take")
 
     def close(self, sequence: TokenSequence) -> None:
         """Release what is kept for ``sequence`` alone, which has started."""

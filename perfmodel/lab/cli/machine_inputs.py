@@ -143,8 +143,13 @@ def _named_planner(
 
 
 def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
-    """Return the machines that a plan assumes, and what each layer waits for."""
-    return *figures(gpu), *figures(machine.host), machine.links(gpu), machine.waits(args.overlapped_transport)
+    """Say what machines a plan rests on, and what each layer waits for."""
+    read = gpu.kv_bytes_per_second.achieved / 1e9
+    alone = (
+        f"GPU alone: reads weights and cache at {read:,.4g} GB/s, the roofline, which is kinder to it than any server"
+    )
+    waits = machine.waits(args.overlapped_transport)
+    return *figures(gpu), alone, *figures(machine.host), machine.links(gpu), waits
 
 
 def _from_profile(args: argparse.Namespace) -> PlanInputs:

@@ -14,11 +14,11 @@ from fastdecode.api.settings import parse_kv_cache_memory
 from fastdecode.cli.kubernetes_lines import PodPlan, kubernetes_manifests
 from fastdecode.cli.launch_lines import S_COMMAND, HostSlots, JobShape, openmpi_line, ray_lines, slurm_script
 from fastdecode.core.errors import ConfigError
-from fastdecode.perfmodel.equations import TILE_TOKENS
 from fastdecode.perfmodel.known_models import BUILT_IN
 from fastdecode.perfmodel.lab.cli.named_machine import host_of
 from fastdecode.perfmodel.lab.cli.variants import VARIANTS
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
+from fastdecode.perfmodel.lab.step_mix import batch_tokens
 from fastdecode.perfmodel.sizing import Plan
 
 FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
@@ -86,12 +86,11 @@ def _r_cores(args: argparse.Namespace) -> int | None:
 def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
     """Return the S-worker's flags with values: those that the inputs fix, without the model, and the plan's own."""
     plan, dtype = case.plan, case.args.kv_cache_dtype
-    rows = plan.in_flight * case.planner.workload.rows_per_output_token
     figures = {
         "--schedule": "sls",
         "--num-mini-batches": plan.num_mini_batches,
         "--max-num-seqs": plan.in_flight,
-        "--max-num-batched-tokens": math.ceil(rows / TILE_TOKENS) * TILE_TOKENS,
+        "--max-num-batched-tokens": batch_tokens(plan.in_flight, case.planner.workload),
         "--kv-load-limit": plan.kv_load_limit,
     }
     given: dict[str, object] = {} if dtype == "auto" else {"--kv-cache-dtype": dtype}

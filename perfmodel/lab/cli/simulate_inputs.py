@@ -154,7 +154,7 @@ def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> 
     if args.num_r_workers == 0 or args.s_part_seconds is not None:
         return 2
     # Numbers of mini-batches that ``auto`` compares
-    choices = (2, 3)
+    choices = (2, 1, 3)  # as a plan compares them; the first of equals is taken
     return min(choices, key=lambda number: _mean_step_seconds(args, workload, number))
 
 

@@ -55,6 +55,8 @@ def plot_plan(
     planner: Planner, plan: Plan, server: GpuServer | None, prices: Prices, limits: ServiceLimits, title: str, path: str
 ) -> None:
     """Draw both ways; hollow points exceed memory. Raise OSError if the file cannot be written."""
+    from matplotlib.ticker import LogFormatter
+
     own = plan_points(planner, plan, prices)
     other = alone_points(server, own[-1].users, prices) if server else []
     fastdecode, alone, limit = "#2f6db3", "#b5542f", "#9a9a9a"
@@ -78,6 +80,7 @@ def plot_plan(
         for axis in axes[0]:
             axis.xaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         times.figure.suptitle(f"{title}\nhollow: memory has no room for so many", fontsize=10)
         times.figure.legend(loc="outside lower center", ncols=4, frameon=False)
 

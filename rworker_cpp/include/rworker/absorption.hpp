@@ -1,5 +1,5 @@
-// Multi-head latent attention whose K and V are multiplied here: a query's first part, times K of its head, becomes as
-// long as a latent; the output over latents, times V, becomes the head's own.
+// Multi-head latent attention whose products with K and V run on this R-worker. The first part of a query, times its
+// head's K, becomes as long as a latent. The output over latents, times V, becomes the head's own output.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,13 @@
 
 namespace rworker {
 
-/// K and V of all heads of a layer, as kernels read them.
+/// K and V of all heads of a layer, in the layout that kernels read.
 class HeadWeights {
   public:
     HeadWeights(const LayerSpec& layer, DType dtype);
 
-    /// Those of heads [first, first + count): [count][nope + value][rank], in the model's dtype. Error for other heads.
+    /// Sets the weights of heads [first, first + count): [count][nope + value][rank], in the model's dtype. Throws
+    /// Error for heads that do not exist.
     void set(std::int64_t first, std::int64_t count, const void* rows);
     bool is_complete() const { return num_set_ == std::int64_t(is_set_.size()); }
     const void* keys(std::int64_t head) const { return bytes_.data() + head * head_bytes_; }
@@ -34,18 +35,18 @@ struct HeadRows {
     void* out;
     DType in_dtype, out_dtype;
     std::int64_t num_rows, in_stride, out_stride;
-    std::int64_t in_offset = 0, out_offset = 0;  // elements before those that are multiplied
+    std::int64_t in_offset = 0, out_offset = 0;  // elements before the part that is multiplied
 };
 
-/// Multiplies rows of each head by its K, or its V, and copies what stands behind (K) or before (V) them.
+/// Multiplies rows of each head by its K or its V. It copies the elements after them (K) or before them (V) unchanged.
 class HeadProductJob final : public LayerJob {
   public:
     HeadProductJob(const Kernels& kernels, int num_threads) : kernels_(kernels), scratch_(num_threads) {}
 
-    /// q [row][head][sent_query_dim] → [row][head][key_dim].
+    /// Prepares the job for queries: q [row][head][sent_query_dim] → [row][head][key_dim].
     void prepare_queries(const LayerSpec& spec, const HeadWeights& weights, DType dtype, std::int64_t layer,
                          const void* queries, void* absorbed, std::int64_t num_rows);
-    /// o and partial results over latents → those of the heads.
+    /// Prepares the job for outputs: o and partial results over latents → outputs and partial results of the heads.
     void prepare_outputs(const LayerSpec& spec, const HeadWeights& weights, DType dtype, std::int64_t layer,
                          const Payload& latents, const Payload& payload, std::int64_t num_rows,
                          std::int64_t num_partials);
@@ -65,16 +66,16 @@ class HeadProductJob final : public LayerJob {
     std::vector<std::vector<float>> scratch_;  // per thread
 };
 
-/// The jobs before and after a latent layer's attention in one mini-batch, and what lies between them.
+/// The jobs before and after a latent layer's attention in one mini-batch, and the rows between them.
 class Absorption {
   public:
     Absorption(const Kernels& kernels, DType dtype, int num_threads)
         : before(kernels, num_threads), after(kernels, num_threads), dtype_(dtype) {}
 
-    /// Memory for so many rows of each such layer.
+    /// Allocates memory for this many rows of each such layer.
     void reserve(const std::vector<LayerSpec>& layers, std::int64_t num_queries, std::int64_t num_out,
                  std::int64_t num_partials);
-    /// What attention is to read and write between the jobs, which are prepared.
+    /// Prepares both jobs. Returns the payload that attention reads and writes between them.
     Payload prepare(const LayerSpec& spec, const HeadWeights& weights, std::int64_t layer, const Payload& payload);
 
     HeadProductJob before, after;

@@ -5,8 +5,8 @@
 
 namespace rworker {
 
-/// Address space for the whole cache. A page is committed when a thread first writes it, so resident memory follows
-/// use and lands on the writer's NUMA node; huge pages are asked for.
+/// Address space for the whole cache. The system commits a page when a thread first writes it, so resident memory
+/// follows use and lies on the writer's NUMA node. The arena asks for huge pages.
 class Arena {
   public:
     explicit Arena(std::int64_t num_bytes);
@@ -15,8 +15,8 @@ class Arena {
     Arena& operator=(const Arena&) = delete;
 
     std::uint8_t* data() const { return data_; }
-    /// Commit the pages of these bytes, whose content stays; from any thread, while others read and write them. No
-    /// effect where the system cannot.
+    /// Commits the pages of these bytes and keeps their content. Any thread may call it while others read and write. It
+    /// does nothing where the system has no such call.
     void commit(std::int64_t first_byte, std::int64_t num_bytes) const;
 
   private:

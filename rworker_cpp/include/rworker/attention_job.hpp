@@ -8,27 +8,27 @@
 
 namespace rworker {
 
-/// Each piece of work stores the new tokens that fall into its split, then attends its rows to the split; so none waits
-/// for another, but for what a piece has stored that is there for nothing else. Meanwhile what the next piece begins with
-/// is on its way from memory.
+/// Each piece of work stores the new tokens of its split, then computes attention of its rows over the split. So no
+/// piece waits for another, except for a piece that only stores. Meanwhile the processor already loads the first data
+/// of the next piece.
 class AttentionJob final : public LayerJob {
   public:
     explicit AttentionJob(Worker& worker) : worker_(worker) {}
 
     void prepare(const WorkList& list, std::int64_t layer, const Payload& payload);
-    /// The index layer whose picks of this step are there; -1: none.
+    /// The index layer whose picks of this step are known; -1: none.
     std::int64_t picked_by() const { return picks_.layer(); }
     void forget_picks() { picks_.forget(); }
-    /// Of the index layer that ran last: how many of what each row of a range ranked it picked, counts [row and node]
-    /// [head], those of a row's first node. Throws Error for impossible ones.
+    /// Sets, for the index layer that ran last, how many picks of each row are in each range: counts [row and node]
+    /// [head], of a row's first node. Throws Error for impossible counts.
     void share(std::span<const std::int32_t> counts);
-    /// Whether they are known.
+    /// True where these counts are known.
     bool is_shared() const { return is_shared_; }
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
     void leave() noexcept override;
 
   private:
-    /// A unit in one KV head, or nothing.
+    /// A unit of work in one KV head, or nothing.
     struct Piece {
         const WorkUnit* unit;
         std::int64_t head;
@@ -54,7 +54,7 @@ class AttentionJob final : public LayerJob {
     const WorkList* list_ = nullptr;
     const LayerSpec* spec_ = nullptr;
     Payload payload_{};
-    mutable Picks picks_;  // each query's by the thread that finished its scores
+    mutable Picks picks_;  // the thread that finished a query's scores writes its picks
     bool is_shared_ = false;
 };
 

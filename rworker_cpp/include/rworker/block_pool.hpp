@@ -8,8 +8,8 @@
 
 namespace rworker {
 
-/// Hands out block ids 0..num_blocks-1, lowest first and last returned first, so that resident memory stays small.
-/// What happened since `forget_log()` can be undone exactly, free list order included.
+/// Hands out block ids 0..num_blocks-1, the lowest first, and the last returned first, so that resident memory stays
+/// small. Changes since `forget_log()` can be undone exactly, with the order of the free list.
 class BlockPool {
   public:
     explicit BlockPool(std::int64_t num_blocks);
@@ -18,17 +18,17 @@ class BlockPool {
     std::int64_t num_free() const { return std::int64_t(free_.size()); }
     bool shared(std::int32_t block) const { return references_[block] > 1; }
     std::int64_t num_shared() const;
-    /// Blocks that were ever handed out, and so may be resident: those below. From any thread.
+    /// Blocks below this number were handed out at some time, so they may be resident. Any thread may call it.
     std::int64_t num_touched() const { return num_touched_.load(std::memory_order_relaxed); }
 
-    /// A block with one reference; throws Error when none is free.
+    /// Takes a block with one reference. Throws Error when none is free.
     std::int32_t take();
     void add_reference(std::int32_t block);
     void drop_reference(std::int32_t block);
 
     void forget_log() { log_.clear(); }
     std::size_t log_size() const { return log_.size(); }
-    /// Undo changes, latest first, until `log_size()` is what it once was.
+    /// Undoes changes, latest first, until the log is as long as `log_size()` once was.
     void undo_to(std::size_t log_size);
 
   private:

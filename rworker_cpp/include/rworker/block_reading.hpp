@@ -1,4 +1,4 @@
-// Blocks read from a file straight into their places, checked on the way.
+// Reads blocks from a file straight into their places, and computes their checksums.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,20 @@
 
 namespace rworker {
 
-/// Consecutive tokens of a sequence, whose blocks lie at `offset` of a file in the order of `KVCache::export_blocks`.
+/// Consecutive tokens of a sequence. Their blocks lie at `offset` of a file, in the order of `KVCache::export_blocks`.
 struct FilePiece {
     std::int64_t num_tokens, offset;
-    Checksum checksum;  // what it starts from, and when it was read that of its bytes
+    Checksum checksum;  // where the checksum starts; after reading, the checksum of the piece's bytes
 };
 
-/// One item per piece: a thread reads it in parts that stay in its cache, and takes their checksum there.
+/// One item per piece. A thread reads it in parts that stay in the processor's cache, and computes their checksum
+/// there.
 class ReadJob final : public Job {
   public:
-    /// `places`: of each piece, where its bytes belong, runs of multiples of kChecksumRow bytes.
+    /// `places`: for each piece, where its bytes belong, in runs of multiples of kChecksumRow bytes.
     ReadJob(int fd, std::span<FilePiece> pieces, std::vector<std::vector<std::span<std::uint8_t>>> places);
     void run(std::int64_t piece, std::int64_t, int) noexcept override;
-    /// 0, an errno, or kFileEnds: of some piece that was not read.
+    /// 0, or an errno or kFileEnds of a piece that could not be read.
     int error() const { return error_.load(std::memory_order_relaxed); }
 
     static constexpr int kFileEnds = -1;

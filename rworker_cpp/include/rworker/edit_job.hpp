@@ -1,15 +1,15 @@
-// Blocks that a step's controls copy or cut, edited by the pool's threads while the step is planned.
+// Block copies and cuts that a step's controls ask for. The pool's threads do them while the step is planned.
 #pragma once
 
 #include "rworker/layer_job.hpp"
 
 namespace rworker {
 
-/// One item per layer: within a layer edits keep their order.
+/// One item per layer, so edits keep their order within a layer.
 class EditJob final : public LayerJob {
   public:
     explicit EditJob(const KVCache& cache) : cache_(cache) {}
-    /// For what the cache's step that has just begun wants edited.
+    /// Plans the edits that the step which has just begun asks for.
     void plan() { begin(0, std::int64_t(cache_.layers().size()), cache_.edit_bytes(), 0); }
     void run_all() {
         for (std::int64_t layer = 0; layer < num_items_; ++layer) cache_.edit_layer(layer);

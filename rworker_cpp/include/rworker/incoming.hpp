@@ -1,4 +1,4 @@
-// Keys and values that prefill workers compute, on their way into the blocks that RESERVE took for them.
+// Keys and values from prefill workers, and their way into the blocks that RESERVE took for them.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ struct IncomingRows {
     std::int64_t end() const { return start + num_rows; }
 };
 
-/// Where stored tokens of one layer go, as `KVCache::export_sequence` writes them; the first is the token at `start`.
+/// Where stored tokens of one layer go, in the form that `KVCache::export_sequence` writes; the first token is at
+/// `start`.
 struct OutgoingRows {
     std::uint8_t* bytes;
     std::int64_t start, num_rows;
@@ -30,13 +31,13 @@ struct OutgoingRows {
 
 using AppendKernel = void (*)(const AppendArgs&);  // arrays of them are indexed by append_index
 
-/// Tokens [begin, end) of a sequence, which come in any order and from several prefill workers at once.
+/// Tokens [begin, end) of a sequence, which arrive in any order and from several prefill workers at once.
 ///
-/// Kernels append to a tile in order only. So rows are stored by whole tiles, and a tile that comes in pieces is kept
-/// aside, as it came, until it is whole.
+/// Kernels append to a tile only in order. So whole tiles of rows are stored at once, and an incomplete tile is kept
+/// aside until all its rows have arrived.
 class Incoming {
   public:
-    /// The blocks of the sequence's tokens 0 to `end`, and those of its state.
+    /// The blocks of the sequence's tokens 0 to `end`, and the blocks of its state.
     Incoming(std::vector<std::int32_t> blocks, std::vector<std::int32_t> state_blocks, std::int64_t begin,
              std::int64_t end, std::int64_t num_layers);
 
@@ -44,25 +45,25 @@ class Incoming {
     const std::vector<std::int32_t>& state_blocks() const { return state_blocks_; }
     std::int64_t begin() const { return begin_; }
     std::int64_t end() const { return end_; }
-    /// Rows that did not come yet, over all layers.
+    /// Number of rows that have not arrived yet, over all layers.
     std::int64_t num_missing() const { return num_missing_; }
 
-    /// Error unless these rows belong here and none of them came before.
+    /// Throws Error unless these rows belong here and none of them arrived before.
     void check(std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Error unless these rows are of the tokens before `begin`, which the sequence had when it was reserved.
+    /// Throws Error unless these rows belong to tokens before `begin`, which the sequence had when it was reserved.
     void check_read(std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// How long the sequence is, as the tile shows in which `begin` lies: it is written once all of it has come.
+    /// Length of the sequence that the tile of `begin` shows: that tile is written once all of it has arrived.
     std::int64_t length_seen(std::int64_t layer) const;
-    /// The tokens of a tile that are incoming: [first, second).
+    /// The incoming tokens of a tile: [first, second).
     std::pair<std::int64_t, std::int64_t> tokens_of(std::int64_t tile) const;
-    /// These rows have come.
+    /// Marks these rows as arrived.
     void count(std::int64_t layer, std::int64_t start, std::int64_t end);
 
     struct Staged {
         std::vector<std::uint8_t> keys, values;  // kTileTokens rows of each
         std::int64_t num_rows = 0;
     };
-    /// The rows of one tile of a layer that are kept aside.
+    /// The rows of one incomplete tile of a layer.
     Staged& staged(std::int64_t layer, std::int64_t tile);
     void drop_staged(std::int64_t layer, std::int64_t tile);
 

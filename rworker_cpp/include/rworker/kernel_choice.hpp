@@ -8,13 +8,14 @@
 
 namespace rworker {
 
-/// What was built and this CPU can run, best last.
+/// Instruction sets that this build has and this CPU can run, the best last.
 std::vector<const Kernels*> supported_kernels();
 
-/// `isa` by name; "auto" is the environment's FASTDECODE_ISA where set, else the best. Throws Error for others.
+/// Returns the instruction set `isa` by name. "auto" is FASTDECODE_ISA of the environment where it is set, else the
+/// best. Throws Error for other names.
 const Kernels& choose_kernels(const std::string& isa);
 
-/// "run", "run-l2" or "pages". Throws Error for others.
+/// Parses "run", "run-l2" or "pages". Throws Error for other names.
 ReadAhead parse_read_ahead(const std::string& name);
 
 }  // namespace rworker

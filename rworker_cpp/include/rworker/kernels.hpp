@@ -1,7 +1,8 @@
-// The border to the kernels: plain structs and one function table per instruction set.
+// The interface to the kernels: plain structs and one function table per instruction set.
 //
-// Kernel files see this header and nothing of the standard library but its integer types: a template or inline
-// function compiled there would be a weak symbol full of AVX-512, which the linker may keep for every instruction set.
+// Kernel files include this header, and only integer types of the standard library. A template or inline function that
+// is compiled there would be a weak symbol with AVX-512 code, and the linker may keep that symbol for every instruction
+// set.
 #pragma once
 
 #include <stddef.h>
@@ -9,54 +10,55 @@
 
 namespace rworker {
 
-enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, int8 = 3, int4 = 4 };  // the last two of caches only
+enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2, int8 = 3, int4 = 4 };  // int8, int4: caches only
 
 constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::int4; }
 
-/// Whether keys and values are rotated before they are stored: kernels/rotate.hpp.
+/// True where keys and values are rotated before they are stored: kernels/rotate.hpp.
 constexpr bool is_rotated(DType dtype) { return dtype == DType::int4; }
 
 constexpr int kTileTokens = 16;   // tokens whose keys lie side by side in one tile
 constexpr int kChunkTokens = 64;      // tokens scored before each step of the online softmax
-constexpr int kMaxChunkTokens = 128;  // of codes, where sums have room for as many
+constexpr int kMaxChunkTokens = 128;  // chunk of integer codes, whose sums have room for this many tokens
 constexpr int kSplitTokens =
-    512;  // a sequence is cut here, always at multiples, so that results do not depend on who else runs
-constexpr int kBlockRows = 64;  // query rows that pass over a split together
-constexpr int kMaxHeadDim = 1088;  // of latent rows: 1,024 dims and 64 that are rotated
+    512;  // sequences are cut at multiples of this, so that results do not depend on other sequences
+constexpr int kBlockRows = 64;  // query rows that read a split together
+constexpr int kMaxHeadDim = 1088;  // of latent rows: 1,024 dims and 64 rotated ones
 constexpr int kMaxQuantizedHeadDim = 512;  // integer sums of more products could overflow
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
 constexpr int kFifthBitDims = 32;  // dims of an int4 key whose codes' fifth bits share a word
 
-/// Whether bytes multiply codes, where they can, for a KV head of so many query heads: for fewer int8 codes are read
-/// no slower by 16 bits.
+/// True where kernels that multiply bytes pay off for a KV head of `group` query heads. For smaller groups, reading
+/// int8 codes as 16-bit numbers is as fast.
 constexpr bool is_for_bytes(DType dtype, int64_t group) {
     return dtype == DType::int4 || (dtype == DType::int8 && group >= 4);
 }
 
-/// How attention asks for the tokens it reads next, which changes speed and no result: in one ascending run, into the
-/// first-level cache or only into the second; or kStreams pages side by side. Each is the fastest on some processor.
+/// How attention prefetches the tokens that it reads next; it changes speed and never a result. `run`: one ascending
+/// run into the first-level cache; `run_l2`: only into the second; `pages`: kStreams pages in parallel. Each is the
+/// fastest on some processor.
 enum class ReadAhead : int { run, run_l2, pages };
 
 constexpr int64_t groups_of(int64_t dim) { return (dim + kGroupDims - 1) / kGroupDims; }
 
-/// Words before the nibbles of one token's int4 key: scale and zero of each group, then the codes' fifth bits.
+/// Words before the nibbles of one token's int4 key: scale and zero of each group, then the fifth bits of the codes.
 constexpr int64_t key_words_of(int64_t dim) { return groups_of(dim) + (dim + kFifthBitDims - 1) / kFifthBitDims; }
 
-/// Keys and values of one sequence in one layer and KV head, through its block table. The keys of the last tile, until
-/// it is full, are rows; see layout.hpp.
+/// Keys and values of one sequence in one layer and KV head, found through its block table. The keys of the last tile
+/// are rows until the tile is full; see layout.hpp.
 struct HeadView {
     uint8_t* base;          // block 0 of this layer and head
     const int32_t* blocks;  // block ids of the sequence
     int64_t block_stride_bytes;
-    int64_t values_offset_bytes;  // from a block's keys to its values
+    int64_t values_offset_bytes;  // distance from a block's keys to its values
     int64_t key_tile_bytes, value_tile_bytes;
     int log2_tiles_per_block;
-    uint8_t* split_values = nullptr;  // if given, where the values of the split's tiles lie, in place of their blocks
+    uint8_t* split_values = nullptr;  // where the values of the split's tiles lie if not in their blocks; or null
 };
 
-/// Store tokens [begin, end): rows of `key_dim` and `value_dim` elements of `dtype`, `*_stride` elements apart. A tile
-/// that is full with them, or that they end in, is in order afterwards.
+/// Stores tokens [begin, end): rows of `key_dim` and `value_dim` elements of `dtype`, `*_stride` elements apart.
+/// Afterwards, each tile that these tokens fill or end in is complete.
 struct AppendArgs {
     HeadView view;
     DType dtype;
@@ -64,11 +66,12 @@ struct AppendArgs {
     int64_t key_stride, value_stride;
     int64_t begin, end;
     int key_dim, value_dim;
-    int latent_dim = 0;  // dims of the keys that are the values, too; none of those that are stored then
-    bool keep_rows = false;  // full tiles stay rows
+    int latent_dim = 0;  // dims of the keys that also serve as values; then no values are stored
+    bool keep_rows = false;  // full tiles remain rows
 };
 
-/// Make rows of latent codes of tokens [begin, end) tiles of `dtype`, keys and values: begin is a tile's first.
+/// Turns rows of latent codes of tokens [begin, end) into tiles of `dtype`, keys and values. `begin` is the first token
+/// of a tile.
 struct LatentArgs {
     HeadView rows, tiles;
     DType dtype;
@@ -76,20 +79,20 @@ struct LatentArgs {
     int key_dim, latent_dim;
 };
 
-/// Floats of a thread's scratch before those of the keys of an unfilled tile.
+/// Floats of a thread's scratch before the keys of an unfilled tile.
 constexpr int64_t open_tile_offset(int64_t key_dim) {
     return kBlockRows * ((key_dim + 15) / 16 * 16 + kMaxChunkTokens);
 }
 
-/// Where a kernel of tile registers keeps what, in floats from a multiple of 64 bytes on. Its chunks are longer, so
-/// that eight streams of the next one are pages; longer still where a token has fewer bytes.
+/// Layout of a tile kernel's scratch, in floats from a multiple of 64 bytes on. Its chunks are longer, so that the
+/// eight streams of the next chunk are pages; they are still longer where a token has fewer bytes.
 struct TileScratch {
     int chunk_tokens;
-    int64_t score_stride, scores, weights, outputs, sums, open_keys, key_tails, values, end;  // queries lie at 0
+    int64_t score_stride, scores, weights, outputs, sums, open_keys, key_tails, values, end;  // queries are at 0
 
     constexpr TileScratch(DType dtype, int64_t key_dim, int64_t value_dim)
         : chunk_tokens((key_dim + value_dim) * (is_quantized(dtype) ? 1 : 2) <= 320 ? 256 : 128) {
-        const int64_t query = (key_dim + 63) / 64 * 32, values16 = (value_dim + 15) / 16 * 16;  // two bytes to a dim
+        const int64_t query = (key_dim + 63) / 64 * 32, values16 = (value_dim + 15) / 16 * 16;  // two bytes per dim
         score_stride = chunk_tokens + 16;
         scores = kBlockRows * query;
         weights = scores + kBlockRows * score_stride;
@@ -102,7 +105,7 @@ struct TileScratch {
     }
 };
 
-/// Floats a thread lends to attend and merge.
+/// Floats of scratch that a thread gives to attend and merge.
 constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
     const int64_t open_tile = kTileTokens * ((key_dim + 15) / 16 * 16 + key_words_of(key_dim));
     const int64_t attend = open_tile_offset(key_dim) + open_tile, values = (value_dim + 15) / 16 * 16;
@@ -117,27 +120,28 @@ inline constexpr int64_t kPartialHead = 16;
 /// Floats of the partial result of one query row: its head, then o[value_dim rounded up to 16].
 constexpr int64_t partial_floats(int64_t value_dim) { return kPartialHead + (value_dim + 15) / 16 * 16; }
 
-/// Floats of one partial result as it travels: max, sum, o[value_dim].
+/// Floats of one partial result as it is sent: max, sum, o[value_dim].
 constexpr int64_t node_floats(int64_t value_dim) { return 2 + value_dim; }
 
-/// A new token, which brings `group` query rows to each KV head.
+/// A new token, with `group` query rows for each KV head.
 struct TokenRow {
     int64_t position;
     int32_t payload_row;  // in q and out
-    int32_t span;         // for the count of what is finished
-    int64_t partials;     // index of its partial result in split 0, which it may not have; then come the next splits'
-    int64_t first_seen;   // it sees the tokens from this one to its own
+    int32_t span;         // whose finished pieces are counted
+    int64_t partials;     // index of its partial result in split 0, whether or not it has one; the next splits follow
+    int64_t first_seen;   // it sees the tokens from this one up to itself
 };
 
-/// Tokens [begin, end) whose keys and values will be wanted next.
+/// Tokens [begin, end) whose keys and values are read next.
 struct NextTokens {
     HeadView view;
     int64_t begin, end;
 };
 
-/// Attend the query rows of some tokens to one split of the keys and values, writing partial results. All sequences
-/// among the rows hold the same blocks there. Query of (token, head) is queries[payload_row * token_stride + head *
-/// key_dim]; its partial result is at partials + (its index + split) * partial_stride + head * partial_floats.
+/// Computes attention of the query rows of some tokens over one split of keys and values, and writes partial results.
+/// All sequences of these rows hold the same blocks in the split. The query of (token, head) is queries[payload_row *
+/// token_stride + head * key_dim]. Its partial result is at partials + (its index + split) * partial_stride + head *
+/// partial_floats.
 struct AttendArgs {
     HeadView view;
     DType dtype;
@@ -145,16 +149,16 @@ struct AttendArgs {
     const TokenRow* tokens;
     int64_t num_tokens, token_stride;  // stride in elements
     int group;
-    int64_t split, end;  // tokens from split * kSplitTokens to end, which is the split's or the sequence's
+    int64_t split, end;  // tokens from split * kSplitTokens to `end`, the end of the split or of the sequence
     float scale, soft_cap;
     const float* alibi_slopes;  // [group], or null; see types.hpp
     int key_dim, value_dim;
     float* partials;
     int64_t partial_stride;
-    const NextTokens* next;  // asked for while the last chunk is used; or null
+    const NextTokens* next;  // prefetched while the last chunk is used; or null
     ReadAhead read_ahead;
     float* scratch;
-    int64_t pick_block = 0;  // of `score` alone; see types.hpp
+    int64_t pick_block = 0;  // used by `score` only; see types.hpp
 };
 
 /// Floats of the scores of one query in one split, for an index layer of `num_heads`; see types.hpp.
@@ -162,13 +166,13 @@ constexpr int64_t score_floats(int64_t num_heads, int64_t pick_block) {
     return pick_block == 0 ? kSplitTokens : (num_heads * (kSplitTokens / pick_block) + 15) / 16 * 16;
 }
 
-/// Fold the partials of all splits of one (span, KV head) in the tree of merge.hpp, in place, add the sinks and write
-/// rows of `dtype`: (token, head) to out[token * token_stride + head * value_dim]. Where `nodes` is given write instead
-/// what is left of the tree after its last split, n nodes as floats: (token, node, head) to
+/// Merges the partial results of all splits of one (span, KV head) in the tree of merge.hpp, in place. It adds the
+/// sinks and writes rows of `dtype`: (token, head) to out[token * token_stride + head * value_dim]. Where `nodes` is
+/// given, it instead writes the n nodes that the tree has after its last split, as floats: (token, node, head) to
 /// nodes[(token * n + node) * node_stride + head * node_floats].
 struct MergeArgs {
     float* partials;
-    int64_t first_split, num_splits, partial_stride;  // of a token; the next token's follow
+    int64_t first_split, num_splits, partial_stride;  // of one token; those of the next token follow
     int64_t num_tokens, token_stride;
     int group, value_dim;
     const float* sinks;  // [group], or null
@@ -179,14 +183,15 @@ struct MergeArgs {
     int64_t node_stride = 0;
 };
 
-/// Nodes of one range: (row, head) at data[row * row_stride + head * node_floats]; `width` splits from `start` on.
+/// Nodes of one range: (row, head) is at data[row * row_stride + head * node_floats]. They cover `width` splits from
+/// `start` on.
 struct RangePart {
     const float* data;
     int64_t row_stride, start, width;
 };
 
-/// Fold the parts of a sequence, which follow one another, as `merge` folds splits, and write rows as it does: (row,
-/// head) to out[(row * num_heads + head) * value_dim].
+/// Merges consecutive parts of a sequence as `merge` merges splits, and writes rows in the same form: (row, head) to
+/// out[(row * num_heads + head) * value_dim].
 struct CombineArgs {
     const RangePart* parts;
     int64_t num_parts, num_rows;
@@ -197,12 +202,13 @@ struct CombineArgs {
     float* scratch;  // (num_parts + 1) * partial_floats
 };
 
-constexpr int kProductRows = 12;  // most that are multiplied together
+constexpr int kProductRows = 12;  // most rows that are multiplied together
 
-/// out[row][j] = the sum over i of in[row][i] * weights[i][j], in float32, rounded once. Strides in elements.
+/// Computes out[row][j] = the sum over i of in[row][i] * weights[i][j], in float32, rounded once. Strides count
+/// elements.
 struct HeadProductArgs {
     DType dtype;          // of the weights
-    const void* weights;  // [tile of 16 outputs][in_dim][16], zeros behind the last output
+    const void* weights;  // [tile of 16 outputs][in_dim][16], with zeros after the last output
     DType in_dtype, out_dtype;
     const void* in;
     void* out;
@@ -215,33 +221,35 @@ constexpr int64_t product_scratch_floats(int64_t in_dim, int64_t out_dim) {
     return kProductRows * ((in_dim + 15) / 16 * 16 + (out_dim + 15) / 16 * 16);
 }
 
-/// One instruction set's functions; append and attend are indexed by the dtype of the cache. Behind those of append,
-/// and in read_latents, stand those of latent rows in int8 and int4.
+/// The functions of one instruction set. append and attend are indexed by the dtype of the cache. After them, in append
+/// and read_latents, come those for latent rows in int8 and int4.
 struct Kernels {
     const char* isa;
     void (*append[7])(const AppendArgs&);
     void (*attend[5])(const AttendArgs&);
-    // Scores of an index layer, by its `group` heads: at partials + (token's index + split) * partial_stride those of the
-    // split's tokens, or [head][block of pick_block tokens] their maxima. What lies behind `end` has any score.
+    // Computes scores of an index layer from its `group` heads. At partials + (token's index + split) * partial_stride
+    // it writes the scores of the split's tokens, or their maxima: [head][block of pick_block tokens]. Scores after
+    // `end` are undefined.
     void (*score[3])(const AttendArgs&);
     void (*merge)(const MergeArgs&);
     void (*combine)(const CombineArgs&);
-    // Sums, to measure bandwidth.
+    // Returns a sum, to measure bandwidth.
     float (*read)(const float* data, int64_t count, bool ask);  // count % 256 == 0
-    // count % kStreams == 0; read_ahead is null where nothing is asked for
+    // count % kStreams == 0; read_ahead is null where nothing is prefetched
     float (*read_pages)(const uint8_t* const* pages, int64_t count, int64_t page_bytes, const ReadAhead* read_ahead);
     void (*read_latents[2])(const LatentArgs&);
     void (*multiply_by_head)(const HeadProductArgs&);
-    // Scores of single tokens, capped and sloped: of row r, (token, head), with token t at partials[r * partial_stride + t].
-    // Tokens that it does not see have what was there. value_dim is 0.
+    // Computes scores of single tokens, with cap and slope. Of row r, the score of (token, head) with token t is at
+    // partials[r * partial_stride + t]. Tokens that the row does not see are left unchanged. value_dim is 0.
     void (*see[5])(const AttendArgs&);
-    // Of scores, 16 or a multiple; exponentiate makes each exp(score - max), where none is above max.
+    // `largest` returns the maximum of `count` scores, a multiple of 16. `exponentiate` replaces each by exp(score -
+    // max), where none is above max.
     float (*largest)(const float* scores, int64_t count);
     void (*exponentiate)(float* scores, int64_t count, float max);
-    void (*release)() = nullptr;  // registers that attend keeps; before a thread idles. Null: there are none
+    void (*release)() = nullptr;  // frees registers that attend keeps, before a thread idles; null: there are none
 };
 
-/// What a further instruction does better than the set it builds on; null where that one's functions stay.
+/// Functions that an additional instruction speeds up. Null: the base set's function stays.
 struct Refinement {
     const char* isa;
     void (*attend[5])(const AttendArgs&);
@@ -253,12 +261,12 @@ extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kNeonKernels;
-extern const Refinement kAvx2Bytes;        // of avx2
-extern const Refinement kAvx512Vnni;       // of avx512
-extern const Refinement kAvx512VnniBytes;  // of what kAvx512Vnni makes of it
-extern const Refinement kAvx512Bf16;       // of avx512_vnni
-extern const Refinement kAvx512Amx;        // of avx512_bf16
-extern const Refinement kNeonDot;          // of neon
-extern const Refinement kNeonBf16;         // of neon_dot
+extern const Refinement kAvx2Bytes;        // extends avx2
+extern const Refinement kAvx512Vnni;       // extends avx512
+extern const Refinement kAvx512VnniBytes;  // extends the result of kAvx512Vnni
+extern const Refinement kAvx512Bf16;       // extends avx512_vnni
+extern const Refinement kAvx512Amx;        // extends avx512_bf16
+extern const Refinement kNeonDot;          // extends neon
+extern const Refinement kNeonBf16;         // extends neon_dot
 
 }  // namespace rworker

@@ -1,4 +1,5 @@
-// A layer: the numbers that all kinds have, and the record of its own kind. A new kind is one file in kinds/, and a name here.
+// A layer: the numbers that all kinds have, and the record of its own kind. A new kind is one file in kinds/ and one
+// name here.
 #pragma once
 
 #include <variant>
@@ -27,22 +28,23 @@ struct LayerSpec : LayerNumbers {
     bool values_in_keys() const { return latent() || index(); }
     std::int64_t stored_value_dim() const { return values_in_keys() ? 0 : value_dim; }
     bool weighs_heads() const { return index() && index()->block == 0; }
-    /// Elements of a query: where heads are weighed, a float32 comes behind it, in the first bytes of two elements.
+    /// Elements of a query. Where heads are weighed, a float32 weight follows it and takes two elements.
     std::int64_t query_dim() const { return key_dim + (weighs_heads() ? 2 : 0); }
     bool absorbs() const { return latent() && latent()->nope_dim > 0; }
-    /// Elements of a query, and of an output, as they travel.
+    /// Elements of a query, and of an output, as they are sent.
     std::int64_t sent_query_dim() const { return absorbs() ? latent()->nope_dim + key_dim - value_dim : query_dim(); }
     std::int64_t sent_value_dim() const { return absorbs() ? latent()->out_dim : value_dim; }
-    /// Heads of an index layer that pick by themselves.
+    /// Heads of an index layer that pick separately.
     std::int64_t pick_heads() const { return weighs_heads() ? 1 : num_heads; }
-    /// A row of partial results: of an index layer, ranks of `picks` scores, as 4 bytes each.
+    /// Heads in a row of partial results. In an index layer these are ranks of `picks` scores, 4 bytes each.
     std::int64_t partial_heads() const { return index() ? pick_heads() : num_heads; }
     std::int64_t partial_floats() const { return index() ? index()->picks : node_floats(sent_value_dim()); }
-    /// Where single tokens are read, each key is kept in one piece: the keys of full tiles lie as those of the last.
+    /// True where single tokens are read: then each key stays in one piece, so that full tiles have the layout of the
+    /// last one.
     bool keeps_rows() const { return picked_by >= 0 && values_in_keys(); }
     std::int64_t group() const { return num_heads / num_kv_heads; }
 
-    /// The first token that a query at `position` sees; it never falls as positions grow.
+    /// The first token that a query at `position` sees. It never decreases as positions grow.
     std::int64_t first_seen(std::int64_t position) const {
         if (window == 0) return 0;
         return chunked ? position - position % window : position < window ? 0 : position - window + 1;
@@ -57,7 +59,7 @@ struct LayerSpec : LayerNumbers {
     }
 };
 
-/// Reads a layer from the record `fields`, of the kind that its field `kind` names; false where that is none known.
+/// Reads a layer from the record `fields`; its field `kind` names the kind. Returns false where the kind is unknown.
 template <class Fields, std::size_t... I>
 bool read_kind(const Fields& fields, const std::string& name, LayerSpec& layer, std::index_sequence<I...>) {
     const auto read = [&]<class Own>(std::in_place_type_t<Own>) {

@@ -1,4 +1,4 @@
-// Paged keys and values of many sequences, and the tables that say whose they are.
+// Paged keys and values of many sequences, and the tables that say which blocks each sequence holds.
 #pragma once
 
 #include <atomic>
@@ -20,33 +20,33 @@
 
 namespace rworker {
 
-/// Payload rows, layer after layer, of the last step of a sequence that may be taken back: its state is advanced by
-/// those that stay once the next step's rows come. Forks share them.
+/// Payload rows, layer after layer, of a sequence's last step, which a truncate may partly undo. When the next step's
+/// rows arrive, the remaining rows advance the state. Forks share them.
 using KeptRows = std::shared_ptr<std::uint8_t[]>;
 
-/// A sequence of t tokens holds ceil(t / block_size) blocks, each covering all layers. Full blocks may be shared
-/// between sequences; a partial last block never is, so appending needs no copy.
+/// A sequence of t tokens holds ceil(t / block_size) blocks, each for all layers. Sequences may share full blocks. A
+/// partial last block is never shared, so appending needs no copy.
 struct Sequence {
     std::vector<std::int32_t> blocks;
     std::int64_t length = 0;          // committed tokens
     std::int64_t pending_length = 0;  // with the rows of the open step
     bool born_in_step = false;
-    std::vector<std::int32_t> state_blocks = {};  // of its own, where layers are recurrent
-    KeptRows kept = {}, coming = {};              // rows its state lacks so far, and those of the open step it will lack
-    KeptRows spare = {};                          // memory for those of the next step
-    std::int64_t first_kept = 0, num_kept = 0;    // of `kept`, those that a truncate left
-    bool kept_lone = false, coming_lone = false;  // a single row that attends: it leaves what the matrix takes by it
-    bool state_spoilt = false;                    // by a step that was abandoned
-    std::optional<std::int64_t> job_id = {};  // while it is incoming: rows from `length` on come from prefill workers
+    std::vector<std::int32_t> state_blocks = {};  // blocks of its own state, where layers are recurrent
+    KeptRows kept = {}, coming = {};              // rows that its state still lacks; those of the open step
+    KeptRows spare = {};                          // memory for such rows of the next step
+    std::int64_t first_kept = 0, num_kept = 0;    // the rows of `kept` that a truncate left
+    bool kept_lone = false, coming_lone = false;  // single attending row: it left the matrix product's input
+    bool state_spoilt = false;                    // by an abandoned step
+    std::optional<std::int64_t> job_id = {};  // set while rows from `length` on arrive from prefill workers
 };
 
-/// Most tokens of a block; where no layer attends tokens leave nothing in it, so that it may have more of them, but not
-/// more rows of states.
+/// Most tokens of a block. Where no layer has attention, tokens need no room in a block, so it may count more tokens,
+/// but it has no more rows of states.
 constexpr std::int64_t kMostBlockRows = 256, kMostBlockTokens = std::int64_t(1) << 30;
 
 /// Bytes that one block of block_size tokens takes over all layers.
 std::int64_t block_bytes(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size);
-/// Blocks that the state of one sequence takes.
+/// Number of blocks that the state of one sequence takes.
 std::int64_t state_blocks(const std::vector<LayerSpec>& layers, DType dtype, std::int64_t block_size);
 
 class KVCache {
@@ -60,7 +60,7 @@ class KVCache {
     std::int64_t block_size() const { return block_size_; }
     std::int64_t block_bytes() const { return block_bytes_; }  // over all layers
     const StatePlaces& states() const { return states_; }
-    /// A row of the state in these blocks, or as many as `out` holds.
+    /// A row of the state in these blocks, or several: as many as `out` holds.
     float* state_row(const std::int32_t* blocks, std::int64_t index) const {
         return states_.row(arena_.data(), blocks, index);
     }
@@ -69,82 +69,86 @@ class KVCache {
         states_.pieces(arena_.data(), blocks, first, count, each);
     }
 
-    /// Apply the controls, then take blocks for the rows of all spans. On an error nothing has changed. What the
-    /// controls do to the data of blocks is left to `edit_layer`, but where other threads may store into them.
+    /// Applies the controls, then takes blocks for the rows of all spans. On an error nothing changes. `edit_layer`
+    /// later copies or cuts the data of blocks; begin_step does so itself only where other threads may store into them.
     void begin_step(std::span<const Control> controls, std::span<const Span> spans);
-    /// About as many bytes as could be read while the controls' edits are done in all layers.
+    /// Bytes that could be read in the time that the controls' edits take in all layers, roughly.
     std::int64_t edit_bytes() const;
-    /// Do them in one layer, before anything reads or writes it; layers may be edited side by side.
+    /// Does the edits in one layer, before anything reads or writes that layer. Several layers may be edited at once.
     void edit_layer(std::int64_t layer) const;
-    /// The rows of the step are written: lengths grow.
+    /// Commits the rows of the step once they are written: lengths grow.
     void commit_step();
-    /// Back to what the controls left: blocks taken for rows return, sequences born in the step vanish. States that
-    /// were `written` are spoilt: of those sequences nothing but a release is possible; but where the step's rows were
-    /// kept, and all layers advanced by those before them, the states are those of all committed tokens.
+    /// Returns to the state after the controls: blocks taken for rows return, and sequences that the step created
+    /// vanish. States that were `written` are spoilt: such a sequence can only be released. Where the step's rows were
+    /// kept, and all layers were advanced by the rows before them, states match all committed tokens.
     void abandon_step(bool written = false);
-    /// Before that, for each span and layer whose rows are written: the tile they filled up has rows again.
+    /// Call it before abandon_step, for each span and layer whose rows are written. It turns the tile that they filled
+    /// into rows again.
     void unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64_t context_len, std::int64_t end) const;
 
     /// Throws UnknownSequence.
     const Sequence& sequence(std::int64_t sequence_id) const;
-    /// The same; Error too where it is incoming.
+    /// The same. Throws Error also where the sequence is incoming.
     const Sequence& whole_sequence(std::int64_t sequence_id) const;
     std::vector<std::int64_t> sequence_ids() const;  // ascending
     std::vector<std::int64_t> incoming_ids() const;  // of sequences that are incoming, ascending
 
-    /// Error, or UnknownSequence for the job, unless these rows of an incoming sequence may be stored. Like the other
-    /// methods up to `num_incoming`, and nothing else of this class, it may be called from another thread at any time.
+    /// Throws Error, or UnknownSequence for the job, unless these rows of an incoming sequence may be stored. This
+    /// method and those up to `num_incoming` may be called from another thread at any time; no other method of this
+    /// class may.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Store rows of an incoming sequence as one of `append` does; in any order, each row once. Controls that open, commit or
-    /// release incoming sequences wait for a slice of it at most, and may end it with an UnknownSequence.
+    /// Stores rows of an incoming sequence as `append` does, in any order, each row once. Controls that open, commit or
+    /// release incoming sequences wait at most for one slice of it. They may end it with UnknownSequence.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append);
-    /// The state of an incoming sequence after all its tokens, in one layer: what `export_sequence` writes of that layer.
+    /// Stores the state of an incoming sequence after all its tokens, in one layer: the bytes that `export_sequence`
+    /// writes for that layer.
     void store_state(std::int64_t job_id, std::int64_t layer, std::span<const std::uint8_t> data);
-    /// The same for reading what an incoming sequence has from before: tokens of the one it was forked from.
+    /// The same check for reading tokens that an incoming sequence has from the sequence it was forked from.
     void check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Read such rows as they are stored. Controls wait and end it as they do a `store`.
+    /// Reads such rows as they are stored. Controls wait for it and may end it, as with `store`.
     void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const;
     std::int64_t num_incoming() const;
 
     HeadView view(std::int64_t layer, std::int64_t kv_head, const std::int32_t* blocks) const;
-    /// All committed tokens of a sequence in one layer, dequantised and rotated back: [length, num_kv_heads, key_dim or
-    /// value_dim].
+    /// Reads all committed tokens of a sequence in one layer, dequantised and rotated back: [length, num_kv_heads,
+    /// key_dim or value_dim].
     void read_tokens(std::int64_t sequence_id, std::int64_t layer, float* keys, float* values) const;
 
-    /// Bytes that `export_sequence` writes of so many tokens: for each layer, for each token, keys [num_kv_heads,
-    /// key_dim] and then values [num_kv_heads, value_dim], as stored (see TokenCodec). Where layers are recurrent, the
-    /// state follows the last token of a sequence.
+    /// Bytes that `export_sequence` writes for this many tokens. For each layer and each token these are keys
+    /// [num_kv_heads, key_dim] and then values [num_kv_heads, value_dim], as stored (see TokenCodec). Where layers are
+    /// recurrent, the state follows the last token of a sequence.
     std::int64_t sequence_bytes(std::int64_t num_tokens) const;
-    /// Of one token in one layer.
+    /// Bytes of one token in one layer.
     std::int64_t token_bytes(std::int64_t layer) const;
-    /// `num_tokens` committed tokens of a sequence from token `start` on.
+    /// Exports `num_tokens` committed tokens of a sequence, from token `start` on.
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
-    /// Error unless the sequence has these tokens.
+    /// Throws Error unless the sequence has these tokens.
     void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
-    /// True where the state of a sequence is, or can be advanced to, that after its first `num_tokens` tokens.
+    /// True where the state of a sequence is, or can be advanced to, its state after `num_tokens` tokens.
     bool has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const;
-    /// Fewest tokens to which a sequence can be cut: more than it has where its state is spoilt.
+    /// Fewest tokens to which a sequence can be cut. It is more than the sequence's length where the state is spoilt.
     std::int64_t least_length(std::int64_t sequence_id) const;
-    /// The state of a sequence has been advanced by the first `count` of the rows kept.
+    /// Notes that the state of a sequence was advanced by the first `count` of its kept rows.
     void settled(std::int64_t sequence_id, std::int64_t count);
-    /// A new sequence from what a cache of the same layers and dtype exported; from `start` > 0 on, whole blocks, more
-    /// tokens of one that has exactly those before. On an error nothing has changed.
+    /// Creates a sequence from the export of a cache with the same layers and dtype. With `start` > 0 it adds whole
+    /// blocks to a sequence that has exactly the tokens before. On an error nothing changes.
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                          std::span<const std::uint8_t> data);
-    /// Bytes of whole blocks as they lie here: for each layer, for each block. Error where these tokens are none, or
-    /// where layers are recurrent.
+    /// Bytes of whole blocks as they lie here: for each layer, for each block. Throws Error where these tokens are no
+    /// whole blocks, or where layers are recurrent.
     std::int64_t blocks_bytes(std::int64_t start, std::int64_t num_tokens) const;
-    /// Like `export_sequence` and `import_sequence`, of whole blocks, for caches of the same block size and instruction
-    /// set only.
+    /// Like `export_sequence` and `import_sequence`, for whole blocks. Only caches with the same block size and
+    /// instruction set can exchange them.
     void export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     void import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                        std::span<const std::uint8_t> data);
-    /// As `import_blocks`, of blocks that are to be written later, whatever lies in them now.
+    /// Like `import_blocks`, but for blocks that are written later; until then they hold old data.
     void place_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens);
     /// Where these whole blocks lie, in the order of `export_blocks`.
     std::vector<std::span<std::uint8_t>> block_runs(std::int64_t sequence_id, std::int64_t start,
                                                     std::int64_t num_tokens) const;
-    /// Commit the memory of blocks, used or not, before it is wanted; from any thread, while others use the cache.
+    /// Commits the memory of blocks, used or not, before it is needed. Any thread may call it while others use the
+    /// cache.
     void commit_blocks(std::int64_t first, std::int64_t count) const;
 
   private:
@@ -190,22 +194,23 @@ class KVCache {
     Arena arena_;
     std::unordered_map<std::int64_t, Sequence> sequences_;
 
-    mutable std::mutex incoming_mutex_;              // of the next line, and of the blocks that are incoming
+    mutable std::mutex incoming_mutex_;              // guards the next line and incoming blocks
     std::unordered_map<std::int64_t, Incoming> incoming_;  // by job id
-    std::atomic<int> controls_waiting_ = 0;          // for the mutex; a store lets them go first
+    std::atomic<int> controls_waiting_ = 0;          // wait for the mutex; a store lets them have it first
 
-    /// What happens to a block's data: a copy of another, unless it is its own; then a tile's keys turned to rows.
+    /// An edit of a block's data: first copy another block (unless `source` is the block itself), then turn a tile's
+    /// keys into rows.
     struct BlockEdit {
         std::int32_t from, to;
         std::int64_t tile;  // -1: none
     };
 
-    // Of the open step. Blocks are edited only once the whole step is known to be good: until then a block that a
-    // control freed still holds its data, and undoing is a matter of tables.
-    std::vector<std::pair<std::int64_t, std::optional<Sequence>>> before_;  // sequences the controls touched
+    // State of the open step. Blocks are edited only once the whole step is known to be valid. Until then a block that
+    // a control freed still holds its data, and an undo only restores tables.
+    std::vector<std::pair<std::int64_t, std::optional<Sequence>>> before_;  // sequences that the controls changed
     std::vector<BlockEdit> edits_;                                          // in their order
     std::vector<std::int64_t> grown_;                                       // sequence ids of the spans
-    std::unordered_map<std::int64_t, Incoming> opened_;                     // jobs, by the controls
+    std::unordered_map<std::int64_t, Incoming> opened_;                     // jobs that the controls opened
     std::vector<std::int64_t> closed_;                                      // jobs that they committed or released
     std::size_t log_size_after_controls_ = 0;
 };

@@ -1,4 +1,4 @@
-// Which layers there can be, alone and one after the other.
+// Which layers are possible, alone and in sequence.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace rworker {
 
-/// Throws Error, which names the layer and what would be right, for layers that a worker with such a cache cannot have.
+/// Throws Error for layers that a worker with such a cache cannot have. It names the layer and what would be valid.
 void check_layers(std::span<const LayerSpec> layers, DType kv_dtype, std::int64_t block_size);
 
 }  // namespace rworker

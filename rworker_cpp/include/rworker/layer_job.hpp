@@ -1,4 +1,4 @@
-// What the worker knows of a job that computes one layer of one mini-batch.
+// A job that computes one layer of one mini-batch, as the worker sees it.
 #pragma once
 
 #include "rworker/kv_cache.hpp"
@@ -16,13 +16,13 @@ struct Payload {
 class LayerJob : public Job {
   public:
     std::int64_t layer() const { return layer_; }
-    bool brief() const { return brief_; }  // not worth waking a thread for
+    bool brief() const { return brief_; }  // true where waking a thread costs more than the job
     std::int64_t bytes_read() const { return bytes_read_; }
 
   protected:
-    /// `cost`: bytes, with arithmetic counted as bytes that are read meanwhile.
+    /// `cost`: bytes to read, with arithmetic counted as the bytes that could be read in its time.
     void begin(std::int64_t layer, std::int64_t num_items, std::int64_t cost, std::int64_t bytes_read) {
-        constexpr std::int64_t kWorthHelpersBytes = 320'000;  // one thread reads them while another wakes up (32 us)
+        constexpr std::int64_t kWorthHelpersBytes = 320'000;  // read by one thread while another wakes up (32 us)
         layer_ = layer;
         num_items_ = num_items;
         bytes_read_ = bytes_read;

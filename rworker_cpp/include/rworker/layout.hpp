@@ -48,17 +48,17 @@ struct LayerLayout {
 /// Bytes that attention reads of one token in one KV head: keys, values and their scales, padding left out.
 std::int64_t token_bytes(const LayerSpec& layer, DType cache_dtype);
 
-/// Where one token's elements lie in a tile: `run` neighbours at a time, a stride from run to run. An int4 run is one
-/// code, at `shift`, or a lane of eight: two to a byte, four dims apart.
+/// Where one token's elements lie in a tile: runs of `run` neighbours, with a stride from run to run. An int4 run is
+/// one code, at `shift`, or a lane of eight codes: two per byte, four dims apart.
 struct RowPlace {
     std::int64_t first_byte, stride_bytes, run;
     int shift;
 };
 
-/// Which way round the keys of a tile lie, behind their scales.
+/// Order of the keys of a tile, which follow their scales.
 enum class KeyOrder { lanes, rows };
 
-/// Of the tile that begins with token `first`, in a sequence of `length` tokens.
+/// Order of the keys in the tile that begins with token `first`, in a sequence of `length` tokens.
 inline KeyOrder key_order(std::int64_t first, std::int64_t length) {
     return first + kTileTokens <= length ? KeyOrder::lanes : KeyOrder::rows;
 }
@@ -69,7 +69,7 @@ void turn_keys_to_rows(DType dtype, std::uint8_t* tile, std::int64_t key_dim);
 RowPlace key_place(DType dtype, KeyOrder order, std::int64_t token, std::int64_t key_dim);
 RowPlace value_place(DType dtype, std::int64_t token, std::int64_t value_dim);
 
-/// One code of an int4 row: its byte, and which bits of it.
+/// One code of an int4 row: its byte, and its bits there.
 struct CodePlace {
     std::int64_t byte;
     int shift;
@@ -83,17 +83,17 @@ inline CodePlace code_place(const RowPlace& row, std::int64_t dim) {
 /// Words of 4 bytes that hold the scales of one token's keys, or values, of `dim` elements.
 std::int64_t scale_words(DType dtype, std::int64_t dim);
 
-/// The same, and those of the fifth bits of an int4 key.
+/// The same number, and the words of the fifth bits of an int4 key.
 std::int64_t key_words(DType dtype, std::int64_t dim);
 
 /// First byte of such a word in its tile.
 inline std::int64_t scale_place(std::int64_t word, std::int64_t token) { return (word * kTileTokens + token) * 4; }
 
-/// One stored element of a key tile, dequantised.
+/// Returns one stored element of a key tile, dequantised.
 float load_key(DType dtype, KeyOrder order, const std::uint8_t* tile, std::int64_t token, std::int64_t dim,
                std::int64_t key_dim);
 
-/// The same of a value tile.
+/// Returns one stored element of a value tile, dequantised.
 float load_value(DType dtype, const std::uint8_t* tile, std::int64_t token, std::int64_t dim, std::int64_t value_dim);
 
 }  // namespace rworker

@@ -1,17 +1,17 @@
-// Multiply-adds and nothing else: the arithmetic ceiling of an instruction set.
+// Loops of multiply-adds only: they measure the peak arithmetic of an instruction set.
 #pragma once
 
 #include <stdint.h>
 
 namespace rworker {
 
-/// What a cache's kernels multiply: floats (also for float16), bfloat16 pairs where the CPU can, or integers.
+/// Operands that a cache's kernels multiply: floats (also for float16), bfloat16 pairs where the CPU can, or integers.
 enum class MultiplyAddKind : int { float32 = 0, bfloat16 = 1, integer = 2 };
 
-constexpr int64_t kMultiplyAddGranule = 3 << 16;  // a whole number of rounds of every loop
+constexpr int64_t kMultiplyAddGranule = 3 << 16;  // a whole number of iterations of every loop
 
-/// One instruction set's fastest loops, by kind, or null where it adds none; each does `count` multiply-adds, a
-/// multiple of the granule. The sum they return only keeps them from being optimised away.
+/// One instruction set's fastest loops, by kind; null where it has none of its own. Each does `count` multiply-adds, a
+/// multiple of the granule. Their sum is returned only so that the compiler keeps the loops.
 struct MultiplyAdds {
     const char* isa;
     float (*run[3])(int64_t count);

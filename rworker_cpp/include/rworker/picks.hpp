@@ -1,4 +1,4 @@
-// What an index layer's queries pick, and how the layers after it read only that.
+// What the queries of an index layer pick, and how the following layers read only their picks.
 #pragma once
 
 #include <cstdint>
@@ -9,48 +9,50 @@
 
 namespace rworker {
 
-/// Tokens of a query's own order of what it reads: all it picked, one after the other. `seen`: those up to the query's
-/// own; `stored`: those of its last block, too, that come after it. A query of position p picks the same count whatever
-/// the scores are.
+/// Tokens that a query reads, in its own order: all picked ones, one after the other. `seen`: tokens up to the query's
+/// own; `stored`: also the later ones of its last block. A query at position p picks the same number whatever the
+/// scores are.
 struct PickedTokens {
     std::int64_t seen, stored;
 
     PickedTokens(std::int64_t num_seen, std::int64_t num_stored) : seen(num_seen), stored(num_stored) {}
-    /// Of a query at `position` in a sequence with `end` tokens stored.
+    /// For a query at `position` in a sequence with `end` stored tokens.
     PickedTokens(const Index& index, std::int64_t position, std::int64_t end);
-    /// The same in a range, which holds `count` of what the query picked, tokens or blocks.
+    /// The same in a range that holds `count` of the query's picks, tokens or blocks.
     PickedTokens(const Index& index, std::int64_t position, std::int64_t end, std::int64_t count);
 };
 
-/// Ranks of an index layer's scores, as ranges answer with them: the larger the better, the best first, `most` of each
-/// part, 0 where there are no more. counts[i]: how many of parts[i]'s are among the `most` best of all; of equal ones
-/// those of earlier parts.
+/// Chooses among the ranks of an index layer's scores that several ranges return. A larger rank is better; each part
+/// has its best first, `most` in all, and then zeros. counts[i] becomes the number of ranks of parts[i] that are among
+/// the `most` best of all. Of equal ranks, those of earlier parts win.
 void share_picks(std::span<const std::uint32_t* const> parts, std::int64_t most, std::span<std::int32_t> counts);
 
 /// The picks of one mini-batch's queries.
 class Picks {
   public:
-    /// Room for those of `num_queries` in layer `layer`, an index layer, over sequences of up to `longest` tokens.
+    /// Makes room for the picks of `num_queries` in the index layer `layer`, over sequences of up to `longest` tokens.
     void reset(std::int64_t layer, const LayerSpec& index, std::int64_t num_queries, std::int64_t longest);
     void forget() { layer_ = -1; }
-    /// The index layer whose picks these are; -1: none.
+    /// The index layer that these picks belong to; -1: none.
     std::int64_t layer() const { return layer_; }
-    /// Heads that pick by themselves.
+    /// Heads that pick separately.
     std::int64_t heads() const { return heads_; }
 
-    /// Pick for a query at `position` by its scores, [token] or [split][head][block] (see Kernels::score), `stride`
-    /// floats from split to split. Equal scores: the earlier first.
+    /// Picks for a query at `position` by its scores, [token] or [split][head][block] (see Kernels::score), `stride`
+    /// floats from split to split. Of equal scores, the earlier one is picked.
     void pick(std::int64_t query, std::int64_t position, const float* scores, std::int64_t stride);
-    /// The same in a range of `end` tokens, where `position`, counted from its first, may lie behind it: the best here,
-    /// whose ranks are written as [head][picks of the index], with zeros behind them. Which of them count is told by `share`.
+    /// The same in a range of `end` tokens. `position`, counted from the range's first token, may lie after the range.
+    /// It writes the ranks of the best scores here as [head][picks of the index], then zeros. `share` later says how
+    /// many of them count.
     void rank(std::int64_t query, std::int64_t position, std::int64_t end, const float* scores, std::int64_t stride,
               std::uint32_t* ranks);
-    /// Of such a query, counts [head]: the best so many are picked. False, and nothing has changed, for impossible ones.
+    /// Sets the number of picks of such a query: counts [head] of its best. Returns false, and changes nothing, for
+    /// impossible counts.
     bool fits(std::int64_t query, const std::int32_t* counts) const;
     void share(std::int64_t query, const std::int32_t* counts);
     /// What such a query, or one of its heads, reads in this range.
     PickedTokens shared(std::int64_t query, std::int64_t head) const;
-    /// What a query, or one of its heads, picked, ascending: positions of tokens, or numbers of blocks.
+    /// The picks of a query, or of one of its heads, ascending: positions of tokens, or numbers of blocks.
     const std::int32_t* of(std::int64_t query, std::int64_t head) const {
         return picked_.data() + (query * heads_ + head) * most_;
     }
@@ -63,20 +65,20 @@ class Picks {
     const Index* index_ = nullptr;
     std::int64_t layer_ = -1, heads_ = 0, most_ = 0, block_ = 0, local_ = 0;
     std::vector<std::int32_t> picked_;  // [query][head][most]
-    std::vector<std::int32_t> counts_;  // [query][head], of ranges: the best that are there, then those that count
-    std::vector<Place> places_;         // [query], of ranges
+    std::vector<std::int32_t> counts_;  // [query][head], in ranges: first the number of ranks, then the number of picks
+    std::vector<Place> places_;         // [query], in ranges
 };
 
-/// The rows of single tokens side by side, in tiles as the kernels read them, for one split of what was picked.
+/// Copies the rows of single tokens into tiles that the kernels can read, for one split of the picks.
 class PickedRows {
   public:
-    /// Room for a split of the cache's layers that read single tokens.
+    /// Allocates room for one split, for the cache's layers that read single tokens.
     explicit PickedRows(const KVCache& cache);
 
-    /// A view of tokens [begin, end) of what `picks` are, copied from `view`; begin is a split's first.
+    /// Returns a view of tokens [begin, end) of `picks`, copied from `view`. `begin` is the first token of a split.
     HeadView gather(const HeadView& view, const LayerSpec& layer, DType dtype, const std::int32_t* picks,
                     std::int64_t begin, std::int64_t end);
-    /// The same of blocks, which are read where they lie; and, as `next`, of those that are read after them.
+    /// The same for blocks, which are read in place. `next` gets the blocks that are read after them.
     HeadView table(const HeadView& view, std::int64_t pick_block, std::int64_t block_size, const std::int32_t* picks,
                    std::int64_t begin, std::int64_t end, bool next = false);
 

@@ -1,4 +1,4 @@
-// A one-way queue of words between two processes that share memory: a bell to ring, with a message on it.
+// A one-way queue of words between two processes that share memory. It wakes the reader and gives it a message.
 #pragma once
 
 #include <atomic>
@@ -7,25 +7,25 @@
 
 namespace rworker {
 
-/// As it lies in memory; all zeros is an empty ring. One process pushes, one pops.
+/// The ring in shared memory. All zeros is an empty ring. One process pushes, the other pops.
 struct RingState {
     static constexpr std::uint32_t kCapacity = 1024;
 
-    alignas(64) std::atomic<std::uint32_t> pushed;  // words so far, and what the reader sleeps on
+    alignas(64) std::atomic<std::uint32_t> pushed;  // number of words pushed; the reader sleeps on it
     alignas(64) std::atomic<std::uint32_t> popped;
-    alignas(64) std::atomic<std::uint32_t> sleeping;  // the reader is, or is about to be
+    alignas(64) std::atomic<std::uint32_t> sleeping;  // the reader sleeps, or is about to
     alignas(64) std::uint64_t words[kCapacity];
 };
 
-/// One end of a ring. What the other process writes may be wrong, and is never an address.
+/// One end of a ring. Words of the other process may be wrong, so they are never used as addresses.
 class Ring {
   public:
-    /// `memory` holds a RingState, aligned to 64 bytes, and outlives this.
+    /// `memory` holds a RingState, aligned to 64 bytes, and outlives this object.
     explicit Ring(void* memory) : state_(static_cast<RingState*>(memory)) {}
 
-    /// Throws Error when the reader has left the ring full.
+    /// Adds a word. Throws Error when the ring is full because the reader does not read.
     void push(std::uint64_t word);
-    /// The next word; waits for it at most `timeout_seconds`, spinning for the first 20 us and then asleep.
+    /// Returns the next word. It waits at most `timeout_seconds`: it spins for 20 us, then sleeps.
     std::optional<std::uint64_t> pop(double timeout_seconds);
 
   private:

@@ -1,4 +1,4 @@
-// What a compiler or a processor does to a path is seen before it serves: it is held against the scalar path.
+// Compares each path with the scalar path before it serves, to detect faults of a compiler or a processor.
 #pragma once
 
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace rworker {
 
-/// What `tested` computes or stores otherwise than `oracle`, in words; empty if nothing. A few milliseconds: every cache
-/// dtype, one and several query rows to a KV head, head sizes and lengths that are no multiples, all scoring rules.
-/// Stored bytes and a sequence after its export and import must be the same bit for bit, outputs within the rounding of
-/// the cache's dtype.
+/// Describes what `tested` computes or stores differently from `oracle`; empty if nothing. It takes a few milliseconds
+/// and covers every cache dtype, one and several query rows per KV head, odd head sizes and lengths, and all scoring
+/// rules. Stored bytes, and a sequence after export and import, must be equal bit for bit. Outputs may differ by the
+/// rounding of the cache's dtype.
 std::string find_difference(const Kernels& tested, const Kernels& oracle);
 
-/// The same of an instruction set against the scalar path, as a refusal that names what to use instead; empty if all is
-/// well. Throws Error for an unknown `isa`.
+/// The same for an instruction set against the scalar path. The text names what to use instead; empty if all is well.
+/// Throws Error for an unknown `isa`.
 std::string self_test(const std::string& isa);
 
 }  // namespace rworker

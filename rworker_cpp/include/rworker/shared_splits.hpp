@@ -1,4 +1,4 @@
-// Splits whose blocks several sequences of a mini-batch hold: found by their last block.
+// Finds splits whose blocks several sequences of a mini-batch hold, by their last block.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace rworker {
 
-/// A split and the spans that attend to it, in their order.
+/// A split and the spans that read it, in their order.
 struct SharedSplit {
     std::int64_t split;
     std::vector<std::int32_t> spans;
 };
 
-/// Sequences come to share a block only by fork, which shares all blocks before it too; so sequences that hold the last
+/// Sequences share a block only after a fork, which shares all earlier blocks too. So sequences that hold the last
 /// block of a split hold the same keys and values in the whole split.
 class SharedSplits {
   public:

@@ -11,67 +11,67 @@
 
 namespace rworker {
 
-/// Where the element lies that is so many after the first of `data`.
+/// Address of the element `elements` after the first of `data`.
 inline const void* advanced(const void* data, std::int64_t elements, DType dtype) {
     return static_cast<const std::uint8_t*>(data) + elements * item_bytes(dtype);
 }
 
 constexpr std::int64_t kLineFloats = 16;
 
-/// The first float of `floats` that begins a line of 64 bytes; they have kLineFloats more than are needed.
+/// The first float of `floats` at the start of a line of 64 bytes. `floats` has kLineFloats more elements than needed.
 inline float* first_line(std::vector<float>& floats) {
     const auto place = reinterpret_cast<std::uintptr_t>(floats.data());
     return floats.data() + (64 - place % 64) % 64 / sizeof(float);
 }
 
-/// An item is a head of a sequence, or several that share queries and keys, with all its rows. The last one of a group
-/// keeps what its heads share.
+/// One recurrent layer's job. An item is a head of a sequence, or several heads that share queries and keys, with all
+/// its rows. The last item of a group keeps the rows that its heads share.
 class StateJob final : public LayerJob {
   public:
     StateJob(const KVCache& cache, const StateKernels& kernels, DType dtype, int num_threads);
 
-    /// Which rows come in this step, layer after layer.
+    /// Plans the rows that arrive in this step, layer after layer.
     void plan(std::span<const Span> spans);
-    /// No rows come: the state of one sequence is advanced by the first `count` of those it lacks.
+    /// Plans a step without rows: the state of one sequence is advanced by the first `count` rows that it lacks.
     void plan(std::int64_t sequence_id, std::int64_t count);
-    /// No rows come after all: in a layer that had none, states are advanced by the rows they lack, all of them.
+    /// Advances states by all rows that they lack, in a layer whose rows did not arrive.
     void settle(std::int64_t layer);
     std::int64_t num_items() const { return std::int64_t(rows_.size()) * spec_->heads / heads_per_item_; }
     void prepare(std::int64_t layer, const Payload& payload);
     void run(std::int64_t item, std::int64_t next_item, int thread) noexcept override;
 
   private:
-    /// Rows that come, after `position` tokens, the last `num_kept` of which the state lacks.
+    /// Rows of a span, after `position` tokens. The state lacks the `num_kept` rows before them.
     struct Rows {
         const std::int32_t* blocks;
         std::int64_t first, count, position;
         const std::uint8_t* kept;
         std::int64_t first_kept, num_kept;
-        std::uint8_t* coming;  // where the rows are kept in place of advancing the state; or null
-        bool attends;          // else there is no place for the outputs of those that come
-        bool is_pending;       // the one row that the state lacks left what the matrix takes by it
+        std::uint8_t* coming;  // where the rows are kept if they do not advance the state now; or null
+        bool attends;          // false where the arriving rows have no place for outputs
+        bool is_pending;       // the one row that the state lacks left the input of the matrix product
     };
     struct Aside;
-    /// Where the state of an item's head lies: rows of windows and, where something asks for them, of the matrix.
+    /// Where the state of an item's head lies: rows of windows and, where needed, rows of the matrix.
     struct Head {
-        std::int64_t number = -1;  // among those of all sequences; none
+        std::int64_t number = -1;  // index among the heads of all sequences; -1: none
         std::vector<float*> query, key, value, matrix;
-        std::vector<Stretch> value_window, other_windows, pieces;  // what these are of memory; the last the matrix
+        std::vector<Stretch> value_window, other_windows, pieces;  // stretches of memory; `pieces` is the matrix
     };
-    /// Whose query and key a thread's scratch has; row -1: none's.
+    /// Whose query and key a thread's scratch holds; row -1: nobody's.
     struct Convolved {
         std::int64_t row = -1, group = -1;
         bool operator==(const Convolved&) const = default;
     };
-    /// Inputs of lone rows, those of a head and of the next one in turns.
+    /// Inputs of single rows. Two buffers alternate between a head and the next one.
     struct Lone {
         std::vector<float> keys[2], values[2];  // queries and keys, values
-        int key = 0, value = 0;                 // that were used last
-        Convolved convolved;                    // whose are in keys[key]
-        std::int64_t made = -1;                 // number of the head whose inputs were made while the one before it ran
-        StateArgs args;                         // of that one
+        int key = 0, value = 0;                 // index of the buffer that was used last
+        Convolved convolved;                    // whose query and key keys[key] holds
+        std::int64_t made = -1;                 // number of the head whose inputs were made while the previous head ran
+        StateArgs args;                         // arguments of that head
     };
-    /// What a thread has at hand.
+    /// Buffers of one thread.
     struct alignas(64) Hand {
         std::vector<float> scratch, shared;
         Convolved convolved;
@@ -122,7 +122,7 @@ class StateJob final : public LayerJob {
     std::vector<Hand> hands_;
 };
 
-/// Advance the state of a sequence to that after its first `num_tokens` tokens, by rows that it lacks.
+/// Advances the state of a sequence to its first `num_tokens` tokens, by rows that it lacks.
 void settle_state(KVCache& cache, const StateKernels& kernels, DType dtype, std::int64_t sequence_id, std::int64_t num_tokens);
 
 }  // namespace rworker

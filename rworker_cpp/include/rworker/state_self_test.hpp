@@ -1,4 +1,4 @@
-// The same of the kernels of recurrent layers as self_test.hpp of those that attend.
+// The self-test of the kernels of recurrent layers; self_test.hpp has that of attention.
 #pragma once
 
 #include <string>
@@ -7,10 +7,10 @@
 
 namespace rworker {
 
-/// The kernels that go with an instruction set.
+/// The state kernels of an instruction set.
 const StateKernels& state_kernels(const Kernels& kernels);
 
-/// What `tested` computes or keeps otherwise than `oracle`, in words; empty if nothing.
+/// Describes what `tested` computes or keeps differently from `oracle`; empty if nothing.
 std::string find_difference(const StateKernels& tested, const StateKernels& oracle);
 
 }  // namespace rworker

@@ -37,9 +37,9 @@ struct StateSpec {
     std::vector<float> bias;     // [channels], or empty
     std::vector<float> skip;     // [heads], or empty
     std::vector<float> factors;  // selective: [key_dim][heads * value_dim], none above 0
-    std::int64_t kept_rows = 0;  // rows of a step, at most, that a later truncate may take back: drafts
+    std::int64_t kept_rows = 0;  // most rows of a step that a later truncate may undo: drafts
     DType dtype = DType::float32;  // of matrices; windows are float32
-    bool keeps_single = false;  // also a row that attends and is its sequence's only one of a step
+    bool keeps_single = false;  // also keeps the only attending row of a sequence in a step
 
     std::int64_t channels() const { return heads * value_dim + 2 * groups * key_dim; }
     bool has_matrix() const { return kind == StateKind::delta || kind == StateKind::scan; }

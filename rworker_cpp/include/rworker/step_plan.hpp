@@ -1,4 +1,4 @@
-// What one mini-batch asks of one kind of layer, worked out once per step and used by every such layer.
+// What one mini-batch asks of one kind of layer. It is computed once per step and used by every such layer.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace rworker {
 
-/// A span, where its rows lie in the payload, and where its partial results are kept.
+/// A span, its rows in the payload, and the place of its partial results.
 struct PlannedSpan {
     const std::int32_t* blocks;
     std::int64_t context_len, num_rows;
@@ -20,68 +20,68 @@ struct PlannedSpan {
     std::int64_t first_row;         // of the queries
     std::int64_t first_stored_row;  // of keys and values
     std::int64_t first_out_row;     // of out, or of the partial results where there are nodes
-    std::int64_t first_token;  // the earliest one any row sees
+    std::int64_t first_token;  // the earliest token that any row sees
     std::int64_t first_split, num_splits;
-    std::int64_t first_partial;  // index of its partial results, which lie [token][split]
+    std::int64_t first_partial;  // index of its partial results, [token][split]
     std::int64_t counter_offset;
-    std::int32_t num_units;  // that attend for it
-    std::int32_t num_nodes;  // of each row, where partial results are the answer; else 0
+    std::int32_t num_units;  // units of work that compute it
+    std::int32_t num_nodes;  // of each row, where partial results are returned; else 0
     SpanMode mode;
-    bool is_cut;  // its rows attend to their own split in several units, too, and a unit of its own stores them before
+    bool is_cut;  // several units compute its own split, and a separate unit first stores its rows
 
     bool attends() const { return mode != SpanMode::append; }
-    /// Only such a span's partial results stay with one thread: its one split holds new tokens, so it is not shared.
+    /// Only such a span's partial results stay with one thread: its only split holds new tokens, so it is not shared.
     bool one_unit() const { return num_splits == 1 && mode != SpanMode::read && !is_cut; }
 };
 
-/// Some new tokens and one split they attend to; with a KV head it is a piece of work. Sequences that share the blocks
-/// of a split are in it together.
+/// Some new tokens and one split that they read; together with a KV head it is a piece of work. It includes all
+/// sequences that share the blocks of the split.
 struct WorkUnit {
-    std::int32_t span;  // whose blocks are read, and whose new tokens are stored
+    std::int32_t span;  // the span whose blocks are read and whose new tokens are stored
     std::int64_t split;
     std::int64_t first_token;  // in WorkList::tokens
-    std::int64_t num_tokens;   // 0: stored only
-    std::int64_t cost;         // per head: bytes, arithmetic and overheads counted as bytes read meanwhile
-    std::int32_t stored = -1;  // of cut rows: index, with heads fastest, of what says that they are stored
+    std::int64_t num_tokens;   // 0: the unit only stores
+    std::int64_t cost;         // per head, in bytes; arithmetic counts as the bytes read in its time
+    std::int32_t stored = -1;  // of cut rows: index, with heads fastest, of the flag that says they are stored
 
     bool stores_for_others() const { return stored >= 0 && num_tokens == 0; }
     bool waits() const { return stored >= 0 && num_tokens > 0; }
 };
 
-/// A unit and the heads that one thread does in turn.
+/// A unit and the heads that one thread computes in turn.
 struct WorkItem {
     const WorkUnit* unit;
     std::int64_t first_head, end_head;
 };
 
-/// Floats that one token's partial results of one split take in one KV head; in an index layer, its scores.
+/// Floats of one token's partial results of one split in one KV head; in an index layer, of its scores.
 inline std::int64_t token_floats(const LayerSpec& layer) {
     return layer.index() ? score_floats(layer.num_heads, layer.index()->block)
                            : layer.group() * partial_floats(layer.value_dim);
 }
 
-/// All units of one mini-batch for layers of one shape. No barriers: the thread that finishes the last unit of a (span,
-/// KV head), told by `units_left`, merges. Units that store for others come first: whoever waits for one claimed its
-/// item later, and one that stores waits for none.
+/// All units of one mini-batch for layers of one shape. There are no barriers: the thread that finishes the last unit
+/// of a (span, KV head) merges; `units_left` tells it. Units that store rows for others come first and never wait. So a
+/// unit that waits was claimed after the unit it waits for.
 struct WorkList {
-    std::vector<PlannedSpan> spans;   // where queries see what they picked, each query is one
-    std::vector<PlannedSpan> stores;  // then, the spans whose rows are stored before any attends
-    std::vector<TokenRow> tokens;  // all attending ones, in the payload's order; then those of shared splits
-    std::vector<WorkUnit> units;   // largest first, behind those that store for others
+    std::vector<PlannedSpan> spans;   // where queries see only their picks, each query is one span
+    std::vector<PlannedSpan> stores;  // in that case, the spans whose rows are stored before any attention
+    std::vector<TokenRow> tokens;  // first all attending tokens, in the payload's order; then tokens of shared splits
+    std::vector<WorkUnit> units;   // units that store rows for others, then the largest first
     std::unique_ptr<std::atomic<std::int32_t>[]> units_left, stored_flags;
     std::int64_t num_stored = 0;
-    std::int64_t num_queries = 0, most_tokens = 0;  // most_tokens: of its longest sequence
+    std::int64_t num_queries = 0, most_tokens = 0;  // most_tokens: tokens of the longest sequence
     std::int64_t num_items = 0;
     std::int64_t cost = 0, bytes_read = 0;
-    std::int64_t num_partials = 0;      // shared between threads, each of all heads
-    std::int64_t num_own_partials = 0;  // of a thread, each of one KV head
+    std::int64_t num_partials = 0;      // shared between threads, each with all heads
+    std::int64_t num_own_partials = 0;  // of one thread, each of one KV head
 
     WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const Span> spans);
 
     /// The spans that store rows.
     const std::vector<PlannedSpan>& stored() const { return layer_.picked_by < 0 ? spans : stores; }
 
-    /// Items are (unit, KV head), heads fastest: they lie side by side in a block. Small units, which come last, are
+    /// Items are (unit, KV head), heads fastest, since heads are neighbours in a block. Small units come last, each as
     /// one item with all heads.
     WorkItem item(std::int64_t index) const;
 

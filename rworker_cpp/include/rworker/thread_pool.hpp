@@ -1,4 +1,4 @@
-// The R-worker's own threads: a leader that takes jobs in order, and helpers it wakes when a job is worth it.
+// The R-worker's threads: a leader that runs jobs in order, and helpers that it wakes for large jobs.
 #pragma once
 
 #include <atomic>
@@ -12,15 +12,15 @@ namespace rworker {
 /// Seconds on the steady clock (Python's time.perf_counter).
 double now_seconds();
 
-/// One piece of work, cut into items that any thread may take in any order. Reusable once finished.
+/// One piece of work, cut into items that any thread may run in any order. It can be used again once it is finished.
 class Job {
   public:
     virtual ~Job() = default;
-    /// Runs item `item` on thread `thread` (0: the leader), which will run `next_item` after it, or -1: not known yet.
-    /// Must not throw.
+    /// Runs item `item` on thread `thread` (0: the leader). The thread runs `next_item` afterwards; -1: not known yet.
+    /// It must not throw.
     virtual void run(std::int64_t item, std::int64_t next_item, int thread) noexcept = 0;
 
-    /// Called by a thread that ran items, after its last.
+    /// A thread that ran items calls it after its last item.
     virtual void leave() noexcept {}
 
     bool finished() const { return finished_.load(std::memory_order_acquire) != 0; }
@@ -30,7 +30,7 @@ class Job {
 
   protected:
     std::int64_t num_items_ = 0;
-    bool worth_helpers_ = false;  // else the leader does it alone: waking a thread costs some 10 us
+    bool worth_helpers_ = false;  // false: the leader runs the job alone, since waking a thread costs about 10 us
 
   private:
     friend class ThreadPool;
@@ -41,16 +41,17 @@ class Job {
 
 class ThreadPool {
   public:
-    /// Thread i is pinned to cores[i % cores.size()]; no cores: not pinned. Throws std::system_error where one cannot start.
+    /// Pins thread i to cores[i % cores.size()]; without cores, threads are not pinned. Throws std::system_error where
+    /// a thread cannot start.
     ThreadPool(int num_threads, std::vector<int> cores);
-    ~ThreadPool();  // finishes what was submitted
+    ~ThreadPool();  // finishes the submitted jobs
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int num_threads() const { return int(threads_.size()); }
-    /// Queues `job`, which must be finished, and returns at once. Jobs run one after another.
+    /// Queues `job`, which must be finished, and returns at once. Jobs run in order, one at a time.
     void submit(Job& job);
-    /// Runs `job` as the leader would, helpers and all, on the calling thread. Nothing that was submitted may be unfinished.
+    /// Runs `job` on the calling thread as the leader would, with helpers. All submitted jobs must be finished.
     void run_here(Job& job);
 
   private:
@@ -67,9 +68,10 @@ class ThreadPool {
     bool closing_ = false;
     std::atomic<std::uint32_t> num_submitted_{0};  // the leader sleeps on it
 
-    // Helpers sleep on `call_`. A thread that comes late finds the door closed: the leader waits only for those inside.
+    // Helpers sleep on `call_`. When the leader clears kOpen, no more helpers enter, and the leader waits only for
+    // those that entered.
     std::atomic<std::uint32_t> call_{0};
-    std::atomic<std::uint32_t> door_{0};  // kOpen | helpers inside
+    std::atomic<std::uint32_t> door_{0};  // kOpen | number of helpers that run items
     std::atomic<bool> stopping_{false};
     Job* shared_job_ = nullptr;
 

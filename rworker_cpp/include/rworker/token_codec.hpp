@@ -1,4 +1,4 @@
-// One token of one KV head as plain bytes, whatever the layout makes of it.
+// One token of one KV head as plain bytes, independent of the layout.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,15 @@
 
 namespace rworker {
 
-/// The tiles a token lies in, and which of their tokens it is.
+/// The tiles that a token lies in, and its index there.
 struct TokenPlace {
     std::uint8_t *key_tile, *value_tile;
     KeyOrder key_order;
     std::int64_t token;
 };
 
-/// Reads and writes stored bits as they are: the elements of a head's key or value (int4 codes two to a byte, the
-/// lower dim in the low bits), then its scales, then a key's fifth bits or a latent's further dims.
+/// Reads and writes stored bits unchanged: the elements of a head's key or value (two int4 codes per byte, the lower
+/// dim in the low bits), then its scales, then a key's fifth bits or a latent's further dims.
 class TokenCodec {
   public:
     TokenCodec(DType dtype, const LayerSpec& layer)
@@ -23,19 +23,19 @@ class TokenCodec {
 
     std::int64_t key_bytes() const;
     std::int64_t value_bytes() const;
-    /// Of all KV heads of the layer.
+    /// Bytes of all KV heads of the layer.
     std::int64_t token_bytes() const { return layer_.num_kv_heads * (key_bytes() + value_bytes()); }
 
     void read_key(const TokenPlace& place, std::uint8_t* out) const;
     void read_value(const TokenPlace& place, std::uint8_t* out) const;
-    /// Padding stays as it is: zeros, in a block that was cleared.
+    /// It does not write padding, which is zeros in a cleared block.
     void write_key(const TokenPlace& place, const std::uint8_t* data) const;
     void write_value(const TokenPlace& place, const std::uint8_t* data) const;
 
   private:
     DType dtype_;
     const LayerSpec& layer_;
-    bool is_row_;  // latent codes, which are stored so
+    bool is_row_;  // latent codes, which are stored in this form
 };
 
 }  // namespace rworker

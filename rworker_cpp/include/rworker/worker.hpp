@@ -1,4 +1,4 @@
-// An R-worker: a KV cache, the kernels and the threads that attend to it, step by step.
+// An R-worker: a KV cache, and the kernels and threads that compute attention over it, step by step.
 #pragma once
 
 #include <atomic>
@@ -29,8 +29,8 @@ struct WorkerConfig {
     ReadAhead read_ahead = ReadAhead::run;
 };
 
-/// Rows a mini-batch brings in the open step: of queries, of keys and values, of out, and of partial results, of which
-/// there is one per node.
+/// Rows of a mini-batch in the open step: of queries, of keys and values, of out, and of partial results (one per
+/// node).
 struct RowCount {
     std::int64_t queries = 0, stored = 0, out = 0, partials = 0;
 
@@ -42,25 +42,25 @@ struct StepReport {
     std::int64_t bytes_read, blocks_free;
 };
 
-/// What the cache holds and what was done so far; `tokens` counts those of shared blocks once per sequence.
+/// What the cache holds, and counts since the start; `tokens` counts tokens of shared blocks once per sequence.
 struct Statistics {
     std::int64_t blocks_used, blocks_free, blocks_shared, sequences;
-    std::int64_t incoming;  // those of the sequences whose rows are still to come
+    std::int64_t incoming;  // of sequences whose rows have not all arrived
     std::int64_t tokens;
-    std::int64_t bytes_read;       // of keys and values, by all steps
-    std::int64_t bytes_committed;  // of blocks that were ever used: memory the cache may hold
+    std::int64_t bytes_read;       // of keys and values, in all steps
+    std::int64_t bytes_committed;  // of all blocks that were ever used: memory that the cache may occupy
 };
 
-/// ConfigError in all but name: Error where numbers of `config` do not fit each other; else ready for use.
+/// Returns `config` if it is valid. Throws Error where its numbers do not fit each other.
 WorkerConfig checked(WorkerConfig config);
-/// Error where modes are unknown or out of order.
+/// Throws Error where modes are unknown or out of order.
 void check_order(std::span<const std::vector<Span>> mini_batches);
 
 class AttentionJob;
 class StateJob;
 
-/// Called from one thread, but for `store`, `read_prefix` and the checks of `cache()` before them. Every error is an
-/// Error that leaves the worker as it was.
+/// One thread calls it, except `store`, `read_prefix` and the checks of `cache()` before these. Every mistake throws an
+/// Error and leaves the worker unchanged.
 class Worker {
   public:
     explicit Worker(WorkerConfig config);
@@ -71,58 +71,62 @@ class Worker {
     DType model_dtype() const { return model_dtype_; }
     int num_threads() const { return pool_.num_threads(); }
 
-    /// K and V of heads [first_head, first_head + num_heads) of a layer that absorbs: see HeadWeights. Error for another
-    /// layer, other heads, or while a step is open.
+    /// Sets K and V of heads [first_head, first_head + num_heads) of a layer that absorbs: see HeadWeights. Throws
+    /// Error for another layer, for other heads, or while a step is open.
     void set_weights(std::int64_t layer, std::int64_t first_head, std::int64_t num_heads, const void* rows);
-    /// Apply the controls and plan the rows of every mini-batch; spans come in the order read, attend, partial, append.
+    /// Applies the controls and plans the rows of every mini-batch. Spans come in the order read, attend, partial,
+    /// append.
     void begin_step(std::span<const Control> controls, std::span<const std::vector<Span>> mini_batches);
-    /// Rows of a mini-batch of the open step. Throws Error for a bad mini_batch or layer, or no open step.
+    /// Returns the row counts of a mini-batch of the open step. Throws Error for an invalid mini_batch or layer, or
+    /// without an open step.
     RowCount row_count(std::int64_t mini_batch, std::int64_t layer) const;
     /// Throws Error unless this mini-batch and layer may be submitted now.
     void check_submit(std::int64_t mini_batch, std::int64_t layer) const;
-    /// Store keys [stored rows, num_kv_heads, key_dim] and values, and attend queries [rows, num_heads, key_dim], all but
-    /// those of `append` spans, into out [rows of `attend` spans, num_heads, value_dim] and partials. Returns at once, or when all is done if that takes
-    /// no longer than waking a thread would; the buffers are in use until wait.
+    /// Stores keys [stored rows, num_kv_heads, key_dim] and values. Computes attention of queries [rows, num_heads,
+    /// key_dim], of all spans except `append`, into out [rows of `attend` spans, num_heads, value_dim] and partials. It
+    /// returns at once, or when the job is done if that takes no longer than waking a thread. The buffers are in use
+    /// until wait.
     void submit(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
-    /// Submit and wait in one, on the calling thread with the pool's helpers: no thread is woken to lead. Nothing may
-    /// be under way.
+    /// Submits and waits at once, on the calling thread with the pool's helpers, so that no leader must be woken. No
+    /// job may be running.
     void run(std::int64_t mini_batch, std::int64_t layer, const Payload& payload);
-    /// Once an index layer is done, where rows have ranges here: how many of what each ranked it picked, counts [rows of
-    /// partial results][LayerSpec::pick_heads], those of a row's first node, as share_picks finds them.
+    /// Call it after an index layer, where rows have ranges here. It sets how many of the ranks from each range the
+    /// queries picked: counts [rows of partial results][LayerSpec::pick_heads], those of a row's first node, as
+    /// share_picks finds them.
     void share(std::int64_t mini_batch, std::int64_t layer, std::span<const std::int32_t> counts);
     bool ready(std::int64_t mini_batch) const;
     void wait(std::int64_t mini_batch);
-    /// Commit the rows; every layer of every mini-batch with rows must have been submitted and waited for.
+    /// Commits the rows. Every layer of every mini-batch with rows must have been submitted and waited for.
     StepReport end_step();
-    /// Waits for what runs, then forgets the rows of the step.
+    /// Waits for running jobs, then drops the rows of the step.
     void abandon_step();
     bool in_step() const { return in_step_; }
 
-    /// The committed tokens as bytes, and back; see KVCache. Throw Error while a step is open.
+    /// Exports and imports committed tokens as bytes; see KVCache. Throws Error while a step is open.
     std::int64_t export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
-    /// A state that lacks rows before the last token is advanced by them first.
+    /// Rows that the state lacks before the last token are applied first.
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out);
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                          std::span<const std::uint8_t> data);
-    /// Whole blocks as they lie here, and back; see KVCache. Throw Error while a step is open.
+    /// Exports and imports whole blocks as they lie here; see KVCache. Throws Error while a step is open.
     std::int64_t blocks_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
     void export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     void import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                        std::span<const std::uint8_t> data);
-    /// More whole blocks of a sequence, or a new one's, that `pieces` of the open file `fd` have; one on each of this
-    /// worker's threads at a time. Returns 0, or the error of a piece that was not read (see ReadJob); the sequence has
-    /// all these tokens in any case, right ones or not, and the pieces the checksums of what was read. Throws Error as
-    /// `import_blocks`, and nothing has changed then.
+    /// Reads whole blocks, which `pieces` of the open file `fd` hold, into a sequence or a new one; each thread of this
+    /// worker reads one piece at a time. Returns 0, or the error of a piece that was not read (see ReadJob). In any
+    /// case the sequence then has all these tokens, whether right or not, and the pieces have the checksums of what was
+    /// read. Throws Error as `import_blocks` does, and then nothing has changed.
     int read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, std::span<FilePiece> pieces);
-    /// Commit the memory of blocks before it is wanted. May be called from any thread while others take steps.
+    /// Commits the memory of blocks before it is needed. Any thread may call it while others take steps.
     void commit_blocks(std::int64_t first, std::int64_t count) const { cache_.commit_blocks(first, count); }
-    /// Rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see KVCache.
-    /// May be called from any thread while others take steps.
+    /// Stores rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see
+    /// KVCache. Any thread may call it while others take steps.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);
     void store_state(std::int64_t job_id, std::int64_t layer, std::span<const std::uint8_t> data) {
         cache_.store_state(job_id, layer, data);
     }
-    /// Rows that an incoming sequence has from before, in `rows.dtype`.
+    /// Reads rows of the prefix of an incoming sequence, in `rows.dtype`.
     void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const {
         cache_.read_prefix(job_id, layer, rows);
     }
@@ -133,7 +137,7 @@ class Worker {
         RowCount rows;
         std::vector<std::unique_ptr<WorkList>> lists;  // per shape
         std::vector<char> submitted;                   // per layer
-        std::vector<LayerJob*> jobs = {};              // of the layer that was submitted last, one after another
+        std::vector<LayerJob*> jobs = {};              // of the layer that was submitted last, in order
         bool outstanding = false;
     };
 
@@ -166,11 +170,11 @@ class Worker {
     std::vector<std::vector<std::uint8_t>> split_values_;  // per thread; empty where all values are stored
     std::vector<PickedRows> picked_rows_;  // per thread
     std::vector<std::unique_ptr<AttentionJob>> jobs_;  // one per mini-batch
-    std::vector<std::unique_ptr<StateJob>> state_jobs_;  // likewise, where layers are recurrent
-    std::vector<std::unique_ptr<HeadWeights>> weights_;  // per layer; null where queries come absorbed
+    std::vector<std::unique_ptr<StateJob>> state_jobs_;  // the same, where layers are recurrent
+    std::vector<std::unique_ptr<HeadWeights>> weights_;  // per layer; null where queries arrive absorbed
     std::vector<std::unique_ptr<Absorption>> absorptions_;  // one per mini-batch, where layers absorb
     EditJob edits_;
-    ThreadPool pool_;                                  // last: its threads end before what they use
+    ThreadPool pool_;                                  // last: its threads end before what they use is destroyed
 };
 
 }  // namespace rworker

@@ -1,4 +1,4 @@
-// Asking for the tiles of the next chunk while this one is used.
+// Prefetches the tiles of the next chunk while this one is used.
 #pragma once
 
 #include "kernels/stored.hpp"
@@ -15,10 +15,10 @@ constexpr int chunk_tokens = rworker::is_quantized(D) ? L::code_chunk : kChunkTo
 
 constexpr int kCacheLineBytes = 64;
 
-/// What a call reads after this chunk: tiles of keys, then as many of values.
+/// What a call reads after this chunk: tiles of keys, then the same number of tiles of values.
 struct Coming {
     const uint8_t *keys[kMaxChunkTokens / kTileTokens], *values[kMaxChunkTokens / kTileTokens];
-    int num_tiles = 0;           // keys[0] is some address even where there are none
+    int num_tiles = 0;           // keys[0] is a valid address even where there are none
     int key_lines, value_lines;  // of a tile
     ReadAhead read_ahead;        // pages: where num_tiles is a multiple of kStreams / 2
 
@@ -28,15 +28,15 @@ struct Coming {
     }
 };
 
-/// Asks for them line by line, evenly over all that is done with this chunk: blocks are short, so the hardware's own
-/// streams end before they help. Either in one ascending run, which starts those streams anew, or a line of every tile
-/// in turn, in as many pages. A run may end in the second-level cache: the first has few buffers for lines on their
-/// way (24 on Zen 4), and what the next chunk fills it with this one still uses. What is fastest is measured when an
-/// R-worker starts.
+/// Prefetches tiles line by line, spread evenly over the work on this chunk. Blocks are short, so the hardware's own
+/// prefetchers end before they help. It prefetches either one ascending run, which restarts the hardware's prefetchers,
+/// or one line of every tile in turn, in as many pages. A run may end in the second-level cache, since the first has
+/// few buffers for lines on their way (24 on Zen 4) and still holds lines of this chunk. An R-worker measures at its
+/// start which is fastest.
 class Ahead {
   public:
-    /// As many groups of rows pass over the chunk one after another: each asks for its share, all along its way, and
-    /// the softmax of each row for its own: `softmax` for `products` that the products' groups ask for.
+    /// The groups of rows read the chunk one after another. Each prefetches its share during its products, and each row
+    /// its share during its softmax: `softmax` units beside `products` units of the groups.
     Ahead(const Coming& coming, int num_groups, int rows = 1, int softmax = 0, int products = 1)
         : coming_(&coming), every_(kUnit * num_groups * (products + softmax) / products) {
         const int bytes = coming.num_tiles * (coming.key_lines + coming.value_lines) * kCacheLineBytes;
@@ -44,7 +44,7 @@ class Ahead {
         begin_run();
     }
 
-    /// As many lines as `Bytes` bytes take, on average; of one group's.
+    /// Prefetches as many lines as `Bytes` bytes take, on average; for one group.
     template <int Bytes>
     [[gnu::always_inline]] void ask() {
         if ((until_ -= kUnit) > 0) return;
@@ -57,7 +57,7 @@ class Ahead {
         }
     }
 
-    /// The same for many rows, where arithmetic binds: one line after each vector of the cache, `each(i)`.
+    /// The same for many rows, where arithmetic limits the speed: one line after each vector of the cache, `each(i)`.
     template <int Bytes>
     [[gnu::always_inline]] void begin_asking() {
         from_ = nullptr;
@@ -115,7 +115,7 @@ class Ahead {
         }
     }
 
-    /// On the line asked for last, or on any that is here.
+    /// Stays on the line that was prefetched last, or on any line that is in the cache.
     void stay() {
         at_ = coming_->keys[0];
         step_ = 0;
@@ -125,7 +125,7 @@ class Ahead {
     const Coming* coming_;
     const uint8_t* at_;
     int step_ = kCacheLineBytes, left_, run_ = 0, owed_ = 0, every_, until_ = 1;
-    int row_bytes_;  // behind what every copy reads
+    int row_bytes_;  // after the members that every copy reads
     const uint8_t* from_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// Writing new tokens into the cache.
+// Writes new tokens into the cache.
 #pragma once
 
 #include "kernels/stored.hpp"
@@ -8,7 +8,7 @@ namespace {
 
 using rworker::AppendArgs;
 
-/// A row of the payload in the cache's dtype, up to a multiple of 16 elements: zeros after the last.
+/// Converts a row of the payload to the cache's dtype, up to a multiple of 16 elements, with zeros after the last.
 template <class L, DType D>
 void convert_row(DType dtype, const void* row, int n, void* converted) {
     if (dtype == D) {
@@ -21,7 +21,7 @@ void convert_row(DType dtype, const void* row, int n, void* converted) {
     __builtin_memset(const_cast<void*>(element(D, converted, n)), 0, size_t(round_up16(n) - n) * item_bytes(D));
 }
 
-/// Values: one line, padding included. The first token of a bfloat16 pair clears its partner, which is stale.
+/// Writes values: one line, with padding. The first token of a bfloat16 pair clears the stale second one.
 template <DType D>
 void store_value(const void* row, int padded_dim, int token, uint8_t* tile) {
     if constexpr (D == DType::bfloat16) {
@@ -36,8 +36,8 @@ void store_value(const void* row, int padded_dim, int token, uint8_t* tile) {
     }
 }
 
-/// Keys of the tokens [begin, end) of one tile of `lines` words, a row each from `write_row(token, row)`: as rows until
-/// the tile is full, then all of it as lanes, unless it keeps its rows.
+/// Writes keys of the tokens [begin, end) of one tile of `lines` words; `write_row(token, row)` gives one row. They are
+/// rows until the tile is full; then the whole tile becomes lanes, unless it keeps its rows.
 template <class Word, class WriteRow>
 [[gnu::always_inline]] inline void store_keys(int begin, int end, int lines, Word* tile, WriteRow write_row,
                                               bool keep_rows = false) {

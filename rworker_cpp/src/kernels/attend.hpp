@@ -1,7 +1,7 @@
-// Attention of stacked query rows over one split, in one pass: scores of a chunk, online softmax, weighted values.
+// Attention of stacked query rows over one split in one pass: scores of a chunk, online softmax, weighted values.
 //
-// A row's result has the same bits however many rows run beside it: each of its sums takes the same operands in the
-// same order whatever the register blocking, and a chunk in which it sees nothing leaves it as it was.
+// A row's result has the same bits however many rows run beside it. Each of its sums takes the same operands in the
+// same order, whatever the register blocking. A chunk in which the row sees nothing does not change it.
 #pragma once
 
 #include "kernels/merge.hpp"
@@ -28,18 +28,18 @@ inline void with_count(int count, F f) {
 template <class L, DType D>
 constexpr int kMostRows = is_quantized(D) ? L::code_rows : L::float_rows;
 
-/// A row's softmax takes as long as the products of about so many dims.
+/// The number of dims whose products take as long as a row's softmax, about.
 template <class S>
 constexpr int kSoftmaxDims = S::pair_dot ? 32 : 16;
 
-/// The fewest groups of rows that fit the registers.
+/// The smallest number of groups of rows that fit the registers.
 template <class L, DType D>
 inline int row_groups(int rows) {
     return (rows + kMostRows<L, D> - 1) / kMostRows<L, D>;
 }
 
-/// Calls f with the size of a group as a compile-time constant and its first row, until `rows` are done: as evenly as
-/// can be, since a last row by itself would load all lines for little work.
+/// Calls f with the size of a group, as a compile-time constant, and its first row, until `rows` are done. Groups are
+/// of nearly equal size, since a single last row would load all lines for little work.
 template <class L, DType D, class F>
 inline void for_row_groups(int rows, F f) {
     for (int row = 0, left = row_groups<L, D>(rows); left > 0; --left) {
@@ -58,7 +58,7 @@ struct RowBlock {
     const int64_t first_row;
     const int rows;
     const bool last;           // of the blocks
-    uint8_t* const open_keys;  // those of a last tile that is not full, in lanes
+    uint8_t* const open_keys;  // keys of a last tile that is not full, in lanes
     const int query_stride = round_up16(args.key_dim), padded_dim = round_up16(args.value_dim);
     const int key_lines = (args.key_dim + S::pack - 1) / S::pack;
     float* const queries = args.scratch;
@@ -112,9 +112,9 @@ struct RowBlock {
         }
     }
 
-    /// As many tiles as this chunk has, a chunk further on: of this call, and past its end of the one that comes after
-    /// it. So a tile's work always asks for a tile, however few tokens are left for the last chunk. A call of one chunk
-    /// asks for all of the next one's first.
+    /// The tiles that are read one chunk later: of this call, and past its end of the next call. There are as many as
+    /// this chunk has, so each tile's work prefetches one tile, however short the last chunk is. A call of one chunk
+    /// prefetches the whole first chunk of the next call.
     Coming coming_after(int64_t chunk) const {
         const int64_t first = chunk / kTileTokens, own_end = tiles_of(end);
         const bool alone = chunk <= begin && first + chunk_tiles >= own_end;
@@ -127,12 +127,12 @@ struct RowBlock {
         coming.key_lines = int((args.view.key_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
         coming.value_lines = int((args.view.value_tile_bytes + kCacheLineBytes - 1) / kCacheLineBytes);
         coming.read_ahead = args.read_ahead;
-        const bool all = coming.num_tiles == chunk_tiles;  // pages side by side take a tile of each
+        const bool all = coming.num_tiles == chunk_tiles;  // parallel pages need a tile of each
         if (!all && coming.read_ahead == ReadAhead::pages) coming.read_ahead = ReadAhead::run;
         return coming;
     }
 
-    /// Tiles `from` to `to` of the call that comes after this one.
+    /// Adds tiles `from` to `to` of the next call.
     void add_next(Coming& coming, int64_t from, int64_t to) const {
         const int64_t first = args.next->begin / kTileTokens, tiles = tiles_of(args.next->end) - first;
         for (int64_t tile = from > 0 ? from : 0; tile < to && tile < tiles; ++tile)
@@ -173,7 +173,7 @@ struct RowBlock {
         sums.renew_sums(rows);
     }
 
-    /// A soft cap, then ALiBi; apart from the loop, so that layers without them pay nothing.
+    /// Applies a soft cap, then ALiBi. It is outside the loop, so layers without them lose no time.
     [[gnu::noinline]] void bend_scores(int row, int64_t chunk, Range worked_on) const {
         float* const row_scores = scores + row * chunk_size;
         if (args.soft_cap != 0.0f) cap_scores<L>(row_scores, worked_on, args.soft_cap);
@@ -190,7 +190,8 @@ struct RowBlock {
     }
 };
 
-/// The keys of the last tile, which is not full, from rows to lanes: in the scratch, behind what a RowBlock uses.
+/// Turns the keys of the last tile, which is not full, from rows to lanes. It writes them to the scratch, after a
+/// RowBlock's part.
 template <class L, DType D>
 uint8_t* turn_open_keys(const AttendArgs& args) {
     using S = Stored<L, D>;
@@ -202,7 +203,7 @@ uint8_t* turn_open_keys(const AttendArgs& args) {
     __builtin_memcpy(tile, open, size_t(header));
     rows_to_lanes(reinterpret_cast<const Word*>(open + header), int(args.end % kTileTokens),
                   (args.key_dim + S::pack - 1) / S::pack, reinterpret_cast<Word*>(tile + header));
-    __asm__ volatile("" ::: "memory");  // what is stored as words will be loaded as floats
+    __asm__ volatile("" ::: "memory");  // words were stored and will be loaded as floats
     return tile;
 }
 

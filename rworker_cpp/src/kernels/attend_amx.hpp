@@ -1,18 +1,19 @@
-// Attention over bfloat16 tiles by products of tile registers: 16 tokens' keys in 32 dims, or 32 tokens' values in 16.
+// Attention over bfloat16 tiles with products of tile registers: keys of 16 tokens in 32 dims, or values of 32 tokens
+// in 16 dims.
 #pragma once
 
 #include "kernels/tile_rows.hpp"
 
 namespace {
 
-/// Rounded to nearest even; tokens or dims of `first` come before those of `second`.
+/// Stores floats rounded to nearest even; tokens or dims of `first` come before those of `second`.
 inline void store_bfloats(void* to, __m512 first, __m512 second) {
     _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
 struct BfloatTiles : TileRows {
     static constexpr int kRound = 32;  // dims of keys, or tokens of values, that a tile register takes
-    static constexpr int kLines = 16;  // pairs of them
+    static constexpr int kLines = 16;  // pairs of dims or tokens
     const int key_lines = (args.key_dim + 1) / 2, whole_rounds = key_lines / kLines;
     const int rounds = (key_lines + kLines - 1) / kLines;
     const int64_t value_line = value_dim * 4;
@@ -22,7 +23,7 @@ struct BfloatTiles : TileRows {
     BfloatTiles(const AttendArgs& call, int64_t row, int64_t rows_left)
         : TileRows(call, DType::bfloat16, row, rows_left, kTileRows) {}
 
-    // The rows' side, group by group and round by round: a line for each row.
+    // The tile registers of the rows, group by group and round by round: one line per row.
     uint8_t* query_tile(int group, int round) const {
         return queries + (group * rounds + round) * group_rows * kTileLine;
     }
@@ -44,7 +45,7 @@ struct BfloatTiles : TileRows {
         for (int r = 0; r < rows; ++r) store_output(r, finish(r));
     }
 
-    /// The keys of the last tile, which is not full, from rows to lanes.
+    /// Turns the keys of the last tile, which is not full, from rows to lanes.
     void turn_open_keys() const {
         const uint8_t* const open = tile_of(args.view, args.end / kTileTokens).keys;
         rows_to_lanes(reinterpret_cast<const uint32_t*>(open), int(args.end % kTileTokens), key_lines,
@@ -70,7 +71,8 @@ struct BfloatTiles : TileRows {
             with_count(blocks - block, [&]<int Count>() { add_values<Count>(block, worked_on); });
     }
 
-    /// Scores of all rows with `Count` tiles of keys. The first group of rows brings these into the first-level cache.
+    /// Computes scores of all rows with `Count` tiles of keys. The first group of rows loads the tiles into the
+    /// first-level cache.
     template <int Count>
     [[gnu::noinline]] void score_tiles(int tile, int end_tile) {
         const uint8_t *keys[Count], *soon[Count];
@@ -103,14 +105,14 @@ struct BfloatTiles : TileRows {
         }
     }
 
-    /// The lines of keys that do not fill a round, beside zeros.
+    /// Copies the lines of keys that do not fill a round, and fills up with zeros.
     void copy_tail(const uint8_t* keys, uint8_t* tail) const {
         const int lines = key_lines - whole_rounds * kLines;
         __builtin_memcpy(tail, keys + whole_rounds * kTileBytes, size_t(lines) * kTileLine);
         __builtin_memset(tail + lines * kTileLine, 0, size_t(kLines - lines) * kTileLine);
     }
 
-    /// sum I += the row tile x what lies at `data`.
+    /// sum I += the row tile x the data at `data`.
     template <int I, int Turn>
     [[gnu::always_inline]] void multiply(const uint8_t* data, int64_t stride) {
         constexpr int cache_tile = kFirstCacheTile + (Turn + I) % kCacheTiles;
@@ -119,7 +121,7 @@ struct BfloatTiles : TileRows {
         feed.ask();
     }
 
-    /// Exponents of a group's row to weights; returns their sum by lanes.
+    /// Turns the exponents of a group's row into weights; returns their sums by lane.
     __m512 weigh(int group, int row, Range worked_on, __m512 base) const {
         const float* const exponents = scores + (group * group_rows + row) * at.score_stride;
         uint8_t* to = weight_tile(group, worked_on.begin / kRound) + row * kTileLine;
@@ -141,8 +143,8 @@ struct BfloatTiles : TileRows {
             _mm512_store_ps(output, _mm512_mul_ps(_mm512_load_ps(output), _mm512_set1_ps(keep)));
     }
 
-    /// Where the values of each 32 tokens lie: in their block, or, where these are not side by side or not all seen, in
-    /// a copy with zeros for the rest, since a weight of 0 would not silence a former owner's NaN.
+    /// Finds the values of each 32 tokens. They are in their block, or in a copy if they are not neighbours or not all
+    /// seen. The copy has zeros for unseen tokens, since a weight of 0 times an old NaN is NaN.
     void find_values(Range worked_on) {
         const Range pairs = round_out(chunk.seen, 2);
         for (int t = worked_on.begin; t < worked_on.end; t += kRound) {

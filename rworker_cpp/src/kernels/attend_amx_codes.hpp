@@ -1,6 +1,6 @@
-// Attention over int8 and int4 tiles by products of tile registers: 16 tokens' keys in 64 dims, or 64 tokens' values in
-// 16, as bytes. A factor of 15 or 16 bits is cut into two bytes, which take a tile's row each: the high ones of a group
-// of up to 8 rows, then the low ones.
+// Attention over int8 and int4 tiles with products of tile registers, as bytes: keys of 16 tokens in 64 dims, or values
+// of 64 tokens in 16 dims. A factor of 15 or 16 bits is cut into two bytes, each in a row of a tile: first the high
+// bytes of a group of up to 8 rows, then the low bytes.
 #pragma once
 
 #include "kernels/code_factors.hpp"
@@ -10,7 +10,7 @@ namespace {
 template <DType D>
 struct CodeTiles : TileRows {
     static constexpr int kRound = 64;  // dims of keys, or tokens of values, that a tile register takes
-    static constexpr int kLines = 16;  // quads of them
+    static constexpr int kLines = 16;  // groups of four dims or tokens
     static constexpr bool kNibbles = D == DType::int4;
     const int key_lines = (args.key_dim + Stored<Avx512, D>::pack - 1) / Stored<Avx512, D>::pack;
     const int rounds = (args.key_dim + kRound - 1) / kRound, whole_rounds = kNibbles ? rounds : key_lines / kLines;
@@ -42,7 +42,7 @@ struct CodeTiles : TileRows {
         }
     }
 
-    /// The keys of the last tile, which is not full, from rows to lanes.
+    /// Turns the keys of the last tile, which is not full, from rows to lanes.
     void turn_open_keys() const {
         const uint8_t* const open = tile_of(args.view, args.end / kTileTokens).keys;
         __builtin_memcpy(open_keys, open, size_t(key_header));
@@ -50,7 +50,7 @@ struct CodeTiles : TileRows {
                       reinterpret_cast<uint32_t*>(open_keys + key_header));
     }
 
-    /// int4 codes have scales for each round, and so do their factors.
+    /// int4 codes have scales for each round, so their factors have too.
     void pack_query(int row, float* query) {
         if constexpr (is_rotated(D)) rotate(query, args.key_dim);
         uint8_t* const line = query_tile(row / group_rows, 0) + row % group_rows * kTileLine;
@@ -82,7 +82,8 @@ struct CodeTiles : TileRows {
         }
     }
 
-    /// Scores of all rows with `Count` tiles of keys. The first group of rows brings these into the first-level cache.
+    /// Computes scores of all rows with `Count` tiles of keys. The first group of rows loads the tiles into the
+    /// first-level cache.
     template <int Count>
     [[gnu::noinline]] void score_tiles(int tile, int end_tile) {
         const uint8_t *keys[Count], *soon[Count];
@@ -111,7 +112,7 @@ struct CodeTiles : TileRows {
                 });
                 if constexpr (kNibbles) finish_scores<Count>(g, tile, round);
             });
-            if (whole_rounds < rounds) {  // what lies behind the last keys is multiplied by zeros
+            if (whole_rounds < rounds) {  // bytes after the last keys are multiplied by zeros
                 load_tile<kRowTile>(query_tile(g, whole_rounds), kTileLine);
                 for_each_sum<Count>([&]<int I>() __attribute__((always_inline)) {
                     multiply_keys<I, 0>(key_tails + I * rounds * kTileBytes);
@@ -139,7 +140,7 @@ struct CodeTiles : TileRows {
         feed.ask();
     }
 
-    /// Sums to scores: all of them, or int4's of one round, after those of the rounds before.
+    /// Turns sums into scores: all of them, or those of int4's current round, added to earlier rounds.
     template <int Count>
     [[gnu::always_inline]] void finish_scores(int group, int tile, int round) {
         store_sums<Count>();
@@ -158,7 +159,7 @@ struct CodeTiles : TileRows {
         }
     }
 
-    /// A row's exponents to weights, in place; returns their sum by lanes.
+    /// Turns a row's exponents into weights, in place; returns their sums by lane.
     __m512 weigh(int group, int row, Range worked_on, __m512 base) const {
         float* const exponents = scores + (group * group_rows + row) * at.score_stride;
         __m512 total = _mm512_setzero_ps();
@@ -170,7 +171,8 @@ struct CodeTiles : TileRows {
         return total;
     }
 
-    /// All rows' weights times their tokens' scales, those of the dims of a `quartet` of blocks, to two bytes each.
+    /// Multiplies all rows' weights by the scales of their tokens, for the dims of a `quartet` of blocks, and cuts them
+    /// into two bytes each.
     void cut_weights(int quartet, Range worked_on, Range covered) {
         const int header = kNibbles ? quartet * kHeaderLineBytes : 0;
         for (int g = 0; g < groups; ++g)
@@ -182,8 +184,8 @@ struct CodeTiles : TileRows {
             }
     }
 
-    /// The codes of all values, without the scales that lie between: a register takes four tiles of them, and copying
-    /// is cheaper than four registers a quarter full. Tiles nothing is seen of weigh 0, whatever lies there.
+    /// Gathers the codes of all values without the scales between them. A register takes four tiles; copying is cheaper
+    /// than four registers of which three quarters are empty. Tiles that no row sees get weight 0, whatever they hold.
     void gather_values(Range tiles) const {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
             const uint8_t* const codes = chunk.tiles[tile].values + value_header;

@@ -1,5 +1,6 @@
-// Attention over codes with queries and weights of bytes where these are exact enough, of more bits where not. A row
-// tells it by itself, so its bits depend on no neighbour. Whoever includes this has exp2_nonpositive of its vectors.
+// Attention over codes with queries and weights as bytes where these are exact enough, else with more bits. Each row
+// decides for itself, so its bits do not depend on other rows. The including file defines exp2_nonpositive for its
+// vectors.
 #pragma once
 
 #include "kernels/attend.hpp"
@@ -7,19 +8,20 @@
 
 namespace {
 
-/// Up to kBlockRows query rows over all chunks of the split, those of more bits last. `L` multiplies bytes, L::Wide
-/// what factors.hpp makes of queries and weights; quantize_query<L, D> is quantize_query_bytes.
+/// Up to kBlockRows query rows over all chunks of the split; rows with more bits come last. `L` multiplies bytes.
+/// L::Wide multiplies the factors that factors.hpp makes of queries and weights; its quantize_query<L, D> is
+/// quantize_query_bytes.
 template <class L, DType D>
 struct ByteBlock : RowBlock<L, D> {
     using Block = RowBlock<L, D>;
-    /// A row's softmax and the rounding of its weights take as long as the products of about so many dims. From so many
-    /// rows on arithmetic binds, and asking meanwhile costs more than memory that idles.
+    /// kSoftmaxDims: dims whose products take as long as a row's softmax and the rounding of its weights. kManyRows:
+    /// from this many rows on arithmetic limits the speed, so prefetching costs more than it saves.
     static constexpr int kSoftmaxDims = 64, kManyRows = 7;
     using Wide = typename L::Wide;
     using Block::args, Block::begin, Block::chunk_size, Block::end, Block::outputs, Block::padded_dim, Block::queries,
         Block::query_stride, Block::rows, Block::scores, Block::sums;
     int narrow = 0;
-    alignas(64) float factors[kBlockRows] = {};  // of scores, which then are exponents of 2
+    alignas(64) float factors[kBlockRows] = {};  // of scores; afterwards the scores are exponents of 2
     alignas(64) uint32_t packed[kBlockRows * packed_words<D>(rworker::kMaxQuantizedHeadDim)];
 
     using Block::Block;
@@ -83,7 +85,7 @@ struct ByteBlock : RowBlock<L, D> {
         });
     }
 
-    /// Asking for a line waits until it is known where its page lies: for pages side by side all at once.
+    /// A prefetch waits until the address of its page is known; so parallel pages are touched at once.
     static void touch(const Coming& coming) {
         for (int i = 0; i < coming.num_tiles; ++i) {
             __builtin_prefetch(coming.keys[i], 0, 2);
@@ -91,7 +93,7 @@ struct ByteBlock : RowBlock<L, D> {
         }
     }
 
-    /// As RowBlock's soften, in powers of two.
+    /// Like RowBlock's soften, in powers of two.
     [[gnu::always_inline]] void weigh_scores(int64_t chunk, Range worked_on, Ahead& ahead) {
         if (args.soft_cap != 0.0f) cap_rows(worked_on);
         for (int r = 0; r < rows; ++r)
@@ -136,7 +138,7 @@ struct ByteBlock : RowBlock<L, D> {
     }
 };
 
-/// For layers without ALiBi, whose rows would have to stay in their places.
+/// For layers without ALiBi: with it, rows would have to stay in order.
 template <class L, DType D>
 void attend_bytes(const AttendArgs& args) {
     uint8_t* const open_keys = args.end % kTileTokens != 0 ? turn_open_keys<L, D>(args) : nullptr;

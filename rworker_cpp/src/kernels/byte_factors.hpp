@@ -1,5 +1,5 @@
-// What codes are multiplied by as bytes: queries up to 127, weights up to 255, each of which loses half a unit at most. See
-// factors.hpp for factors of more bits.
+// Byte factors of codes: queries up to 127, weights up to 255. Each loses at most half a unit. factors.hpp has factors
+// of more bits.
 #pragma once
 
 #include "kernels/scores_int.hpp"
@@ -10,12 +10,12 @@ namespace {
 
 constexpr int kByteQueryLimit = 127, kByteWeightLimit = 255;
 constexpr float kMostPeak = 6.0f;
-constexpr float kInt4Offset = 8.0f;    // what an int4 code is lessened by to have a sign
-constexpr float kToLowBits = 0x1p23f;  // what is added to it is rounded to an integer, in the low bits of the sum
+constexpr float kInt4Offset = 8.0f;    // subtracted from an int4 code, so that it has a sign
+constexpr float kToLowBits = 0x1p23f;  // adding it rounds a number to an integer, in the sum's low bits
 
-/// Whether bytes are enough for a query. Rounding errs by top / 127 / sqrt(12) in each channel, as rounding a key to be
-/// stored does, and scores by peak / 440 of what they deviate by over keys in all directions; peak: the largest channel
-/// over the root mean square of all. So scores lose 1.4 % of that at most.
+/// True where bytes are exact enough for a query. Rounding errs by top / 127 / sqrt(12) in each channel, as rounding a
+/// stored key does. So a score errs by peak / 440 of the scores' deviation over keys in all directions, where peak is
+/// the largest channel divided by the root mean square of all. Scores lose at most 1.4 % of that.
 template <class L>
 inline bool fits_bytes(const float* row, int padded, float top) {
     auto squares = L::set1(0.0f);
@@ -23,12 +23,12 @@ inline bool fits_bytes(const float* row, int padded, float top) {
     return top * top * float(padded) <= kMostPeak * kMostPeak * L::reduce_add(squares);
 }
 
-/// Where a row says which it is, behind all that its factors take.
+/// Where a row notes that it uses bytes, after all its factors.
 inline float& is_narrow(float* row, int padded) { return row[padded - 1]; }
 
-/// In the row's place: bytes; from padded / 2 on their scale (1 for zeros, for scores may be -inf), then what products
-/// are to be told: of int8 codes what their sums start with, of int4 codes the sum of each group's bytes, by which
-/// zeros are multiplied.
+/// Replaces the row by bytes. From padded / 2 on follows their scale (1 for zeros, since scores may be -inf), then the
+/// start values of products: for int8 codes the start of their sums, for int4 codes the sum of each group's bytes,
+/// which zeros are multiplied by.
 template <class L, DType D>
 inline void round_query(float* row, int padded, float top) {
     const auto factor = L::set1(top >= kLeastFactor ? kByteQueryLimit / top : 0.0f), raise = L::set1(1.5f * kToLowBits);
@@ -50,7 +50,7 @@ inline void round_query(float* row, int padded, float top) {
     if constexpr (D == DType::int4) __builtin_memcpy(terms + 1, sums, size_t(groups_of(padded)) * sizeof(float));
 }
 
-/// As quantize_query of the wide lanes, which takes those that bytes are not enough for.
+/// Like quantize_query of the wide lanes, for rows that need more than bytes.
 template <class L, DType D>
 inline void quantize_query_bytes(float* row, int padded) {
     const Bounds bounds = bounds_of<L>(row, padded);
@@ -62,14 +62,14 @@ inline void quantize_query_bytes(float* row, int padded) {
     is_narrow(row, padded) = fits ? 1.0f : 0.0f;
 }
 
-/// Words of what `pack_queries` makes of a row.
+/// Words that `pack_queries` makes of a row.
 template <DType D>
 constexpr int packed_words(int padded) {
     return padded / 4 + (D == DType::int8 ? 1 : int(groups_of(padded)));
 }
 
-/// Rows that are multiplied together, word by word side by side: for each group of dims (of int8: all dims) what its
-/// products are to be told, then their bytes.
+/// Rows that are multiplied together, interleaved word by word: for each group of dims (of int8: all dims) the start
+/// values of products, then the bytes.
 template <DType D, int Rows>
 inline void pack_queries(const float* queries, int padded, uint32_t* packed) {
     const int group_dims = D == DType::int8 ? padded : kGroupDims;
@@ -84,21 +84,21 @@ inline void pack_queries(const float* queries, int padded, uint32_t* packed) {
 }
 
 /// Weights of a chunk, times the scales of its tokens' values, as bytes. A value is (code * scale + middle) of its
-/// token; products with codes are to be multiplied by `scale`, and middles times weights come to `constant`.
+/// token. Products with codes must be multiplied by `scale`; middles times weights sum to `constant`.
 template <int Rows>
 struct ByteWeights {
     alignas(64) uint8_t bytes[Rows][kMaxChunkTokens];
     alignas(64) float scale[16], constant[16];
 };
 
-/// Scales of 16 tokens, in a header line.
+/// Scales of 16 tokens, read from a header line.
 template <class L, DType D>
 [[gnu::always_inline]] inline typename L::vec load_scale(const uint8_t* line) {
     if constexpr (D == DType::int8) return L::load(reinterpret_cast<const float*>(line));
     if constexpr (D == DType::int4) return L::load_pair_low(reinterpret_cast<const uint32_t*>(line));
 }
 
-/// Of the values of a chunk, those of int4 of a group of dims.
+/// Scales of a chunk's values; of int4, those of a group of dims.
 template <class L, DType D>
 struct ValueTerms {
     alignas(64) float scales[kMaxChunkTokens], middles[kMaxChunkTokens];
@@ -120,7 +120,7 @@ struct ValueTerms {
     }
 };
 
-/// weights times their scales, and as it comes to them times middles; `Masked`: by weigh.
+/// Multiplies weights by their scales, and adds up weights times middles; `Masked`: weights from weigh.
 template <class L, DType D, bool Masked>
 [[gnu::always_inline]] inline void scale_weights(const ValueTerms<L, D>& terms, Range tokens, const float* weights,
                                                  float* scaled, float* max, float* total) {
@@ -140,8 +140,8 @@ template <class L, DType D, bool Masked>
     *max = L::reduce_max(top), *total = L::reduce_add(added);
 }
 
-/// What waits for a row's own result is done for all rows at once, as in a softmax. What is rounded away, which may be
-/// many small weights, counts as int4's middles, and of int8, whose middle is 0, is spread over the rest.
+/// Steps that wait for a row's own result run for all rows at once, as in a softmax. The rounded-away part, which may
+/// be many small weights, counts for int4's middles; of int8, whose middle is 0, it is spread over the other weights.
 template <class L, DType D, int Rows>
 [[gnu::always_inline]] inline void shrink_weights(const Tile* tiles, Range tokens, int group, const float* weights,
                                                   ByteWeights<Rows>& shrunk) {

@@ -1,12 +1,12 @@
-// Codes times bytes, four at once, in a generic body: scores of queries, and values by weights.
+// Products of codes and bytes, four at once, in a generic body: scores of queries, and weighted values.
 #pragma once
 
 #include "kernels/byte_factors.hpp"
 
 namespace {
 
-/// What a line of codes has for each of its lanes: four of them, or twice four. Keys are multiplied by queries, which
-/// have a sign, and values by weights, which have none.
+/// Codes in a line for each of its lanes: four, or twice four. Keys are multiplied by signed queries, and values by
+/// unsigned weights.
 template <class L, DType D>
 struct CodeLine;
 
@@ -31,7 +31,7 @@ struct CodeLine<L, DType::int4> {
     }
 };
 
-/// Products of keys' codes, which have no sign, and queries.
+/// Products of unsigned key codes and queries.
 template <class L>
 struct KeyProducts {
     using ivec = typename L::ivec;
@@ -41,7 +41,7 @@ struct KeyProducts {
     }
 };
 
-/// Products of values' codes and weights, which have no sign.
+/// Products of value codes and unsigned weights.
 template <class L>
 struct ValueProducts {
     using ivec = typename L::ivec;
@@ -51,7 +51,7 @@ struct ValueProducts {
     }
 };
 
-/// Sums of products of Rows x Vectors lanes, of which one factor has a sign: queries, or the codes of values.
+/// Sums of products of Rows x Vectors lanes. One factor has a sign: the queries, or the codes of values.
 template <class L, int Rows, int Vectors>
 struct ByteSums {
     typename L::ivec sum[Rows][Vectors];
@@ -67,8 +67,9 @@ struct ByteSums {
         }
     }
 
-    /// A CodeLine in codes(v), bytes for its parts in factors(r, part), sum + their products in Products::add(sum,
-    /// codes, factors), or of both parts at once. Few rows keep their factors in registers, many rows the line.
+    /// codes(v) gives a CodeLine, factors(r, part) the bytes for its parts. Products::add(sum, codes, factors) adds the
+    /// products of one part, or of both parts at once. With few rows the factors stay in registers, with many rows the
+    /// line does.
     template <class Products, class Codes, class Factors>
     [[gnu::always_inline]] void add(Codes codes, Factors factors) {
         if constexpr (L::joins_parts)
@@ -140,7 +141,7 @@ struct ByteSums {
     }
 };
 
-/// Scores from the products of a group of dims, of int8 all dims; those of int4 are added up over the groups.
+/// Turns the products of a group of dims (of int8: all dims) into scores; int4 adds them up over the groups.
 template <class L, DType D, bool First, int Rows, int Vectors>
 [[gnu::always_inline]] inline void finish_scores(const KeyLines<L, Vectors>& keys, int group, const uint32_t* terms,
                                                  const ByteSums<L, Rows, Vectors>& sums, float* scores) {
@@ -164,7 +165,7 @@ template <class L, DType D, bool First, int Rows, int Vectors>
     }
 }
 
-/// Scores, each row's still to be multiplied by its scale.
+/// Computes scores, which must still be multiplied by each row's scale.
 template <class L, DType D, int Rows, int Vectors>
 [[gnu::noinline]] void score_bytes(const Tile* tiles, int first, const uint32_t* queries, int lines, Ahead& shared,
                                    float* scores) {
@@ -173,7 +174,7 @@ template <class L, DType D, int Rows, int Vectors>
     const int groups = (lines + group_lines - 1) / group_lines;
     const int fifth_lines = D == DType::int8 ? 0 : (lines + kFifthBitLines - 1) / kFifthBitLines;
     const KeyLines<L, Vectors> keys(tiles, first);
-    Ahead ahead = shared;  // in registers
+    Ahead ahead = shared;  // a copy that stays in registers
     for (int group = 0; group < groups; ++group) {
         const uint32_t* const terms = queries;
         ByteSums<L, Rows, Vectors> sums([&](int r) {
@@ -200,7 +201,7 @@ template <class L, DType D, int Rows, int Vectors>
     shared = ahead;
 }
 
-/// Scores of `Rows` queries with the tokens of a chunk in whose tiles there is one `seen`.
+/// Computes scores of `Rows` queries with the tokens of a chunk whose tiles have a token in `seen`.
 template <class L, DType D, int Rows>
 void score_byte_rows(const Tile* tiles, Range seen, Ahead& ahead, const uint32_t* queries, int lines, float* scores) {
     constexpr int together = vectors_together<L, DType::int8, Rows>(4);

@@ -1,5 +1,5 @@
-// Queries and weights as pairs of bytes, the other factor of a tile register's products of codes; see factors.hpp for
-// what they are cut from and how sums of their products are read.
+// Queries and weights as pairs of bytes, which tile registers multiply with codes. factors.hpp has the numbers that are
+// cut into bytes, and the meaning of the sums.
 #pragma once
 
 #include "kernels/tile_rows.hpp"
@@ -9,14 +9,14 @@ namespace {
 constexpr int kCutQueryLimit = 16256;  // high -127..127, low -64..63; x 255 x 512 dims stays below 2^31
 constexpr int kCutWeightLimit = 32767;  // high 0..127, low 0..255; x 255 x 256 tokens stays below 2^31
 
-/// What a query's sums of products with keys are to be told.
+/// Numbers that turn a query's sums of products with keys into scores.
 struct QueryTerms {
     float scale;            // of the factors
     float middle, total;    // int4: as in GroupTerms
     int32_t bias;           // int8: the sum of the factors times -128
 };
 
-/// The same of a row's weights.
+/// Numbers that turn sums of products with a row's weights into outputs.
 struct WeightTerms {
     float scale, constant;
     int32_t bias;
@@ -29,21 +29,22 @@ struct WeightTerms {
     }
 };
 
-/// Sums of products with the high bytes and with the low ones.
+/// Joins sums of products with the high bytes and with the low bytes.
 template <int Shift>
 [[gnu::always_inline]] inline __m512i join_bytes(const int32_t* high, const int32_t* low) {
     return _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high), Shift), _mm512_load_si512(low));
 }
 
-/// The lowest byte of each lane.
+/// Stores the lowest byte of each lane.
 [[gnu::always_inline]] inline void store_bytes(uint8_t* to, __m512i lanes) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(lanes));
 }
 
-/// What rounds `top` to `limit`.
+/// The factor by which numbers are multiplied so that `top` becomes `limit`.
 inline float rounding_factor(float top, int limit) { return top >= kLeastFactor ? float(limit) / top : 0.0f; }
 
-/// `rounds` times 64 dims of a query, each round's bytes `stride` bytes after the last's.
+/// Cuts `rounds` times 64 dims of a query into bytes. The bytes of one round lie `stride` bytes after those of the
+/// previous one.
 inline QueryTerms cut_query(const float* query, int rounds, uint8_t* high_line, int64_t stride, uint8_t* low_line) {
     const Bounds bounds = bounds_of<Avx512>(query, rounds * 64);
     const float top = bounds.magnitude();
@@ -71,7 +72,7 @@ inline QueryTerms cut_query(const float* query, int rounds, uint8_t* high_line, 
     _mm512_store_ps(to, _mm512_mul_ps(_mm512_mul_ps(products, _mm512_set1_ps(factors.scale)), key_scale));
 }
 
-/// Of one round; the scores of the rounds before lie in `to`.
+/// Adds the scores of one round; the scores of the earlier rounds are in `to`.
 [[gnu::always_inline]] inline void add_int4_scores(__m512i sum, const QueryTerms& factors, const uint8_t* header,
                                                    int round, float* to) {
     const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(header);
@@ -82,9 +83,9 @@ inline QueryTerms cut_query(const float* query, int rounds, uint8_t* high_line, 
     _mm512_store_ps(to, _mm512_fmadd_ps(Avx512::load_pair_low(pairs), products, zeros));
 }
 
-/// A row's weights of the tokens in `worked_on` times their scales, which begin `header` bytes into a tile of values;
-/// zeros for the rest of `covered`. Each 64 tokens' bytes lie `stride` bytes after the last's. Leaves weights as they
-/// are.
+/// Multiplies a row's weights of the tokens in `worked_on` by their scales, which begin `header` bytes into a tile of
+/// values, and cuts them into bytes. The rest of `covered` gets zeros. The bytes of each 64 tokens lie `stride` bytes
+/// after the previous ones. Weights are not changed.
 template <DType D>
 [[gnu::noinline]] WeightTerms cut_row(const float* weights, const Tile* tiles, int header, Range worked_on,
                                       Range covered, uint8_t* high_line, int64_t stride, uint8_t* low_line) {
@@ -121,7 +122,7 @@ template <DType D>
     return {scale, 0.0f, less_offset(sum)};
 }
 
-/// Lines of keys, each to two lines of bytes; their fifth bits lie before them.
+/// Splits lines of keys, each into two lines of bytes; their fifth bits lie before them.
 [[gnu::noinline]] void split_keys(const uint8_t* codes, int lines, uint8_t* bytes) {
     const uint8_t* const bits = codes - (lines + kFifthBitLines - 1) / kFifthBitLines * kHeaderLineBytes;
     for (int line = 0; line < lines; ++line, codes += 64, bytes += 128) {
@@ -131,7 +132,7 @@ template <DType D>
     }
 }
 
-/// Lines of 16 lanes `per_line` side by side: low nibbles to one line of bytes, high ones to the next.
+/// Splits lines of 16 lanes, `per_line` in a row: low nibbles to one line of bytes, high nibbles to the next.
 [[gnu::noinline]] void split_nibbles(const uint8_t* codes, int lines, int per_line, uint8_t* bytes) {
     for (int line = 0; line < lines; ++line)
         for (int i = 0; i < per_line; ++i, codes += 64) {

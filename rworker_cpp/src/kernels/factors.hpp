@@ -1,7 +1,7 @@
-// Queries and weights as small integers, the other factor of an integer product.
+// Queries and weights as small integers: the factors of integer products with codes.
 //
-// int8 codes are multiplied by int16 factors. int4 codes are multiplied by 12 bits, cut into two int8 halves,
-// high * 64 + low: products of the halves can be summed over 64 codes in 16 bits.
+// int8 codes are multiplied by int16 factors. int4 codes are multiplied by factors of 12 bits, cut into two int8
+// halves, high * 64 + low. Products of the halves can be summed over 64 codes in 16 bits.
 #pragma once
 
 #include "kernels/codes.hpp"
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr float kLeastFactor = 1e-30f;  // a row or chunk below is taken for zeros: its reciprocal may overflow
+constexpr float kLeastFactor = 1e-30f;  // a row or chunk below this counts as zeros, since its reciprocal may overflow
 constexpr int kInt8QueryLimit = 16383;  // x 255 x 512 dims stays below 2^31
 constexpr int kInt8WeightLimit = 32767;
 constexpr int kInt4QueryLimit = 2015;  // high -31..31, low -32..31: keys have 5 bits
@@ -17,20 +17,20 @@ constexpr int kInt4WeightLimit = 4095;
 constexpr float kKeyMiddle = 15.5f, kValueMiddle = 7.5f;  // of int4 codes
 constexpr int kHalf = 64;
 
-/// ints = floats * limit / top, rounded; returns their sum, which is exact.
+/// Sets ints = floats * limit / top, rounded; returns their exact sum.
 template <class L>
 inline int32_t round_all(const float* floats, int count, float top, int limit, int32_t* ints) {
     const auto factor = L::set1(top >= kLeastFactor ? float(limit) / top : 0.0f);
-    uint32_t sum = 0;  // of NaN too, whose integer is anything
+    uint32_t sum = 0;  // for NaN the integers are arbitrary
     for (int i = 0; i < count; i += L::width) L::store_int(ints + i, L::to_int(L::mul(L::load(floats + i), factor)));
     for (int i = 0; i < count; ++i) sum += uint32_t(ints[i]);
     return int32_t(sum);
 }
 
-/// What a sum of products starts with, for int8 codes are stored 128 higher.
+/// Start of a sum of products with int8 codes, which are stored 128 higher.
 inline int32_t less_offset(int32_t sum) { return int32_t(0u - 128u * uint32_t(sum)); }
 
-/// The order in which a lane's four bytes are multiplied: even ones, then odd ones.
+/// Orders the factors as a lane's four bytes are multiplied: even bytes, then odd bytes.
 inline void pair_up(const int32_t* ints, int count, int16_t* pairs) {
     for (int i = 0; i < count; i += 4) {
         pairs[i] = int16_t(ints[i]), pairs[i + 1] = int16_t(ints[i + 2]);
@@ -38,17 +38,18 @@ inline void pair_up(const int32_t* ints, int count, int16_t* pairs) {
     }
 }
 
-/// What a sum of products with int4 codes is to be told: value = code * scale + zero, with codes taken about their
-/// middle so that a factor's rounding meets 0 on average: products * scale + middle, times the code's scale.
+/// Numbers that turn a sum of products with int4 codes into the true sum. value = code * scale + zero. Codes count from
+/// their middle, so that rounding errors of a factor average to 0: products * scale + middle, times the code's scale.
 struct GroupTerms {
     float scale;   // of the factors
     float middle;  // 15.5 x (sum of the true factors - sum of the rounded ones)
     float total;   // of the true factors
 };
 
-// A query row is quantised in its place of `padded` floats: factors take the first half, their scale or terms follow.
+// A query row is quantised in its own memory of `padded` floats: factors take the first half, their scale or terms
+// follow.
 
-/// int8: pairs of int16, their scale, and what their products' sums start with.
+/// int8: pairs of int16, their scale, and the start of the sums of their products.
 template <class L>
 inline void quantize_query_int8(float* row, int padded) {
     alignas(64) int32_t ints[rworker::kMaxHeadDim];
@@ -93,7 +94,7 @@ inline void quantize_query(float* row, int padded) {
     if constexpr (D == DType::int4) quantize_query_int4<L>(row, padded);
 }
 
-/// Weights of a chunk, multiplied by the scales of its tokens. Those of tiles outside `seen` are neither set nor used.
+/// Weights of a chunk, multiplied by the scales of its tokens. Tiles outside `seen` are neither set nor used.
 struct PairWeights {
     alignas(64) int16_t pairs[kMaxChunkTokens];
     float scale;
@@ -105,7 +106,7 @@ struct HalfWeights {
     float scale, constant;
 };
 
-/// weight * term, 0 for a weight of 0: what is not seen may have a former owner's NaN for a scale.
+/// weight * term; 0 for a weight of 0, since the scale of an unseen token may be an old NaN.
 template <class L>
 inline typename L::vec weigh(typename L::vec weight, typename L::vec term) {
     return L::if_less(L::set1(0.0f), weight, L::mul(weight, term), weight);

@@ -1,7 +1,7 @@
-// Rows times the weights of one head: K and V of latents (absorption.hpp).
+// Products of rows and the weights of one head: K and V of latents (absorption.hpp).
 //
-// Each output is a sum over the inputs in ascending order, in one lane, so a row has the same bits whatever rows are
-// computed beside it.
+// Each output is a sum over the inputs in ascending order, in one lane. So a row has the same bits whatever other rows
+// are computed with it.
 #pragma once
 
 #include "kernels/rows.hpp"
@@ -35,7 +35,7 @@ inline void multiply_tile(const float* inputs, int stride, int in_dim, const voi
     }
 }
 
-/// `Rows` rows from `row` on.
+/// Computes `Rows` rows, from `row` on.
 template <class L, int Rows>
 inline void multiply_rows(const HeadProductArgs& args, int64_t row) {
     const int in_stride = round_up16(args.in_dim), out_stride = round_up16(args.out_dim);
@@ -57,7 +57,7 @@ inline void multiply_rows(const HeadProductArgs& args, int64_t row) {
 
 template <class L>
 void multiply_by_head(const HeadProductArgs& args) {
-    constexpr int many = L::width == 16 ? 12 : 6;  // as many sums as registers hold beside weights and input
+    constexpr int many = L::width == 16 ? 12 : 6;  // number of sums that fit the registers beside weights and input
     static_assert(many <= rworker::kProductRows);
     int64_t row = 0;
     for (; row + many <= args.num_rows; row += many) multiply_rows<L, many>(args, row);

@@ -10,7 +10,7 @@ struct Avx2 {
     using vec = __m256;
     static constexpr int width = 8;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
-    static constexpr bool half_products = false;  // nor of halves, with sums of float32
+    static constexpr bool half_products = false;  // no products of halves with sums of float32 either
     static constexpr int float_rows = 4, code_rows = 4;
     static constexpr int float_sums = 8, code_sums = 8, code_chunk = 64;
 

@@ -10,7 +10,7 @@ struct Avx512 {
     using vec = __m512;
     static constexpr int width = 16;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
-    static constexpr bool half_products = false;  // nor of halves, with sums of float32
+    static constexpr bool half_products = false;  // no products of halves with sums of float32 either
     static constexpr int float_rows = 6, code_rows = 8;
     static constexpr int float_sums = 24, code_sums = 16, code_chunk = 64;
 
@@ -52,7 +52,7 @@ struct Avx512 {
     static void store_half(uint16_t* p, vec a) {
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
-    /// Rounded to nearest even, the bits of each in the high half of its lane; a NaN stays one.
+    /// Rounds to nearest even. The bits of each number are in the high half of its lane; a NaN stays NaN.
     static __m512i rounded_bfloats(vec a) {
         const __m512i x = _mm512_castps_si512(a);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));

@@ -10,7 +10,7 @@ struct Avx512Bf16 : Avx512 {
 
     static vec add_pair_dot(vec sum, ivec a, ivec b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-    /// The first half of floats[0..count) = all of them as pairs of bfloat16; count % 16 == 0.
+    /// Turns floats[0..count) into pairs of bfloat16, in the first half of their memory; count % 16 == 0.
     static void pack_pairs(float* floats, int count) {
         for (int i = 0; i < count; i += 2 * width) {
             const vec second = i + width < count ? load(floats + i + width) : set1(0.0f);

@@ -1,4 +1,4 @@
-// AVX-512 whose integer products add to their sums by themselves.
+// AVX-512 with integer products that add to their sums in one instruction.
 #pragma once
 
 #include "kernels/lanes_avx512.hpp"
@@ -25,7 +25,7 @@ struct Avx512VnniBytes : Avx512Vnni {
     static void store_bytes(uint8_t* p, ivec a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
     /// Codes are stored 128 higher.
     static ivec signed_codes(ivec a) { return _mm512_xor_si512(a, _mm512_set1_epi8(char(0x80))); }
-    /// int4 codes less 8, times signed_nibble_factor: so they take no more instructions than codes without a sign.
+    /// int4 codes minus 8, times signed_nibble_factor, so that they take no more instructions than unsigned codes.
     static constexpr int signed_nibble_factor = 16;
     static ivec signed_low_nibbles(ivec a) { return signed_high_nibbles(_mm512_slli_epi32(a, 4)); }
     static ivec signed_high_nibbles(ivec a) {
@@ -35,7 +35,7 @@ struct Avx512VnniBytes : Avx512Vnni {
     static ivec add_byte_products(ivec sum, ivec a, ivec b) {
 #ifdef RWORKER_EMULATED
         return _mm512_dpbusd_epi32(sum, a, b);
-#else  // g++ 12 copies sums to and fro around the intrinsic
+#else  // g++ 12 copies sums back and forth around the intrinsic
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
         return sum;
 #endif

@@ -10,7 +10,7 @@ struct Neon {
     using vec = float32x4_t;
     static constexpr int width = 4;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
-    static constexpr bool half_products = false;  // nor of halves, with sums of float32
+    static constexpr bool half_products = false;  // no products of halves with sums of float32 either
     static constexpr int float_rows = 6, code_rows = 4;
     static constexpr int float_sums = 24, code_sums = 16, code_chunk = 64;
 
@@ -22,7 +22,7 @@ struct Neon {
     static vec mul(vec a, vec b) { return vmulq_f32(a, b); }
     static vec div(vec a, vec b) { return vdivq_f32(a, b); }
     static vec fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
-    static vec max(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b if one is NaN, as x86 does
+    static vec max(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // returns b if one is NaN, as x86 does
     static vec abs(vec a) { return vabsq_f32(a); }
     static vec copy_sign(vec magnitude, vec sign) { return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude); }
     static vec if_less(vec a, vec b, vec yes, vec no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
@@ -44,7 +44,7 @@ struct Neon {
     }
 
     static void store_half(uint16_t* p, vec a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-    /// Rounded to nearest even; a NaN stays one.
+    /// Rounds to nearest even; a NaN stays NaN.
     static void store_bfloat(uint16_t* p, vec a) {
         const uint32x4_t x = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(x, 16), vdupq_n_u32(1));
         const uint32x4_t even = vaddq_u32(vaddq_u32(x, vdupq_n_u32(0x7fff)), odd);
@@ -76,7 +76,7 @@ struct Neon {
         const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
         return vaddq_u32(sum, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
     }
-    /// Sums of pairs, of 16 bits; codes and factors all have less than 8 bits.
+    /// Sums of pairs, of 16 bits; all codes and factors have less than 8 bits.
     static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
         const int8x16_t x = vreinterpretq_s8_u32(codes), y = vreinterpretq_s8_u32(factors);
         const int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(y)), high = vmull_high_s8(x, y);

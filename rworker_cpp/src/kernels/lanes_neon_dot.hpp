@@ -6,7 +6,7 @@
 namespace {
 
 struct NeonDot : Neon {
-    /// Codes of less than 8 bits are their own signed bytes; sums are 32 bits wide, so halves are joined without widening.
+    /// Codes of less than 8 bits are valid signed bytes. Sums are 32 bits wide, so halves are joined without widening.
     static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
         return vreinterpretq_u32_s32(
             vdotq_s32(vreinterpretq_s32_u32(sum), vreinterpretq_s8_u32(codes), vreinterpretq_s8_u32(factors)));

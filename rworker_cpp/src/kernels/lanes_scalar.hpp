@@ -1,4 +1,4 @@
-// One lane, plain float: the reference every other instruction set is tested against, and the fallback.
+// One lane, plain float: the reference for tests of every other instruction set, and the fallback.
 #pragma once
 
 #include <stdint.h>
@@ -9,10 +9,10 @@ struct Scalar {
     using vec = float;
     static constexpr int width = 1;
     static constexpr bool pair_dot = false;  // no product of bfloat16 pairs
-    static constexpr bool half_products = false;  // nor of halves, with sums of float32
+    static constexpr bool half_products = false;  // no products of halves with sums of float32 either
     static constexpr int float_rows = 2, code_rows = 2;   // query rows that share a line, of floats or of codes
     static constexpr int float_sums = 16, code_sums = 16;  // vectors that fit the registers beside the operands
-    static constexpr int code_chunk = 64;                  // tokens whose products with codes sums have room for, 64 or 128
+    static constexpr int code_chunk = 64;                  // tokens whose products with codes fit a sum, 64 or 128
 
     static vec set1(float x) { return x; }
     static vec load(const float* p) { return *p; }
@@ -22,7 +22,7 @@ struct Scalar {
     static vec mul(vec a, vec b) { return a * b; }
     static vec div(vec a, vec b) { return a / b; }
     static vec fma(vec a, vec b, vec c) { return a * b + c; }
-    static vec max(vec a, vec b) { return a > b ? a : b; }  // b if one is NaN, as x86 does
+    static vec max(vec a, vec b) { return a > b ? a : b; }  // returns b if one is NaN, as x86 does
     static vec abs(vec a) { return __builtin_fabsf(a); }
     static vec copy_sign(vec magnitude, vec sign) { return __builtin_copysignf(magnitude, sign); }
     static vec if_less(vec a, vec b, vec yes, vec no) { return a < b ? yes : no; }
@@ -31,7 +31,7 @@ struct Scalar {
     static float reduce_add(vec a) { return a; }
     static vec iota() { return 0.0f; }
 
-    /// 2^n from n + 1.5 * 2^23.
+    /// 2^n, from n + 1.5 * 2^23.
     static vec power_of_two(vec shifted) { return from_bits((bits(shifted) << 23) + 0x3f800000u); }
 
     static vec load_half(const uint16_t* p) {
@@ -49,7 +49,7 @@ struct Scalar {
             *p = uint16_t(sign | 0x7e00);
         } else if (magnitude >= 0x477ff000u) {  // rounds to 65536 or more
             *p = uint16_t(sign | 0x7c00);
-        } else if (magnitude < 0x38800000u) {  // subnormal: let an addition round it
+        } else if (magnitude < 0x38800000u) {  // subnormal: an addition rounds it
             *p = uint16_t(sign | (bits(from_bits(magnitude) + 0.5f) - 0x3f000000u));
         } else {
             const uint32_t odd = magnitude >> 13 & 1;
@@ -70,13 +70,13 @@ struct Scalar {
     static ivec broadcast_int(const void* p) { return load_int(p); }
     static ivec zero_int() { return 0; }
     static void store_int(int32_t* p, ivec a) { *p = int32_t(a); }
-    static ivec to_int(vec a) { return ivec(__builtin_lrintf(a)); }  // to nearest even; anything for NaN
+    static ivec to_int(vec a) { return ivec(__builtin_lrintf(a)); }  // to nearest even; arbitrary for NaN
     static vec to_float(ivec a) { return float(int32_t(a)); }
     static ivec even_bytes(ivec a) { return a & 0x00ff00ff; }
     static ivec odd_bytes(ivec a) { return a >> 8 & 0x00ff00ff; }
     static ivec low_nibbles(ivec a) { return a & 0x0f0f0f0f; }
     static ivec high_nibbles(ivec a) { return a >> 4 & 0x0f0f0f0f; }
-    /// Each byte of `nibbles` with a fifth bit: that at `place`, 0 to 7, of the same byte of `bits`.
+    /// Adds a fifth bit to each byte of `nibbles`: bit `place`, 0 to 7, of the same byte of `bits`.
     static ivec join_fifth_bits(ivec nibbles, ivec bits, int place) {
         return nibbles | (bits >> place & 0x01010101) << 4;
     }
@@ -85,13 +85,13 @@ struct Scalar {
         for (int i = 0; i < 32; i += 16) sum += ivec(int16_t(a >> i) * int16_t(b >> i));
         return sum;
     }
-    /// sum + the four products of uint8 and int8, in a form (int16 pairs or one int32) that `join_halves` reads. It
-    /// holds 16 sums of four codes of 4 bits with factors of 6 bits and a sign, or of 5 bits with 5 and a sign.
+    /// sum + the four products of uint8 and int8, in a form (int16 pairs or one int32) that `join_halves` reads. It can
+    /// hold 16 sums of four products: codes of 4 bits with signed factors of 6 bits, or of 5 bits with 5 bits.
     static ivec add_quad_products(ivec sum, ivec codes, ivec factors) {
         for (int i = 0; i < 32; i += 8) sum += ivec(uint8_t(codes >> i) * int8_t(factors >> i));
         return sum;
     }
-    /// high * 64 + low, of sums of quad products, as int32.
+    /// high * 64 + low, from sums of quad products, as int32.
     static ivec join_halves(ivec high, ivec low) { return high * 64 + low; }
 
   private:

@@ -8,8 +8,8 @@ namespace {
 
 using rworker::DType;
 
-/// Where the parts of a row begin; codes at 0. int4 codes of a group's first half of dims are the low bits of its bytes,
-/// those of its second half the high ones. Values of `dim` dims.
+/// Where the parts of a row of `dim` values begin; codes are at 0. The codes of the first half of an int4 group's dims
+/// are the low bits of its bytes, those of the second half the high bits.
 struct LatentRow {
     int64_t scales, rest;
 
@@ -28,7 +28,7 @@ struct LatentGroup {
 
 inline float float_of_bfloat(uint32_t bits) { return __builtin_bit_cast(float, bits << 16); }
 
-/// A row as floats, rotated back; `rest` dims follow those that have codes.
+/// A row as floats, rotated back; `rest` dims follow the dims with codes.
 template <DType D>
 inline void read_latent(const uint8_t* row, int dim, int rest, float* floats) {
     const LatentRow at(D, dim);

@@ -1,7 +1,8 @@
-// Latent rows of quantised caches, stored and read.
+// Stores and reads latent rows of quantised caches.
 //
-// A tile has its rows one after the other, full or not. Before a split is attended to its rows are made tiles of a model's
-// dtype, in a thread's own memory: beside the products of the many query heads of latent attention that is little.
+// A tile has its rows one after the other, full or not. Before attention, the rows of a split are turned into tiles of
+// the model's dtype in a thread's own memory. That costs little beside the products of the many query heads of latent
+// attention.
 #pragma once
 
 #include "kernels/latent_row.hpp"

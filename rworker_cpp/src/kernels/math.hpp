@@ -1,4 +1,4 @@
-// exp and tanh over any Lanes, the same operations on every instruction set.
+// exp and tanh over any Lanes, with the same operations on every instruction set.
 #pragma once
 
 #include "kernels/rows.hpp"
@@ -8,8 +8,8 @@ namespace {
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
-/// e^x for each x <= 0, within 4e-7 of it; exactly 1 at 0, exactly 0 below -87, NaN for NaN. Vectors go side by side,
-/// or each would wait for itself.
+/// e^x for each x <= 0, with an error below 4e-7; exactly 1 at 0, exactly 0 below -87, NaN for NaN. Several vectors are
+/// computed at once, since one alone would wait for its own results.
 template <class L, int N>
 [[gnu::always_inline]] inline void exp_nonpositive(typename L::vec (&x)[N]) {
     using vec = typename L::vec;
@@ -29,7 +29,7 @@ template <class L, int N>
         for (int i = 0; i < N; ++i) p[i] = L::fma(p[i], r[i], L::set1(factor));
     }
     RWORKER_UNROLL
-    for (int i = 0; i < N; ++i)  // below -87 p may be anything
+    for (int i = 0; i < N; ++i)  // below -87, p is arbitrary
         x[i] = L::if_less(x[i], L::set1(-87.0f), L::set1(0.0f), L::mul(p[i], L::power_of_two(shifted[i])));
 }
 

@@ -1,8 +1,9 @@
-// Folding the partial results of a sequence's splits, always in the same tree.
+// Merges the partial results of a sequence's splits, always in the same tree.
 //
-// The tree is that of a binary counter over absolute split numbers: two nodes that are the halves of an aligned power of
-// two of splits become one, and what is left at the end is folded from left to right. So a range of 2^k splits that
-// begins at a multiple of 2^k is one node, and parts of a sequence that were folded elsewhere give the same bits.
+// The tree is that of a binary counter over absolute split numbers: two nodes that are the halves of an aligned power
+// of two of splits are merged into one. The nodes that remain at the end are merged from left to right. So a range of
+// 2^k splits that begins at a multiple of 2^k is one node, and parts of a sequence that were merged elsewhere give the
+// same bits.
 #pragma once
 
 #include "kernels/math.hpp"
@@ -20,12 +21,12 @@ struct Partial {
 
     explicit Partial(Float* data) : max(data), sum(data + 1), output(data + rworker::kPartialHead) {}
 
-    /// The one that `output` is the output of.
+    /// The partial result whose output is `output`.
     static Partial of_output(Float* output) { return Partial(output - rworker::kPartialHead); }
 };
 
-/// (max, sum, output) of one row <- itself + a part. An empty part (sum 0) leaves every bit as it was, and the first
-/// that is not empty is taken as it is; a NaN is not empty.
+/// Merges a part into (max, sum, output) of one row. An empty part (sum 0) changes no bit, and the first part that is
+/// not empty is copied as it is; NaN is not empty.
 template <class L>
 inline void fold(float& max, float& sum, float* output, Partial<const float> part, int n) {
     const float part_max = *part.max;
@@ -45,7 +46,7 @@ inline void fold(float& max, float& sum, float* output, Partial<const float> par
     }
 }
 
-/// output <- folded / sum. A sink is a score without a value: it only takes its share of the sum.
+/// output <- folded / sum. A sink is a score without a value: it only increases the sum.
 template <class L>
 inline void finish(float max, float sum, const float* sink, const float* folded, float* output, int n) {
     float keep = 1.0f;
@@ -58,14 +59,14 @@ inline void finish(float max, float sum, const float* sink, const float* folded,
     for (int d = 0; d < n; d += L::width) L::store(output + d, L::mul(L::load(folded + d), factor));
 }
 
-/// The nodes so far, widest first; those of splits before the first one are empty (`at` is null).
+/// The nodes until now, widest first. Those of splits before the first one are empty (`at` is null).
 template <class L>
 struct Tree {
     struct Node {
         int64_t width;  // in splits
         float* at;
     };
-    Node nodes[64];  // widths are different powers of two, but for the last two while they are joined
+    Node nodes[64];  // widths are different powers of two, except the last two while they are merged
     int count = 0;
     const int padded_dim;
 
@@ -74,7 +75,7 @@ struct Tree {
             nodes[count] = {int64_t(1) << (63 - __builtin_clzll(uint64_t(left))), nullptr};
     }
 
-    /// The next `width` splits, which begin at a multiple of it.
+    /// Adds the next `width` splits, which begin at a multiple of it.
     void push(int64_t width, float* partial) {
         nodes[count++] = {width, partial};
         for (; count > 1 && nodes[count - 2].width == nodes[count - 1].width; --count) {
@@ -83,7 +84,7 @@ struct Tree {
         }
     }
 
-    /// All nodes as one; null where all are empty.
+    /// Returns all nodes merged into one; null where all are empty.
     float* root() const {
         float* all = nullptr;
         for (int i = 0; i < count; ++i) all = joined(all, nodes[i].at);
@@ -98,7 +99,7 @@ struct Tree {
     }
 };
 
-/// As it travels: nothing but the numbers.
+/// Writes a node in the form that is sent: numbers without padding.
 inline void write_node(const float* partial, int value_dim, float* node) {
     node[0] = -kInfinity;
     node[1] = 0.0f;
@@ -120,7 +121,7 @@ inline void read_node(const float* node, int value_dim, float* partial) {
     for (int d = value_dim; d < round_up16(value_dim); ++d) into.output[d] = 0.0f;
 }
 
-/// A row of the model's dtype from what all splits were folded to.
+/// Writes a row of the model's dtype from the merged result of all splits.
 template <class L>
 inline void write_row(const float* folded, const float* sink, DType dtype, int value_dim, float* scratch, void* out) {
     const Partial<const float> all(folded);

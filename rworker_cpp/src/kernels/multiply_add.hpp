@@ -1,4 +1,4 @@
-// Loops of independent multiply-adds, enough chains of them to hide the latency of each.
+// Loops of independent multiply-adds, with enough chains to hide the latency of each.
 #pragma once
 
 #include "rworker/multiply_add.hpp"
@@ -8,13 +8,13 @@
 namespace {
 
 #if defined(__aarch64__)
-constexpr int kFloatChains = 16;  // four a cycle at a latency of four
+constexpr int kFloatChains = 16;  // four per cycle at a latency of four
 #else
-constexpr int kFloatChains = 12;  // two a cycle at a latency of five, and registers left for the operands
+constexpr int kFloatChains = 12;  // two per cycle at a latency of five, with registers for the operands
 #endif
-constexpr int kIntegerChains = 6;  // where only the addition is in the chain, at a latency of one
+constexpr int kIntegerChains = 6;  // where only the addition, with a latency of one, is in the chain
 
-/// `operand` could be anything from here on: a product with it is not the one computed a line before.
+/// Makes the compiler assume that `operand` has changed, so that it computes the next product again.
 template <class T>
 [[gnu::always_inline]] inline void forget(T& operand) {
 #if defined(RWORKER_EMULATED)

@@ -12,13 +12,13 @@ struct Range {
 
 inline int clamp(int64_t token, int most) { return int(token < 0 ? 0 : token > most ? most : token); }
 
-/// What of [begin, end) lies in the chunk of `tokens` that begins with `chunk`.
+/// The part of [begin, end) in the chunk of `tokens` that begins at `chunk`.
 inline Range clip(int64_t begin, int64_t end, int64_t chunk, int tokens) {
     const Range range{clamp(begin - chunk, tokens), clamp(end - chunk, tokens)};
     return range.begin < range.end ? range : Range{0, 0};
 }
 
-/// `seen`, with a first and an end that are multiples of `count`.
+/// `seen`, extended so that its begin and end are multiples of `count`.
 inline Range round_out(Range seen, int count) {
     return {seen.begin / count * count, (seen.end + count - 1) / count * count};
 }
@@ -26,8 +26,8 @@ inline Range round_out(Range seen, int count) {
 /// Tokens of the tiles that `seen` touches.
 inline Range whole_tiles(Range seen) { return round_out(seen, kTileTokens); }
 
-/// Whether add_line asks for as many lines ahead as `Bytes` bytes take, evenly between its vectors. Not where a vector is
-/// a part of a line: its own addresses would take registers, or as many instructions as the products.
+/// True where add_line prefetches as many lines as `Bytes` bytes take, spread evenly between its vectors. False where a
+/// vector is part of a line: the addresses would take registers, or as many instructions as the products.
 template <class L, int Rows, int Bytes>
 constexpr bool kAsksBetween = L::width == 16 && Rows > 2 && Bytes % kCacheLineBytes == 0;
 
@@ -48,8 +48,8 @@ template <class L, int Rows, int Vectors, int Bytes>
     }
 }
 
-/// sum[row][v] += factors[row][part] * line[v][part]: one line of the cache for all rows, whether keys (a line is a dim
-/// of 16 tokens) or values (a token of some dims). Whichever is fewer, factors or lines, stays in registers. Factors of
+/// sum[row][v] += factors[row][part] * line[v][part]. It uses one line of the cache for all rows: keys (a line is a dim
+/// of 16 tokens) or values (a token with some dims). The smaller of factors and lines stays in registers. Factors of
 /// pairs lie in pairs.
 template <class L, class S, int Rows, int Vectors, int From, int To, int Bytes, class Address>
 [[gnu::always_inline]] inline void add_line(Address address, const float* factors, int stride,
@@ -113,8 +113,8 @@ template <class L, class S, int Rows, int Vectors, int From, int To, int Bytes, 
     }
 }
 
-/// scores[row][token] of `Rows` queries and `Vectors` vectors of tokens from a tile's first on.
-/// A function of its own: inlined among its siblings, compilers let sums spill.
+/// Computes scores[row][token] of `Rows` queries and `Vectors` vectors of tokens, from a tile's first on. It is a
+/// separate function, because compilers spill sums when it is inlined.
 template <class L, DType D, int Rows, int Vectors>
 [[gnu::noinline]] void score_tiles(const Tile* tiles, Ahead& shared, const float* queries, int query_stride, int lines,
                                    float scale, float* scores) {
@@ -130,7 +130,7 @@ template <class L, DType D, int Rows, int Vectors>
         }
     }
     constexpr bool between = kAsksBetween<L, Rows, num_tiles * line_bytes>;
-    Ahead copy = shared;  // in registers
+    Ahead copy = shared;  // a copy that stays in registers
     Ahead& ahead = between ? shared : copy;
     for (int line = 0; line < lines; ++line) {
         ask<L, Rows, num_tiles * line_bytes>(ahead);
@@ -151,15 +151,15 @@ template <class L, DType D, int Rows, int Vectors>
     }
 }
 
-/// Scores of `Rows` queries with the tiles of a chunk that `seen` touches. Queries are scaled before, but for packed
-/// ones: so those of a model of 16 bits lose nothing.
+/// Computes scores of `Rows` queries with the tiles of a chunk that `seen` touches. Queries are scaled before, except
+/// packed ones, so that queries of a 16-bit model lose no bits.
 template <class L, DType D, int Rows>
 void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,
                 float scale, float* scores) {
     constexpr int tile_vectors = kTileTokens / L::width, fit = L::float_sums / (Rows * tile_vectors);
     constexpr int together = fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
     int tile = seen.begin / kTileTokens;
-    // The last tile may be seen no further than its first vector.
+    // of the last tile, perhaps only the first vector is seen
     const int end = (seen.end + kTileTokens - 1 - (tile_vectors > 1 ? L::width : 0)) / kTileTokens;
     for (; tile + together <= end; tile += together)
         score_tiles<L, D, Rows, together * tile_vectors>(tiles + tile, ahead, queries, query_stride, lines, scale,
@@ -172,8 +172,8 @@ void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* querie
                                    scores + tile * kTileTokens);
 }
 
-/// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` and nothing beyond: what lies
-/// there may be a former owner's NaN, which a weight of 0 would not silence.
+/// outputs[row][lane..] = output * keep + weights x values, over the tokens in `seen` only. Memory outside may hold an
+/// old NaN, and a weight of 0 times NaN is NaN.
 template <class L, DType D, int Rows, int Vectors>
 [[gnu::noinline]] void add_values(const Tile* tiles, Range seen, Ahead& shared, const float* weights,
                                   const float* keep, int lane, float* const* outputs, int padded_dim) {
@@ -190,10 +190,10 @@ template <class L, DType D, int Rows, int Vectors>
         }
     }
     constexpr bool between = kAsksBetween<L, Rows, step_bytes>;
-    Ahead copy = shared;  // in registers
+    Ahead copy = shared;  // a copy that stays in registers
     Ahead& ahead = between ? shared : copy;
-    // A dot product takes whole pairs: a partner out of sight has a weight of 0, and is no former owner's.
-    constexpr int least = S::pair_dot ? 1 : pack;  // tokens for which a line is taken whole
+    // A dot product takes whole pairs. An unseen token of a pair has weight 0 and no old value.
+    constexpr int least = S::pair_dot ? 1 : pack;  // tokens for which a whole line is read
     for (int t = S::pair_dot ? seen.begin / pack * pack : seen.begin; t < seen.end;) {
         const int tile_end = (t / kTileTokens + 1) * kTileTokens, end = tile_end < seen.end ? tile_end : seen.end;
         const Tile& tile = tiles[t / kTileTokens];

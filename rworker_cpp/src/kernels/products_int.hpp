@@ -1,12 +1,13 @@
 // The two products of attention over int8 and int4 codes. Sums over dims (of a group) and over the tokens of a chunk
-// are integers, so exact: only the steps from one group or chunk to the next have an order, and it is fixed.
+// are integers, so they are exact. Only the additions from one group or chunk to the next depend on an order, and it is
+// fixed.
 #pragma once
 
 #include "kernels/factors.hpp"
 
 namespace {
 
-/// Vectors of one row group that share the registers: a power of two, at least 1.
+/// Vectors of one row group that fit the registers together: a power of two, at least 1.
 template <class L, DType D, int Rows>
 constexpr int vectors_together(int most) {
     const int fit = L::code_sums / (Rows * (D == DType::int8 ? 1 : 2));  // int4 sums come in two halves
@@ -15,7 +16,7 @@ constexpr int vectors_together(int most) {
     return vectors;
 }
 
-/// Sums of products of Rows x Vectors lanes; `add` takes in one line of 4-byte lanes for all of them.
+/// Sums of products of Rows x Vectors lanes; `add` adds one line of 4-byte lanes to all of them.
 template <class L, DType D, int Rows, int Vectors>
 struct Sums;
 
@@ -24,8 +25,8 @@ template <class L, int Rows, int Vectors>
 struct Sums<L, DType::int8, Rows, Vectors> {
     typename L::ivec sum[Rows][Vectors];
 
-    /// Lines in address(v), factors in factors(r): bytes. Few rows keep their factors in registers and split lines one
-    /// by one; many rows keep the split lines.
+    /// Lines are at address(v), factors at factors(r), as bytes. With few rows, factors stay in registers and lines are
+    /// split one by one; with many rows, the split lines stay.
     template <class Address, class Factors>
     [[gnu::always_inline]] void add(Address address, Factors factors) {
         if constexpr (Rows < Vectors) {
@@ -58,7 +59,7 @@ struct Sums<L, DType::int8, Rows, Vectors> {
     }
 };
 
-/// int4: a line's factors are a word of bytes for its low nibbles and one for its high ones, in two halves each.
+/// int4: a line's factors are a word of bytes for its low nibbles and one for its high nibbles, in two halves each.
 template <class L, int Rows, int Vectors>
 struct Sums<L, DType::int4, Rows, Vectors> {
     typename L::ivec high[Rows][Vectors], low[Rows][Vectors];
@@ -73,8 +74,8 @@ struct Sums<L, DType::int4, Rows, Vectors> {
         }
     }
 
-    /// Few rows keep their factors in registers and split lines one by one; many rows keep the split lines.
-    /// codes.operator()<0>(v): those of the low nibbles, <1> of the high ones.
+    /// With few rows, factors stay in registers and lines are split one by one; with many rows, the split lines stay.
+    /// codes.operator()<0>(v) are the low nibbles, <1> the high ones.
     template <class Codes, class HighFactors, class LowFactors>
     [[gnu::always_inline]] void add(Codes codes, HighFactors high_factors, LowFactors low_factors) {
         if constexpr (Rows < Vectors) {

@@ -1,4 +1,4 @@
-// Writing new tokens as int8 or int4 codes: a token touches its own bytes, nibbles and scales, nothing else.
+// Writes new tokens as int8 or int4 codes. A token changes only its own bytes, nibbles and scales.
 #pragma once
 
 #include "kernels/append.hpp"
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr float kLeastScale = 0x1p-126f;  // below, quotients would lose their bits: such a row counts as zeros
+constexpr float kLeastScale = 0x1p-126f;  // below this, quotients would lose bits, so such a row counts as zeros
 constexpr float kNaN = __builtin_nanf("");
 
 /// codes[i] = offset + (floats[i] - zero) / scale, rounded to nearest even; zeros where the scale is 0 or NaN.
@@ -24,7 +24,8 @@ inline void divide_row(const float* floats, int count, float zero, float scale, 
     }
 }
 
-/// The scale of a row of int8 codes, which are stored 128 higher. A row that is not finite has a NaN for scale.
+/// The scale of a row of int8 codes, which are stored 128 higher. A row with a number that is not finite has NaN as its
+/// scale.
 template <class L>
 inline float quantize_int8(const float* floats, int count, uint8_t* codes) {
     const Bounds bounds = bounds_of<L>(floats, count);
@@ -34,7 +35,7 @@ inline float quantize_int8(const float* floats, int count, uint8_t* codes) {
     return scale;
 }
 
-/// bfloat16 bits of x, or of what lies next below.
+/// bfloat16 bits of x, or of the next lower number.
 inline uint32_t bfloat_below(float x) {
     const uint32_t bits = bits_of(x);
     return (bits >> 16) + ((bits >> 31) != 0 && (bits & 0xffff) != 0 ? 1 : 0);
@@ -45,9 +46,9 @@ inline uint32_t bfloat_nearest(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-/// The bfloat16 scale (low half) and zero (high half) of a group of int4 codes. The zero is rounded down and the scale
-/// spans what is left from there, so that only the scale's own rounding can clip: 1/30 of a step at the top, or 1/15 of
-/// the 31 steps of keys.
+/// The bfloat16 scale (low half) and zero (high half) of a group of int4 codes. The zero is rounded down, and the scale
+/// covers the range from there. So only the rounding of the scale can clip: 1/30 of a step at the top, or 1/15 for the
+/// 31 steps of keys.
 template <class L>
 inline uint32_t quantize_int4(const float* floats, int count, float top_code, uint8_t* codes) {
     const Bounds bounds = bounds_of<L>(floats, count);
@@ -63,7 +64,7 @@ inline uint32_t quantize_int4(const float* floats, int count, float top_code, ui
 
 constexpr float kTopKeyCode = 31.0f, kTopValueCode = 15.0f;  // of int4
 
-/// Codes of a whole row, and one word per scale of its tile.
+/// Computes codes of a whole row, and one word per scale of its tile.
 template <class L, DType D>
 inline void quantize_row(float* floats, int dim, float top_code, uint8_t* codes, uint32_t* header) {
     const int padded = round_up16(dim);
@@ -80,13 +81,13 @@ inline void quantize_row(float* floats, int dim, float top_code, uint8_t* codes,
     }
 }
 
-/// One word to each header line; behind them lie the codes.
+/// Writes one word to each header line; codes follow the header.
 inline void store_header(const uint32_t* header, int bytes, int token, uint8_t* tile) {
     for (int i = 0; i < bytes / kHeaderLineBytes; ++i)
         reinterpret_cast<uint32_t*>(tile)[i * kTileTokens + token] = header[i];
 }
 
-/// Moves the fifth bits of an int4 key's codes to words of their own.
+/// Moves the fifth bits of an int4 key's codes to separate words.
 inline void split_fifth_bits(uint8_t* codes, int lines, uint32_t* words) {
     for (int line = 0; line < lines; ++line) {
         uint32_t& word = words[line / kFifthBitLines];
@@ -98,7 +99,7 @@ inline void split_fifth_bits(uint8_t* codes, int lines, uint32_t* words) {
     }
 }
 
-/// Keys: a row of 4-byte words.
+/// Writes keys: a row of 4-byte words.
 template <DType D>
 inline void pack_key_codes(const uint8_t* codes, int lines, uint8_t* row) {
     if constexpr (D == DType::int8)
@@ -108,7 +109,7 @@ inline void pack_key_codes(const uint8_t* codes, int lines, uint8_t* row) {
             for (int j = 0; j < 4; ++j) row[line * 4 + j] = uint8_t(codes[line * 8 + j] | codes[line * 8 + 4 + j] << 4);
 }
 
-/// Values: one byte or nibble of every lane of a line; the others are other tokens'.
+/// Writes values: one byte or nibble of every lane of a line. The others belong to other tokens.
 template <DType D>
 inline void store_value_codes(const uint8_t* codes, int padded_dim, int token, uint8_t* lines) {
     constexpr int pack = D == DType::int8 ? 4 : 8;

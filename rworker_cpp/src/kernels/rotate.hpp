@@ -1,7 +1,7 @@
-// The rotation of an int4 cache: keys, values and queries times Hadamard's matrix, of +-1 / sqrt(n), per head. A channel
-// that is far larger than the rest would leave few of the 16 codes to these; rotated, all channels have a share of it.
-// Products of rotated queries and keys are those of the originals, and rotating an output row of rotated values is what
-// rotates it back, for the matrix is its own inverse.
+// The rotation of an int4 cache: keys, values and queries are multiplied by Hadamard's matrix, of +-1 / sqrt(n), per
+// head. A channel much larger than the others would leave few of the 16 codes for these; after rotation, all channels
+// share it. Products of rotated queries and keys equal those of the originals. The matrix is its own inverse, so
+// rotating an output row of rotated values rotates it back.
 #pragma once
 
 #include "kernels/transpose.hpp"
@@ -25,7 +25,7 @@ template <int Stride>
                             sign(8), sign(9), sign(10), sign(11), sign(12), sign(13), sign(14), sign(15)};
     const Lanes others = __builtin_shufflevector(x, x, 0 ^ S, 1 ^ S, 2 ^ S, 3 ^ S, 4 ^ S, 5 ^ S, 6 ^ S, 7 ^ S, 8 ^ S,
                                                  9 ^ S, 10 ^ S, 11 ^ S, 12 ^ S, 13 ^ S, 14 ^ S, 15 ^ S);
-#ifdef __AVX512F__  // a product with +-1 is exact, so that one rounding is as many
+#ifdef __AVX512F__  // a product with +-1 is exact, so one rounding is enough
     x = (Lanes)_mm512_fmadd_ps((__m512)x, (__m512)(signs | 0x3f800000u), (__m512)others);
 #else
     x = others + (Lanes)((LaneBits)x ^ signs);
@@ -34,7 +34,7 @@ template <int Stride>
 #endif
 
 #if defined(RWORKER_SHUFFLES) && defined(__AVX512F__)
-/// 16 * Vectors floats in registers, then times `factor`.
+/// Rotates 16 * Vectors floats in registers, then multiplies them by `factor`.
 template <int Vectors>
 inline void rotate_vectors(float* floats, float factor) {
     Lanes x[Vectors];
@@ -57,7 +57,8 @@ inline void rotate_vectors(float* floats, float factor) {
     __builtin_memcpy(floats, x, sizeof(x));
 }
 
-/// The first strides of a block, where it has 16 floats; returns the next. What is n is times `factor` by then.
+/// Does the first strides of a block of at least 16 floats; returns the next stride. It multiplies the results by
+/// `factor`.
 template <int Vectors = 8>
 inline int rotate_lanes(float* floats, int n, float factor) {
     constexpr int stride = 16 * Vectors;
@@ -69,7 +70,7 @@ inline int rotate_lanes(float* floats, int n, float factor) {
     return stride;
 }
 #else
-/// As many registers at once are slower where there are fewer.
+/// Fewer registers at once are faster where there are fewer.
 inline int rotate_lanes(float* floats, int n, float factor) {
 #ifdef RWORKER_SHUFFLES
     for (int i = 0; i + 16 <= n; i += 16) {
@@ -85,8 +86,8 @@ inline int rotate_lanes(float* floats, int n, float factor) {
 }
 #endif
 
-/// One block, n a power of two: sums and differences of floats 1, 2, 4 and so on apart, in which order all instruction
-/// sets have the same bits.
+/// Rotates one block, n a power of two: sums and differences of floats 1, 2, 4 and so on apart. All instruction sets
+/// use this order, so they have the same bits.
 inline void rotate_block(float* floats, int n) {
     const float factor = 1.0f / __builtin_sqrtf(float(n));
     int stride = rotate_lanes(floats, n, factor);
@@ -100,7 +101,7 @@ inline void rotate_block(float* floats, int n) {
     for (int i = 0; i < n; ++i) floats[i] *= factor;
 }
 
-/// A whole head: blocks of powers of two, the largest first.
+/// Rotates a whole head: blocks of powers of two, the largest first.
 [[maybe_unused]] void rotate(float* floats, int dim) {
     for (int left = dim; left > 0;) {
         int n = 1;

@@ -1,4 +1,5 @@
-// Rows of the payload to floats and back. Rows in memory end at their last element; float rows here are padded to 16.
+// Converts rows of the payload to floats and back. Rows in memory end at their last element; float rows here are padded
+// to 16.
 #pragma once
 
 #include "rworker/kernels.hpp"
@@ -11,7 +12,7 @@ using rworker::DType;
 
 constexpr int round_up16(int n) { return (n + 15) / 16 * 16; }
 
-/// f.operator()<dtype>() for the dtype of a payload, so that no loop over its elements asks again.
+/// Calls f.operator()<dtype>() for the dtype of a payload, so that loops over elements do not check it again.
 template <class F>
 inline void with_dtype(DType dtype, F f) {
     if (dtype == DType::float32) return f.template operator()<DType::float32>();

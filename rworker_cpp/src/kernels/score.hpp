@@ -1,13 +1,13 @@
 // Scores of an index layer's queries over one split: of each token, or of blocks of tokens by each head.
 //
-// As in attention a score has the same bits whatever runs beside it: heads are added in their order.
+// As in attention, a score has the same bits whatever runs beside it: heads are added in their order.
 #pragma once
 
 #include "kernels/attend.hpp"
 
 namespace {
 
-/// Some of one query's heads, widened and scaled, over the chunks of a split.
+/// Several of one query's heads, widened and scaled, over the chunks of a split.
 template <class L, DType D>
 struct HeadScores {
     using S = Stored<L, D>;
@@ -20,7 +20,7 @@ struct HeadScores {
 
     HeadScores(const AttendArgs& call, uint8_t* open_keys_in_lanes) : args(call), open_keys(open_keys_in_lanes) {}
 
-    /// `out`: of the query in this split; `first`: of the heads.
+    /// `out`: of the query in this split; `first`: the first of the heads.
     void run(const TokenRow& token, int first, int heads, float* out) {
         const int query_dim = args.key_dim + (args.pick_block ? 0 : 2);
         for (int h = 0; h < heads; ++h) {
@@ -56,7 +56,7 @@ struct HeadScores {
         });
     }
 
-    /// The keys of the next chunk, of this split or of the next call's, each tile as two halves.
+    /// The keys of the next chunk, of this split or of the next call, each tile as two halves.
     Coming coming_after(int64_t chunk) const {
         Coming coming;
         coming.keys[0] = tile_of(args.view, chunk / kTileTokens).keys;

@@ -5,7 +5,7 @@
 
 namespace {
 
-/// `Vectors` vectors of tokens from the `first` of a chunk on, of whole tiles or all in one: where they lie.
+/// Where `Vectors` vectors of tokens lie, from the `first` of a chunk on: whole tiles, or all in one tile.
 template <class L, int Vectors>
 struct KeyLines {
     static constexpr int tile_vectors = kTileTokens / L::width;
@@ -24,12 +24,12 @@ struct KeyLines {
     }
 };
 
-// A function of its own, as score_tiles.
+// A separate function, for the reason of score_tiles.
 template <class L, int Rows, int Vectors>
 [[gnu::noinline]] void score_int8(const Tile* tiles, int first, const float* queries, int stride, int lines,
                                   Ahead& shared, float* scores) {
     const KeyLines<L, Vectors> keys(tiles, first);
-    Ahead ahead = shared;  // in registers
+    Ahead ahead = shared;  // a copy that stays in registers
     Sums<L, DType::int8, Rows, Vectors> sums;
     RWORKER_UNROLL
     for (int r = 0; r < Rows; ++r) {
@@ -108,7 +108,7 @@ inline void score_vectors(const Tile* tiles, int first, const float* queries, in
     if constexpr (D == DType::int4) score_int4<L, Rows, Vectors>(tiles, first, queries, stride, lines, shared, scores);
 }
 
-/// Scores of `Rows` queries with the tokens of a chunk in whose vectors there is one `seen`.
+/// Computes scores of `Rows` queries with the tokens of a chunk whose vectors have a token in `seen`.
 template <class L, DType D, int Rows>
     requires(is_quantized(D))
 void score_rows(const Tile* tiles, Range seen, Ahead& ahead, const float* queries, int query_stride, int lines,

@@ -1,5 +1,5 @@
-// Scores of queries with single tokens, as attention has them before its softmax, and a softmax over whole rows of them:
-// for the few rows whose attention weights are asked for.
+// Scores of queries with single tokens, as attention has them before its softmax, and a softmax over whole rows of
+// them. They serve the few rows whose attention weights are asked for.
 #pragma once
 
 #include "kernels/attend.hpp"

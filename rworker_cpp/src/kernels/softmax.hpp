@@ -1,5 +1,5 @@
-// Online softmax of the rows that pass over a chunk. What waits for a row's own result, such as its largest score, is
-// done for all rows before anything that needs it, so that rows fill each other's waits.
+// Online softmax of the rows that read a chunk. A step that waits for a row's own result, such as its largest score,
+// runs for all rows first, so that rows fill each other's waits.
 #pragma once
 
 #include "kernels/math.hpp"
@@ -16,8 +16,8 @@ inline void cap_scores(float* scores, Range tokens, float soft_cap) {
         L::store(scores + t, L::mul(cap, tanh<L>(L::div(L::load(scores + t), cap))));
 }
 
-/// ALiBi: adds slope * (position of the key - position of the query), which lies `first` for the chunk's first key and
-/// is a whole number, exact in a float. So the scores that weigh most, of keys nearby, lose least by rounding.
+/// ALiBi: adds slope * (position of the key - position of the query). This difference is `first` for the chunk's first
+/// key and a whole number, exact in a float. So scores of nearby keys, which weigh most, lose least by rounding.
 template <class L>
 inline void add_slope(float* scores, Range tokens, float slope, float first) {
     for (int t = tokens.begin; t < tokens.end; t += L::width) {
@@ -26,7 +26,7 @@ inline void add_slope(float* scores, Range tokens, float slope, float first) {
     }
 }
 
-/// -inf for the scores of `tokens` outside `seen`.
+/// Sets -inf as the score of `tokens` outside `seen`.
 template <class L>
 inline void hide_unseen(float* scores, Range tokens, Range seen) {
     const auto begin = L::set1(float(seen.begin)), end = L::set1(float(seen.end)), minus_inf = L::set1(-kInfinity);
@@ -37,14 +37,14 @@ inline void hide_unseen(float* scores, Range tokens, Range seen) {
     }
 }
 
-/// Calls f(worked_on), and where that is all of a chunk with a constant, whose loops are unrolled.
+/// Calls f(worked_on). A whole chunk is passed as a constant, so that its loops are unrolled.
 template <int ChunkTokens, class F>
 [[gnu::always_inline]] inline void with_constant_range(Range worked_on, F f) {
     if (worked_on.begin == 0 && worked_on.end == ChunkTokens) return f(Range{0, ChunkTokens});
     f(worked_on);
 }
 
-/// What the rows of a block have seen so far, and what the chunk at hand makes of it. Each value is a row's.
+/// The softmax state of the rows of a block, and its changes by the current chunk. Each value belongs to a row.
 template <class L>
 struct RowSums {
     alignas(64) float max[kBlockRows], sum[kBlockRows], top[kBlockRows], base[kBlockRows], keep[kBlockRows],
@@ -57,7 +57,7 @@ struct RowSums {
         }
     }
 
-    /// The largest score of a row: the chunk's part in `top`. What is not `seen` is -inf then.
+    /// Finds the largest score of a row, over the chunk's part in `top`. Scores that are not `seen` become -inf.
     [[gnu::always_inline]] void find_top(int row, float* scores, Range worked_on, Range seen) {
         if (seen.begin > worked_on.begin || seen.end < worked_on.end) hide_unseen<L>(scores, worked_on, seen);
         auto largest = L::set1(-kInfinity);
@@ -66,7 +66,8 @@ struct RowSums {
         top[row] = L::reduce_max(largest);
     }
 
-    /// New maxima, what scores are lessened by (-inf - -inf would be NaN), and the factors for older outputs.
+    /// Computes new maxima, the numbers to subtract from scores (-inf - -inf would be NaN), and the factors of older
+    /// outputs.
     void renew_maxima(int rows) {
         for (int r = 0; r < padded(rows); r += L::width) {
             const auto old = L::load(max + r), largest = L::max(old, L::load(top + r));
@@ -76,8 +77,8 @@ struct RowSums {
         }
     }
 
-    /// Scores of a row to weights exp(score - max), 0 for what it does not see. Only `worked_on`, whole vectors that
-    /// all rows together touch, is set: no other weight is used, and zeros add nothing.
+    /// Turns scores of a row into weights exp(score - max), 0 for unseen tokens. It sets only `worked_on`, the whole
+    /// vectors that some row sees. No other weight is used, and zeros add nothing.
     template <class S>
     [[gnu::always_inline]] void weigh_row(int row, float* scores, Range worked_on) {
         constexpr int side_by_side = 4;

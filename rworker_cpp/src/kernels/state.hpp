@@ -1,4 +1,4 @@
-// Recurrent layers over any Lanes: what becomes of a head's state, and of its window.
+// Recurrent layers over any Lanes: how a head's state and its window are updated.
 #pragma once
 
 #include "kernels/state_lone.hpp"
@@ -9,7 +9,7 @@ namespace {
 using rworker::Recurrence;
 using rworker::WindowArgs;
 
-/// `lru`: one row, whose decays the numbers are.
+/// `lru`: one row, whose numbers are the decays.
 template <class L, DType D>
 void advance_lru(const StateArgs& args, const Convolved<L>& value, float* o, float* decays) {
     begin_matrix<L>(args, 1);
@@ -26,7 +26,7 @@ void advance_lru(const StateArgs& args, const Convolved<L>& value, float* o, flo
     }
 }
 
-/// `selective`: of each channel its key_dim elements, one below the other.
+/// `selective`: the key_dim elements of each channel, one below the other.
 template <class L, DType D>
 void advance_selective(const StateArgs& args, const Convolved<L>& value, float* o, float* scratch, Ahead& ahead) {
     using vec = typename L::vec;

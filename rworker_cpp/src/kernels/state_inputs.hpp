@@ -1,4 +1,4 @@
-// What recurrent layers read of rows and windows, over any Lanes: the convolution, and what is asked for meanwhile.
+// How recurrent layers read rows and windows, over any Lanes: the convolution, and prefetches meanwhile.
 #pragma once
 
 #include "kernels/math.hpp"
@@ -11,7 +11,7 @@ using rworker::StateArgs;
 using rworker::StateChannels;
 using rworker::Stretch;
 
-/// x * sigmoid(x); e^-|x| keeps it from overflowing.
+/// x * sigmoid(x); e^-|x| avoids overflow.
 template <class L>
 inline typename L::vec silu(typename L::vec x) {
     const typename L::vec e = exp_nonpositive_one<L>(L::sub(L::set1(0.0f), L::abs(x))), one = L::set1(1.0f);
@@ -19,8 +19,8 @@ inline typename L::vec silu(typename L::vec x) {
     return L::mul(x, L::div(top, L::add(one, e)));
 }
 
-/// Asks for what the call that follows reads, line by line in the order of memory, evenly over all that is done meanwhile:
-/// what else reads ahead follows it. Loops take a copy, so that it stays in registers.
+/// Prefetches what the next call reads, line by line in the order of memory, spread evenly over the work of this one.
+/// The hardware's prefetcher follows this order. Loops use a copy, so that it stays in registers.
 class Ahead {
   public:
     explicit Ahead(const StateArgs& args)
@@ -38,7 +38,7 @@ class Ahead {
         return int(lines);
     }
 
-    /// In the last of several tokens.
+    /// Called in the last of several tokens.
     void begin() {
         if (end_ == end_of_all_) return;
         end_ = end_of_all_;
@@ -70,7 +70,7 @@ inline const uint8_t* row_of(const StateArgs& args, int64_t row) {
     return static_cast<const uint8_t*>(element(args.dtype, is_earlier ? args.earlier : args.rows, index * args.row_stride));
 }
 
-/// Scales [0, dim16), to length `scale` where `norm`.
+/// Multiplies [0, dim16) by `scale`; where `norm`, scales it to that length.
 template <class L>
 void scale_row(float scale, bool norm, float* made, int dim16) {
     if (norm) {
@@ -81,7 +81,7 @@ void scale_row(float scale, bool norm, float* made, int dim16) {
     for (int i = 0; i < dim16; i += L::width) L::store(made + i, L::mul(L::load(made + i), L::set1(scale)));
 }
 
-/// One part's inputs of the last `taps` tokens, [token % taps][dim16], and what the convolution makes of them.
+/// One part's inputs of the last `taps` tokens, [token % taps][dim16], and the convolution's result.
 template <class L>
 struct Convolved {
     const StateArgs& args;
@@ -129,7 +129,7 @@ struct Convolved {
     }
 
   private:
-    static constexpr int kRowsAhead = 4;  // rows of a prompt lie further apart than what reads ahead by itself sees
+    static constexpr int kRowsAhead = 4;  // rows of a prompt are too far apart for the hardware's prefetcher
 
     const uint8_t* inputs_of(int64_t row) const {
         return static_cast<const uint8_t*>(element(args.dtype, row_of(args, row), part.first_channel));
@@ -140,7 +140,7 @@ struct Convolved {
         for (int64_t i = 0; i < part.dim * item_bytes(args.dtype); i += 64) __builtin_prefetch(first + i);
     }
 
-    /// `Taps`: as many as there are, or 0. `inputs`: of each tap, the oldest first.
+    /// `Taps`: the number of taps, or 0 for any. `inputs`: of each tap, the oldest first.
     template <int Taps>
     void convolve(const float* const* inputs, float* to) const {
         const float* const filters = args.filters + part.first_channel;
@@ -163,7 +163,7 @@ inline float number_at(const uint8_t* bytes) {
     return number;
 }
 
-/// A token's outputs, in the model's dtype.
+/// Writes a token's outputs, in the model's dtype.
 template <class L>
 void write_outputs(const StateArgs& args, int64_t row, const float* o) {
     if (row < args.num_earlier) return;
@@ -176,7 +176,7 @@ void clear_row(const StateArgs& args, float* row) {
     for (int c = 0; c < args.row_floats; c += L::width) L::store(row + c, L::set1(0.0f));
 }
 
-/// A sequence begins with a matrix of zeros.
+/// Clears the matrix at the beginning of a sequence.
 template <class L>
 void begin_matrix(const StateArgs& args, int key_dim) {
     for (int i = 0; i < key_dim && args.position == 0; ++i) clear_row<L>(args, args.matrix[i]);

@@ -1,6 +1,7 @@
-// A head's matrix and one token that attends, over any Lanes. Passes go over it in the order of memory, a page or so at a time;
-// in between the next head's is asked for, as much at once, and its inputs are made. Where the token may come again, the
-// matrix does not take it yet: it takes the one before, in the pass that reads it for this one.
+// A head's matrix and one token with an output, over any Lanes. Passes read the matrix in the order of memory, about a
+// page at a time. Between passes, as much of the next head's matrix is prefetched, and its inputs are made. Where the
+// token may be undone, the matrix is not updated with it yet. Its update is done in the pass that reads the matrix for
+// the next token.
 #pragma once
 
 #include "kernels/state_making.hpp"
@@ -8,7 +9,7 @@
 
 namespace {
 
-/// What is done between rows of a matrix: asking for what the next head reads, its inputs first, and making these.
+/// Work between the rows of a matrix: prefetching what the next head reads, its inputs first, and making its inputs.
 template <class L>
 class Beside {
   public:
@@ -31,21 +32,22 @@ class Beside {
     int wait_, lines_, vectors_;
 };
 
-/// What a matrix takes: S <- a S + k t'.
+/// An update of a matrix: S <- a S + k t'.
 struct Taking {
     const float *k, *a, *t;
 };
 
-/// What is read of it then. delta: sum += S'k and out += S'q; scan: out += (a S + k t')'q.
+/// What is read after it. delta: sum += S'k and out += S'q; scan: out += (a S + k t')'q.
 struct Reading {
     const float *k, *q, *a, *t;
     float *sum, *out;
 };
 
-/// takes: the matrix takes a row; reads: what it has then is read; gives: what it has before it is rounded gives the outputs.
+/// takes: the matrix is updated by a row; reads: it is read; gives: the outputs come from the matrix before it is
+/// rounded.
 enum class Pass { takes, reads, takes_reads, takes_gives };
 
-/// N vectors of a row that stays as it is: in registers where there are enough.
+/// N vectors of a constant row, in registers where there are enough.
 template <class L, int N>
 class Fixed {
   public:
@@ -65,7 +67,7 @@ class Fixed {
     typename L::vec held_[kHeld && N > 0 ? N : 1];
 };
 
-/// Loaded once: gcc would have each of two multiply-adds load it, and the processor would read less far ahead.
+/// Loaded once. gcc would load it for each of two multiply-adds, and the processor would then read less far ahead.
 template <class V>
 [[gnu::always_inline]] inline void hold([[maybe_unused]] V& vector) {
 #ifdef __AVX512F__
@@ -143,7 +145,7 @@ class MatrixRows {
     int64_t row_bytes_;
 };
 
-constexpr int kPassRows = 8;  // 4 KB of 128 floats: near, while strips of columns go over them
+constexpr int kPassRows = 8;  // 4 KB of 128 floats: they stay in the cache while strips of columns read them
 
 template <class L, DType D, bool Delta, Pass P>
 [[gnu::noinline]] void pass(const StateArgs& args, const Taking& taking, const Reading& reading, Beside<L>& beside) {
@@ -167,7 +169,7 @@ template <class L, DType D, bool Delta, Pass P>
     }
 }
 
-/// Floats of a lone row.
+/// Floats of a single row.
 struct LoneRoom {
     float *a, *k, *q, *earlier_a, *taken, *sum, *out;
 
@@ -218,8 +220,8 @@ void take_scan(const StateArgs& args, const Taking& earlier, const LoneRoom& roo
               : pass<L, D, false, Pass::reads>(args, earlier, reading, beside);
 }
 
-/// `delta` and `scan`: the one row that comes, after those that the matrix lacked: none, one that is taken here too, or some
-/// that it has taken by now.
+/// `delta` and `scan`: the single row that arrives. Before it come the rows that the matrix lacks: none, one that is
+/// applied here too, or several that were applied before.
 template <class L>
 void advance_lone(const StateArgs& args) {
     const int dim = args.key.dim, key16 = round_up16(dim), value16 = round_up16(args.value.dim);

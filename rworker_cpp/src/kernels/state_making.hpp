@@ -1,15 +1,16 @@
-// The inputs of one token of a head, over any Lanes: made a vector at a time, so that it can be done while memory is read.
+// The inputs of one token of a head, over any Lanes. They are made one vector at a time, so that it can be done while
+// memory is read.
 #pragma once
 
 #include "kernels/state_inputs.hpp"
 
 namespace {
 
-/// Makes the inputs of a lone row, vector by vector: what the convolution makes of value, query and key.
+/// Makes the inputs of a single row, vector by vector: the convolution's results of value, query and key.
 template <class L>
 class Making {
   public:
-    /// `args`: null, where there is nothing to make.
+    /// `args`: null where there is nothing to make.
     explicit Making(const StateArgs* args) : args_(args) {
         if (!args || args->made) return;
         num_parts_ = args->shares ? 1 : 3;
@@ -43,7 +44,7 @@ class Making {
         begin_window_row();
     }
 
-    /// Windows may have several rows of a tap. Tokens before the first one are zeros.
+    /// Begins a row of the window; a tap may have several rows. Tokens before the first one are zeros.
     void begin_window_row() {
         const StateArgs& args = *args_;
         const int rows_of = (channels_->dim + args.row_floats - 1) / args.row_floats;
@@ -107,7 +108,7 @@ class Making {
     const StateChannels* channels_ = nullptr;
     float* out_ = nullptr;
     int part_ = 0, num_parts_ = 0, at_ = 0, first_raw_ = 0;
-    const void* sources_[16];  // of each tap: rows of windows, and from first_raw_ on rows in the payload's dtype
+    const void* sources_[16];  // of each tap: rows of windows; from first_raw_ on, rows in the payload's dtype
 };
 
 }  // namespace

@@ -1,11 +1,11 @@
-// What tokens of a head's matrix have beside their inputs, over any Lanes.
+// What a token needs beside its inputs to update a head's matrix, over any Lanes.
 #pragma once
 
 #include "kernels/state_inputs.hpp"
 
 namespace {
 
-/// Decays of a token, [key_dim], their logs as they lie in its numbers.
+/// Decays of a token, [key_dim]; its numbers hold their logs.
 template <class L>
 void read_decays(const StateArgs& args, const uint8_t* numbers, int dim16, float* a) {
     if (args.decays == 1) {

@@ -1,5 +1,6 @@
-// A head's matrix and several tokens of it, over any Lanes: a strip of columns at a time, which stays near while all tokens
-// of a batch go over it. Each column has its operations in the order of state_lone.hpp, hence its bits.
+// A head's matrix and several tokens, over any Lanes. One strip of columns at a time stays in the processor's cache
+// while all tokens of a batch are applied. Each column has its operations in the order of state_lone.hpp, so it has the
+// same bits.
 #pragma once
 
 #include "kernels/state_matrix.hpp"
@@ -13,7 +14,7 @@ struct Token {
     float* o;
 };
 
-/// Rows of a strip: within those of the matrix, or one below the other.
+/// Rows of a strip: in the matrix, or one below the other.
 struct Scattered {
     float* const* rows;
     int64_t offset;
@@ -25,7 +26,7 @@ struct Stacked {
     void* operator[](int i) const { return first + i * bytes; }
 };
 
-/// N vectors of columns of a matrix, and what of them outlives a token: delta's S'(ak) and S'(aq) of the next one.
+/// N vectors of columns of a matrix, and what the next token needs of them: delta's S'(ak) and S'(aq).
 template <class L, DType D, int N, bool Delta>
 struct Strip {
     using vec = typename L::vec;
@@ -35,7 +36,7 @@ struct Strip {
     Strip(int rows, int column) : dim(rows), first(column) {}
     vec sum[N], read[N];
 
-    /// Copies the rows, and sums them for the first token.
+    /// Copies the rows, and computes the sums for the first token.
     [[gnu::always_inline]] void lift(Scattered from, Stacked to, const Token& next, Ahead& asked) {
         Ahead ahead = asked;
         for (int n = 0; n < N; ++n) sum[n] = read[n] = L::set1(0.0f);
@@ -51,7 +52,7 @@ struct Strip {
         asked = ahead;
     }
 
-    /// Takes a token, and sums for the `next` one.
+    /// Applies a token, and computes the sums for the `next` one.
     template <class From, class To>
     [[gnu::always_inline]] void take(const Token& token, const Token& next, From from, To to, Ahead& asked) {
         vec taken[N], out[N];
@@ -86,7 +87,8 @@ struct Strip {
     }
 };
 
-/// Takes `count` tokens into N vectors of columns, of which the matrix has the first `num_taken`; `near` has room for a strip.
+/// Applies `count` tokens to N vectors of columns; the matrix keeps the result of the first `num_taken`. `near` has
+/// room for a strip.
 template <class L, DType D, int N, bool Delta>
 void take_all(const StateArgs& args, int first, const Token* tokens, int count, int num_taken, float* near, Ahead& ahead) {
     using Columns = Strip<L, D, N, Delta>;
@@ -105,7 +107,7 @@ void take_all(const StateArgs& args, int first, const Token* tokens, int count, 
     }
 }
 
-/// Convolves queries and keys of all rows, once for the heads of a group that follow each other in a thread.
+/// Convolves queries and keys of all rows, once for consecutive heads of a group in a thread.
 template <class L>
 void convolve_shared(const StateArgs& args, float*& scratch, Ahead& ahead) {
     const Convolved<L> query(args, args.query, ahead, scratch), key(args, args.key, ahead, scratch);
@@ -116,7 +118,7 @@ void convolve_shared(const StateArgs& args, float*& scratch, Ahead& ahead) {
     }
 }
 
-/// `delta` and `scan`, several tokens.
+/// `delta` and `scan` with several tokens.
 template <class L, DType D, bool Delta>
 void advance_by_many(const StateArgs& args, const Convolved<L>& value, float* scratch, Ahead& ahead) {
     constexpr int kWide = L::width >= 8 ? 2 : 4;

@@ -1,4 +1,4 @@
-// Lines of the cache, per dtype, and how they are read into lanes.
+// Lines of the cache, per dtype, and how they are loaded into lanes.
 #pragma once
 
 #include "kernels/rows.hpp"
@@ -8,9 +8,9 @@ namespace {
 using rworker::HeadView;
 using rworker::kTileTokens;
 
-/// `pack` neighbours (dims of keys, tokens of values) share a lane of a line; `lane_bytes` is what they take.
-/// `load` reads neighbour `part` of L::width lanes. With `pair_dot` both are multiplied at once. Where `packs_factors`,
-/// the other factors are rounded to the cache's own dtype: 32 bits hold a pair of them, or one.
+/// `pack` neighbours (dims of keys, tokens of values) share a lane of a line; a lane takes `lane_bytes`. `load` reads
+/// neighbour `part` of L::width lanes. With `pair_dot` both are multiplied at once. Where `packs_factors`, the other
+/// factors are rounded to the cache's own dtype: 32 bits hold a pair of them, or one.
 template <class L, DType D>
 struct Stored;
 
@@ -43,7 +43,7 @@ struct Stored<L, DType::bfloat16> {
     }
 };
 
-/// What one lane of a line holds.
+/// The neighbours in one lane of a line.
 template <int LaneBytes>
 struct WordOf {
     using type = uint32_t;

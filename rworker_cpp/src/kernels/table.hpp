@@ -1,4 +1,4 @@
-// All of one instruction set's functions in a table.
+// A table of all functions of one instruction set.
 #pragma once
 
 #include "kernels/append.hpp"
@@ -10,8 +10,8 @@
 
 namespace {
 
-/// Four streams at once: one alone does not keep enough lines on their way. Asking ahead helps some processors and
-/// slows others.
+/// Reads four streams at once, since one alone does not keep enough lines on their way. Prefetching helps some
+/// processors and slows others.
 template <class L>
 float read_all(const float* data, int64_t count, bool ask) {
     constexpr int streams = 4, line = kCacheLineBytes / 4, vectors = line / L::width;
@@ -36,7 +36,7 @@ float read_all(const float* data, int64_t count, bool ask) {
     return total;
 }
 
-/// kStreams pages side by side, line by line, nothing asked for.
+/// Reads kStreams pages in parallel, line by line, without prefetch.
 template <class L>
 float read_side_by_side(const uint8_t* const* pages, int64_t count, int64_t page_bytes) {
     constexpr int vectors = kCacheLineBytes / 4 / L::width;
@@ -58,8 +58,8 @@ float read_side_by_side(const uint8_t* const* pages, int64_t count, int64_t page
     return total;
 }
 
-/// As kernels read scattered pieces: kStreams pages in one ascending run, while the next ones are asked for, page after
-/// page or a line of each in turn. Without `read_ahead`: side by side.
+/// Reads scattered pieces as kernels do: kStreams pages in one ascending run while the next ones are prefetched, page
+/// after page or a line of each in turn. Without `read_ahead`: in parallel.
 template <class L>
 float read_pages(const uint8_t* const* pages, int64_t count, int64_t page_bytes, const ReadAhead* read_ahead) {
     if (!read_ahead) return read_side_by_side<L>(pages, count, page_bytes);

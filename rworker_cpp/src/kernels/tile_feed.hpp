@@ -1,4 +1,4 @@
-// Asking for the next chunk while this one is used.
+// Prefetches the next chunk while this one is used.
 #pragma once
 
 #include "kernels/ahead.hpp"
@@ -7,12 +7,12 @@ namespace {
 
 constexpr int kMaxChunkTiles = 16;  // of a tile kernel's chunk
 
-/// Brings keys and values of some tiles into the second-level cache: eight streams side by side, line by line, spread
-/// evenly over the work on the chunk before; whatever AttendArgs say, for one run is slow where there are tile
+/// Loads keys and values of some tiles into the second-level cache: eight parallel streams, line by line, spread evenly
+/// over the work on the previous chunk. It ignores AttendArgs' read-ahead, since one run is slow where there are tile
 /// registers. A stream is a tile, or two neighbours, which share a page in most blocks.
 class Feed {
   public:
-    /// `tiles` [count], of these sizes; `units`: how often ask() will be called, weights counted.
+    /// `tiles` [count], of these sizes; `units`: the number of calls of ask(), with their weights.
     void start(const Tile* tiles, int count, int64_t key_bytes, int64_t value_bytes, int64_t units) {
         tiles_ = tiles, count_ = count, key_bytes_ = key_bytes, value_bytes_ = value_bytes;
         per_stream_ = (count + kStreams - 1) / kStreams;
@@ -23,7 +23,7 @@ class Feed {
         next_pass();
     }
 
-    /// The lines that are due with `weight` units of work.
+    /// Prefetches the lines that are due after `weight` units of work.
     [[gnu::always_inline]] void ask(int weight = 1) {
         owed_ += rate_ * weight;
         while (owed_ >= kOne) {
@@ -44,8 +44,8 @@ class Feed {
         if (offset_ >= end_) next_pass();
     }
 
-    /// Of the keys, then of the values, every stream's first tile, then its second. Streams that lack one stay on the
-    /// last.
+    /// Begins the next pass: every stream's first tile of the keys, then of the values, then every second tile. Streams
+    /// without one stay on the last.
     [[gnu::noinline]] void next_pass() {
         ++pass_;
         const bool values = pass_ >= per_stream_;
@@ -67,11 +67,11 @@ class Feed {
     int count_, per_stream_, pass_, owed_, rate_;
 };
 
-/// Asks for the lines of a tile register that will be loaded soon, from the second-level cache.
+/// Prefetches the lines of a tile register that will be loaded soon, from the second-level cache.
 [[gnu::always_inline]] inline void fetch_tile(const uint8_t* data, int64_t stride) {
     RWORKER_UNROLL
     for (int i = 0; i < 4; ++i, data += 4 * stride) {
-        __asm__("" : "+r"(data));  // or g++ keeps all multiples of a stride in memory
+        __asm__("" : "+r"(data));  // otherwise g++ keeps all multiples of a stride in memory
         __builtin_prefetch(data), __builtin_prefetch(data + stride);
         __builtin_prefetch(data + 2 * stride), __builtin_prefetch(data + 3 * stride);
     }

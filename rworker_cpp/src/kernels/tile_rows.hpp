@@ -1,7 +1,7 @@
-// What every kernel of tile registers shares: its rows, the chunks they see, and where all of it lies.
+// What all kernels of tile registers share: their rows, the chunks that rows see, and the layout of both.
 //
-// There is one path for any number of rows, so that a row's bits do not depend on its company: each sum takes the same
-// operands in the same order, and tokens a row does not see weigh 0, which adds nothing.
+// There is one path for any number of rows, so a row's bits do not depend on the other rows. Each sum takes the same
+// operands in the same order, and unseen tokens have weight 0, which adds nothing.
 #pragma once
 
 #include "kernels/attend.hpp"
@@ -15,15 +15,15 @@ using rworker::TileScratch;
 
 constexpr int kMaxRowGroups = 8;
 
-/// A chunk: what of it the rows see together, its tiles, and those of the next.
+/// A chunk: the part that the rows see together, its tiles, and those of the next chunk.
 struct TileChunk {
     int64_t first;  // token
-    Range seen;     // relative to `first`, as all tokens below
+    Range seen;     // relative to `first`, like all tokens below
     Tile tiles[kMaxChunkTiles], next[kMaxChunkTiles];
 };
 
-/// Up to kBlockRows query rows over a split, cut evenly into groups that fill a tile register; a group's last rows may
-/// be nothing's.
+/// Up to kBlockRows query rows over a split, cut evenly into groups that fill a tile register. The last rows of a group
+/// may be unused.
 struct TileRows {
     const AttendArgs& args;
     const int64_t first_row;
@@ -55,7 +55,7 @@ struct TileRows {
           last(rows_left <= kBlockRows),
           at(dtype, call.key_dim, call.value_dim) {}
 
-    /// Calls pack(row, query), with a query's floats and zeros behind them, and sets out what rows see and begin with.
+    /// Calls pack(row, query) with a query's floats and zeros after them, and sets what rows see and start with.
     template <class Pack>
     void prepare(Pack pack) {
         alignas(64) float query[rworker::kMaxHeadDim + 64] = {};
@@ -90,7 +90,7 @@ struct TileRows {
         return seen.begin < seen.end ? seen : Range{0, 0};
     }
 
-    /// Finds the chunk from `first` on, and the next: the split's, or what the next call begins with.
+    /// Finds the chunk from `first` on, and the next one: of this split, or the first of the next call.
     void open_chunk(int64_t first) {
         chunk.first = first;
         chunk.seen = {in_chunk(begin), in_chunk(end)};
@@ -100,7 +100,7 @@ struct TileRows {
             chunk.tiles[(chunk.seen.end - 1) / kTileTokens].keys = open_keys;
     }
 
-    /// Begins to ask for the next chunk, over `units` of work on this one.
+    /// Begins to prefetch the next chunk, over `units` of work on this one.
     void start_feed(int64_t units) {
         const HeadView* view = &args.view;
         int64_t from = chunk.first + at.chunk_tokens, to = end;
@@ -113,7 +113,7 @@ struct TileRows {
         feed.start(chunk.next, count, view->key_tile_bytes, view->value_tile_bytes, units);
     }
 
-    /// The tiles of tokens [from, to); returns how many.
+    /// Finds the tiles of tokens [from, to); returns their number.
     static int find_tiles(const HeadView& view, int64_t from, int64_t to, Tile* tiles) {
         int count = 0;
         for (int64_t tile = from / kTileTokens; tile * kTileTokens < to; ++tile) tiles[count++] = tile_of(view, tile);
@@ -125,7 +125,7 @@ struct TileRows {
         return left < group_rows ? left : group_rows;
     }
 
-    /// A row's scores to exponents of two, -inf for what it does not see; returns the largest in each lane.
+    /// Turns a row's scores into exponents of two, -inf for unseen tokens; returns the largest in each lane.
     __m512 scale_scores(int row, Range worked_on) const {
         float* const row_scores = scores + row * at.score_stride;
         const Range seen = seen_of(row);
@@ -151,8 +151,8 @@ struct TileRows {
             _mm512_store_ps(row + t, _mm512_mul_ps(_mm512_load_ps(row + t), _mm512_set1_ps(factor)));
     }
 
-    /// Scores of a group's rows to weights: calls weigh(row in the group, base), which returns their sum by lanes,
-    /// then shrink(row in the group, factor) where older outputs weigh less from now on.
+    /// Turns scores of a group's rows into weights: calls weigh(row in the group, base), which returns their sum by
+    /// lanes. Then it calls shrink(row in the group, factor) where older outputs weigh less from now on.
     template <class Weigh, class Shrink>
     void soften(int group, Range worked_on, int row_units, Weigh weigh, Shrink shrink) {
         __m512 tops[kTileRows];

@@ -1,4 +1,4 @@
-// Softmax of up to 16 rows side by side, in powers of two.
+// Softmax of up to 16 rows at once, in powers of two.
 #pragma once
 
 #include "kernels/lanes_avx512.hpp"
@@ -6,7 +6,7 @@
 
 namespace {
 
-/// 2^x for x <= 0, within 3e-6 of it; exactly 1 at 0, exactly 0 below -126, NaN for NaN.
+/// 2^x for x <= 0, with an error below 3e-6; exactly 1 at 0, exactly 0 below -126, NaN for NaN.
 inline __m512 exp2_nonpositive(__m512 x) {
     const __m512 f = _mm512_reduce_ps(x, 1);  // x - floor(x)
     __m512 p = _mm512_set1_ps(1.3425154611468315e-2f);
@@ -40,8 +40,8 @@ inline __m512 largest_of_rows(const __m512 (&rows)[16]) {
                          _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 
-/// Running maxima (of scores times log2 e) of 16 rows. `renew` takes in a chunk's and gives what scores are lessened by
-/// and the factors for older sums and outputs.
+/// Running maxima (of scores times log2 e) of 16 rows. `renew` adds a chunk's maxima and returns the numbers to
+/// subtract from scores and the factors of older sums and outputs.
 struct RowMaxima {
     alignas(64) float max[16], base[16], keep[16];
 

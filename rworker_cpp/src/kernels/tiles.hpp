@@ -1,6 +1,7 @@
-// The tile registers (AMX): how they are shaped, filled and multiplied.
+// The tile registers (AMX): their shapes, loads and products.
 //
-// tmm0 to tmm3 hold sums, tmm4 the rows' side of a product (queries, weights), tmm5 to tmm7 the cache's side by turns.
+// tmm0 to tmm3 hold sums, tmm4 holds the rows' side of a product (queries, weights), tmm5 to tmm7 alternate for the
+// cache's side.
 #pragma once
 
 #include <immintrin.h>
@@ -13,14 +14,14 @@ constexpr int kTileRows = 16;     // at most
 constexpr int kTileLine = 64;     // bytes of a tile's row
 constexpr int kTileBytes = 1024;  // of 16 rows
 
-/// Compilers may think that loading a tile reads no memory (g++ 12 has no clobber there): what was stored before is
-/// stored by now.
+/// Compilers may assume that loading a tile reads no memory (g++ 12 has no clobber there). This makes them finish
+/// earlier stores first.
 [[gnu::always_inline]] inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
 
-/// Rows of this thread's configuration, 0: none, for it costs some 200 cycles to set.
+/// Rows of this thread's configuration, 0: none. It is kept because setting it costs about 200 cycles.
 thread_local int configured_rows = 0;
 
-/// Sums and the rows' side have `rows` rows, the cache's side 16.
+/// Sums and the rows' side get `rows` rows, the cache's side 16.
 [[gnu::noinline]] void configure_tiles(int rows) {
     if (configured_rows == rows) return;
     struct {
@@ -37,14 +38,14 @@ thread_local int configured_rows = 0;
     configured_rows = rows;
 }
 
-/// Live tiles would burden every context switch.
+/// Frees the tiles, since live tiles slow every context switch.
 void release_tiles() {
     if (configured_rows == 0) return;
     _tile_release();
     configured_rows = 0;
 }
 
-// The intrinsics take literal numbers only.
+// The intrinsics accept only literal numbers.
 
 template <int Tile>
 [[gnu::always_inline]] inline void load_tile(const void* data, int64_t stride) {
@@ -106,8 +107,8 @@ template <int Count, class F>
     if constexpr (Count > 3) f.template operator()<3>();
 }
 
-/// Calls f.operator()<turn>(round) for the rounds [begin, end): each, of up to four products, goes on where the last
-/// ended in the rotation of the cache's tiles.
+/// Calls f.operator()<turn>(round) for the rounds [begin, end). Each round has up to four products and continues the
+/// rotation of the cache's tiles where the last one ended.
 template <class F>
 [[gnu::always_inline]] inline void for_each_round(int begin, int end, F f) {
     for (int round = begin; round < end; round += 3) {
@@ -117,7 +118,7 @@ template <class F>
     }
 }
 
-/// Calls f.operator()<count>() for a count of 1 to 4, or 4 of more.
+/// Calls f.operator()<count>() for a count of 1 to 4, or with 4 for more.
 template <class F>
 [[gnu::always_inline]] inline void with_count(int count, F f) {
     if (count >= 4) return f.template operator()<4>();

@@ -19,7 +19,7 @@ using rworker::kTileTokens;
 #ifdef RWORKER_SHUFFLES
 using Quad = uint32_t __attribute__((vector_size(16)));
 
-/// Copied, since words need no alignment of 16 bytes; clang takes no attribute of `Quad` for leave to do without.
+/// It copies, since words need not be aligned to 16 bytes; clang accepts no such attribute on `Quad`.
 inline Quad load_quad(const uint32_t* words) {
     Quad quad;
     __builtin_memcpy(&quad, words, sizeof(quad));
@@ -46,7 +46,7 @@ inline void transpose_square(const Word* const (&rows)[4], Word* out) {
         for (int token = 0; token < 4; ++token) out[line * kTileTokens + token] = rows[token][line];
 }
 
-/// out[line][token] = rows[token][line] of `tokens` rows of `lines` words. What lies in other lanes is undefined.
+/// out[line][token] = rows[token][line] for `tokens` rows of `lines` words. Other lanes are undefined.
 template <class Word>
 inline void rows_to_lanes(const Word* rows, int tokens, int lines, Word* out) {
     for (int first = 0; first < tokens; first += 4) {

@@ -5,12 +5,12 @@
 
 namespace {
 
-/// Calls f(tile, line in the tile, where its `lane` lies) for all lines of the tiles, asking for the next chunk.
+/// Calls f(tile, line in the tile, address of its `lane`) for all lines of the tiles, and prefetches the next chunk.
 template <int Pack, int StepBytes, class F>
 [[gnu::always_inline]] inline void for_value_lines(const Tile* tiles, Range tokens, int header, int lane,
                                                    int padded_dim, Ahead& shared, F f) {
     constexpr int tile_lines = kTileTokens / Pack;
-    Ahead ahead = shared;  // in registers
+    Ahead ahead = shared;  // a copy that stays in registers
     for (int tile = tokens.begin / kTileTokens; tile < tokens.end / kTileTokens; ++tile) {
         const uint8_t* line = tiles[tile].values + header + lane * 4;
         for (int i = 0; i < tile_lines; ++i, line += padded_dim * 4) {
@@ -78,7 +78,7 @@ template <class L, int Rows, int Vectors>
     }
 }
 
-/// Calls f with the largest number of vectors that fit as a compile-time constant, then with 1, until `end`.
+/// Calls f with the largest number of vectors that fit, as a compile-time constant, then with 1, until `end`.
 template <class L, DType D, int Rows, class F>
 inline void for_lanes(int lane, int end, F f) {
     constexpr int together = vectors_together<L, D, Rows>(4);

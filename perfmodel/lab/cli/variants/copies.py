@@ -142,17 +142,17 @@ def _speed_after_loss(case: PlanCase) -> float | None:
 
 def _cost(replicas: ReplicaPlan) -> str:
     one, two = replicas.one, replicas.two
-    copies = "1 of each sequence; 2 (--kv-replicas 2)" if replicas.kv_replicas == 1 else "2 of each sequence"
+    copies = "1 of each sequence; a second (--kv-replicas 2)" if replicas.kv_replicas == 1 else "2 of each sequence;"
     if two is None:
-        return f"{copies}: {replicas.lacks}"
-    memory = f"memory x 2 ({two.memory_r_workers} R-worker(s) for {one.memory_r_workers})"
-    needs = f"{memory}, {two.num_r_workers} R-worker(s) for {one.num_r_workers} in all"
-    link = "" if replicas.link_growth is None else f", link +{replicas.link_growth:.0%}"
-    speed = f", {two.output_tokens_per_second / one.output_tokens_per_second:.3g} x the tokens/s"
+        return f"{copies} cannot be: {replicas.lacks}"
+    memory = f"takes twice the memory ({two.memory_r_workers} R-worker(s) hold it, not {one.memory_r_workers})"
+    needs = f"{memory} and {two.num_r_workers} R-worker(s), not {one.num_r_workers}"
+    link = "" if replicas.link_growth is None else f", {replicas.link_growth:.0%} more bytes on the link"
+    speed = f", for {two.output_tokens_per_second / one.output_tokens_per_second:.3g} x the tokens/s"
     prices = one.price_per_million_tokens, two.price_per_million_tokens
-    paid = "" if None in prices else f", {prices[1]:.3g} per million for {prices[0]:.3g}"
+    paid = "" if None in prices else f" at {prices[1]:.3g}, not {prices[0]:.3g}, per million"
     host = "; both on one host" if two.num_hosts == 1 else ""
-    return f"{copies}: {needs}{link}{speed}{paid}{host}"
+    return f"{copies} {needs}{link}{speed}{paid}{host}"
 
 
 def _loss(replicas: ReplicaPlan) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase, Variant
+from fastdecode.perfmodel.lab.gpu_only import GpuOnly
 
 COMPARED = (1, 2, 4)
 """Numbers of ranks that every plan of a named GPU and model compares."""
@@ -15,7 +17,10 @@ COMPARED = (1, 2, 4)
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plan of ``tensor_parallel_size`` ranks in short, or in ``lacks`` why there is none (all else is then 0)."""
+    """The plan of ``tensor_parallel_size`` ranks in short, or in ``lacks`` why there is none (then all else is 0).
+
+    ``alone_…``: of as many GPUs without R-workers, within the same limits.
+    """
 
     tensor_parallel_size: int
     mini_batch_size: int = 0
@@ -25,6 +30,10 @@ class RankPlan:
     step_seconds: float = 0.0
     output_tokens_per_second: float = 0.0
     price_per_million_tokens: float | None = None
+    alone_users: int = 0
+    alone_step_seconds: float | None = None
+    alone_tokens_per_second: float = 0.0
+    in_flight: int = 0
     lacks: str | None = None
 
 
@@ -42,32 +51,46 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
         args = case.args
         if not (args.gpu and args.model) or args.profile or case.inputs.one_host:
             return ()
-        return tuple(_rank_plan(args, count) for count in sorted({*COMPARED, args.tensor_parallel_size}))
+        own = args.tensor_parallel_size
+        others = {count: _rank_plan(args, count) for count in COMPARED if count != own}
+        return tuple(each for _, each in sorted((others | {own: _short(case)}).items()))
 
     def table(self, case: PlanCase, figures: tuple[RankPlan, ...]) -> Iterator[str]:
         """Yield a row per plan, with the plan's own marked."""
         if not figures:
             return
         priced = any(row.price_per_million_tokens is not None for row in figures)
-        yield f"  ranks  mini-batch  R-workers  hosts   TPOT ms  tokens/s  {'price/1M' if priced else '':>9s}".rstrip()
+        yield "Other numbers of GPUs (* is this plan), each with R-workers, and the same GPUs alone, within the limits:"
+        own = f"   GPUs  R-workers  hosts   users   TPOT ms  tokens/s{'   price/1M' if priced else ''}"
+        yield f"{own}  |  alone: users   TPOT ms  tokens/s"
         for row in figures:
             mark = "*" if row.tensor_parallel_size == case.plan.tensor_parallel_size else " "
             if row.lacks:
                 yield f"{mark} {row.tensor_parallel_size:5d}  {row.lacks}"
                 continue
-            price = "" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:.3g}"
+            price = "" if row.price_per_million_tokens is None else f"  {row.price_per_million_tokens:9.3g}"
+            alone = "-" if row.alone_step_seconds is None else f"{row.alone_step_seconds * 1e3:.1f}"
             yield (
-                f"{mark} {row.tensor_parallel_size:5d} {row.mini_batch_size:11d} {row.total_r_workers:10d} "
-                f"{row.num_hosts:6d} {row.step_seconds * 1e3:9.1f} {row.output_tokens_per_second:9.0f}  {price:>9s}"
-            ).rstrip()
+                f"{mark} {row.tensor_parallel_size:5d} {row.total_r_workers:10d} {row.num_hosts:6d} {row.in_flight:7d} "
+                f"{row.step_seconds * 1e3:9.1f} {row.output_tokens_per_second:9.0f}{price}  |  {row.alone_users:12d} "
+                f"{alone:>9s} {row.alone_tokens_per_second:9.0f}"
+            )
 
 
 def _rank_plan(args: argparse.Namespace, count: int) -> RankPlan:
     try:
-        plan = PlanCase.of(argparse.Namespace(**vars(args) | {"tensor_parallel_size": count})).plan
+        return _short(PlanCase.of(argparse.Namespace(**vars(args) | {"tensor_parallel_size": count})))
     except PlanError as error:
         return RankPlan(count, lacks=str(error))
+
+
+def _short(case: PlanCase) -> RankPlan:
+    """Return a plan in short, beside as many GPUs alone."""
+    plan, limit = case.plan, math.inf if case.args.latency_limit is None else case.args.latency_limit
+    alone = case.inputs.server.best(limit, case.limits) if case.inputs.server else GpuOnly(0, 0.0, None, "")
     return RankPlan(
-        count, plan.mini_batch_size, plan.num_r_workers, plan.total_r_workers, plan.num_hosts, plan.step_seconds,
-        plan.output_tokens_per_second, plan.price_per_million_tokens,
+        plan.tensor_parallel_size, plan.mini_batch_size, plan.num_r_workers, plan.total_r_workers, plan.num_hosts,
+        plan.step_seconds, plan.output_tokens_per_second, plan.price_per_million_tokens, alone.max_batch_size,
+        alone.step_seconds,
+        alone.output_tokens_per_second, plan.in_flight,
     )  # fmt: skip

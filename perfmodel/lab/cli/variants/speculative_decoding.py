@@ -18,6 +18,7 @@ from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
 from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
 from fastdecode.perfmodel.lab.draft_times import LOOKUP_SECONDS, DraftCost, Drafting, row_share
 from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.lab.step_mix import StepMix
 from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.rank_costs import RankSPart, rank_shape
@@ -160,11 +161,13 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
     A verification reads each cache once for all its rows. So the R-part per token falls nearly by the tokens per
     verification, while the S-part has 1 + k rows instead of one.
     """
-    in_flight, wanted = plan.in_flight, plan.output_tokens_per_second
+    in_flight = plan.in_flight
     least = planner.memory_r_workers(in_flight)
 
     def rate(count: int, drafts: int) -> float:
         return _rate(planner, in_flight, drafting, drafts, count)
+
+    wanted = rate(plan.num_r_workers, 0)
 
     def sufficing(drafts: int) -> int:
         """Return the R-workers that suffice with ``drafts``, at most the plan's own."""
@@ -185,7 +188,7 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
         num_r_workers=count,
         saved_r_workers=plan.num_r_workers - count,
         r_workers_set_by="memory" if least > sufficing(drafts) else "bandwidth",
-        step_seconds=in_flight * tokens / rate(count, drafts),
+        step_seconds=StepMix.of(planner.workload, in_flight).decoding * tokens / rate(count, drafts),
         output_tokens_per_second=rate(count, drafts),
         gain=rate(plan.num_r_workers, most) / rate(plan.num_r_workers, 0),
         gain_draft_tokens=most,
@@ -193,15 +196,14 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
 
 
 def _rate(planner: Planner, in_flight: int, drafting: Drafting, drafts: int, num_r_workers: int) -> float:
-    """Return output tokens per second."""
+    """Return the output tokens per second; sequences end, and others begin, as much sooner as drafts are accepted."""
     tokens = tokens_per_verification(drafts, drafting.acceptance_rate)
-    rows, kv_tokens = planner.mean_step(in_flight, num_r_workers)
-    prompt_rows = (rows - in_flight) * tokens  # sequences end, and others begin, earlier by this factor
-    sampled = in_flight * (1 + drafts)
-    attended = kv_tokens * (1 + drafting.row_share * drafts)
-    rows = prompt_rows + sampled
-    load = planner.load(rows, sampled, attended, num_r_workers)
-    seconds = planner.step_model(num_r_workers).seconds(load)
-    if drafts:
-        seconds += drafting.cost.seconds(in_flight, drafts, kv_tokens, num_r_workers)
-    return in_flight * tokens / seconds if math.isfinite(seconds) else 0.0
+    model, seconds, decoding = planner.step_model(num_r_workers), 0.0, 0.0
+    for share, plain in planner.steps(in_flight, num_r_workers):
+        decoding, sampled = plain.sampled, plain.sampled * (1 + drafts)
+        attended = plain.kv_tokens * (1 + drafting.row_share * drafts)
+        rows = (plain.rows - decoding) * tokens + sampled
+        seconds += share * model.seconds(planner.load(rows, sampled, attended, num_r_workers))
+        if drafts:
+            seconds += share * drafting.cost.seconds(round(decoding), drafts, plain.kv_tokens, num_r_workers)
+    return decoding * tokens / seconds if math.isfinite(seconds) else 0.0

@@ -196,7 +196,7 @@ def service_limits(args: argparse.Namespace) -> ServiceLimits:
 
 def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Yield the flags with each number of mini-batches, and each side for latent absorption and for states."""
-    for number in _mini_batch_counts(args):
+    for number in mini_batch_counts(args):
         counted = argparse.Namespace(**vars(args) | {"num_mini_batches": number})
         for each in _absorptions(counted):
             is_open = args.state_on == "auto"
@@ -205,7 +205,7 @@ def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
                 yield argparse.Namespace(**vars(each) | {"state_on": "s"})
 
 
-def _mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
+def mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
     """Return the requested number of mini-batches; else the paper's two.
 
     If the plan chooses the batch, one and three are tried too.

@@ -1,4 +1,4 @@
-// A layer of which each query picks what the layers after it read, and attends to nothing.
+// A layer in which each query picks the tokens that the following layers read. It computes no attention.
 #pragma once
 
 #include "rworker/kinds/numbers.hpp"
@@ -8,9 +8,9 @@ namespace rworker {
 struct Index {
     static constexpr const char* kName = "index";
 
-    // A query picks at most `picks` tokens by their score: the sum of relu(q . k) * weight over all heads. Where `block` is
-    // given, each head picks as many blocks of so many tokens by its largest q . k there, the query's own block and those
-    // before it, `local` in all, first.
+    // A query picks at most `picks` tokens by their score: the sum over all heads of relu(q . k) * weight. Where
+    // `block` is given, each head picks `picks` blocks of `block` tokens by the largest q . k in a block. It first
+    // takes the query's own block and those before it, `local` in all.
     std::int64_t picks = 0, block = 0, local = 0;
 
     template <class Fields>

@@ -1,4 +1,5 @@
-// A layer whose cache holds keys alone: values are a key's first value_dim elements, and come and are stored only as such.
+// A layer whose cache holds keys only: values are the first value_dim elements of a key, and are sent and stored as
+// part of it.
 #pragma once
 
 #include "rworker/kinds/numbers.hpp"
@@ -8,8 +9,9 @@ namespace rworker {
 struct Latent {
     static constexpr const char* kName = "latent";
 
-    // Where K and V are multiplied here (absorption.hpp): a query comes as `nope_dim` elements that K makes value_dim of,
-    // and those behind value_dim; V makes `out_dim` of the output. 0: queries come absorbed.
+    // Where this R-worker multiplies K and V (absorption.hpp), a query arrives as `nope_dim` elements, which K turns
+    // into value_dim elements, and the elements after value_dim. V turns the output into `out_dim` elements. 0: queries
+    // arrive already multiplied.
     std::int64_t nope_dim = 0, out_dim = 0;
 
     template <class Fields>

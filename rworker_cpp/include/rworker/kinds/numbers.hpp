@@ -18,11 +18,11 @@ struct LayerNumbers {
     std::vector<float> sinks;  // one logit per query head, or empty
     // ALiBi, one per query head, or empty: a score gains slope * (position of the key - position of the query)
     std::vector<float> alibi_slopes = {};
-    bool chunked = false;         // a query sees those of its chunk: from the last multiple of `window` on
-    std::int64_t picked_by = -1;  // the index layer that picks what this layer's queries see; -1: they see all
+    bool chunked = false;         // a query sees the tokens of its chunk: from the last multiple of `window` on
+    std::int64_t picked_by = -1;  // index layer that picks what this layer's queries see; -1: they see all
 };
 
-/// The numbers of a layer that attends. `fields`: a record whose values `get<Value>(name)` returns.
+/// Reads the numbers of a layer with attention. `fields`: a record whose values `get<Value>(name)` returns.
 template <class Fields>
 LayerNumbers read_attending(const Fields& fields) {
     return {

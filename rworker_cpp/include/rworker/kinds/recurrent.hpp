@@ -1,4 +1,4 @@
-// A layer that caches nothing of a token: it keeps a state per sequence. Of its numbers only heads and value_dim are used.
+// A layer that caches no tokens and keeps a state per sequence. Of its numbers, only heads and value_dim are used.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace rworker {
 
-/// float32, float16 or bfloat16 by name; throws Error for any other.
+/// Parses float32, float16 or bfloat16. Throws Error for other names.
 DType parse_model_dtype(const std::string& name);
 
-/// A recurrence by its name; throws Error, which begins with `where`, for any other.
+/// Parses the name of a recurrence. Throws Error, with a message that begins with `where`, for other names.
 StateKind parse_recurrence(const std::string& name, const std::string& where);
 
 struct Recurrent {

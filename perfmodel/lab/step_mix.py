@@ -1,0 +1,54 @@
+"""The steps of a steady state: some compute a chunk of a prompt beside the decodes, the others only decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastdecode.perfmodel.equations import TILE_TOKENS
+from fastdecode.perfmodel.service import CHUNK_TOKENS
+from fastdecode.perfmodel.sizing import Workload
+
+
+def batch_tokens(in_flight: int, workload: Workload) -> int:
+    """Return the token budget of a step: the engine's default, or the tiles that keep up with the prompts."""
+    return max(CHUNK_TOKENS, math.ceil(in_flight * workload.rows_per_output_token / TILE_TOKENS) * TILE_TOKENS)
+
+
+@dataclass(frozen=True)
+class StepMix:
+    """``decoding``: sequences that get a token in a step; the others of those in flight still have their prompt
+    computed. ``chunk_share``: part of the steps that compute a chunk, of ``chunk_rows`` rows.
+
+    The time of a step is the longest of several stages, so the mean over both kinds of steps exceeds the time of the
+    mean step.
+    """
+
+    decoding: float
+    chunk_share: float = 0.0
+    chunk_rows: float = 0.0
+
+    @staticmethod
+    def of(workload: Workload, in_flight: float) -> StepMix:
+        """Return the mix of ``in_flight`` seats where a step has the budget of :func:`batch_tokens`."""
+        each = workload.rows_per_output_token - 1.0
+        if each <= 0:
+            return StepMix(in_flight)
+        decoding = in_flight
+        prompt_rows = each * workload.output_len
+        budget = batch_tokens(math.ceil(in_flight), workload)
+        for _ in range(3):  # the sum depends on itself
+            chunk = budget - decoding
+            steps = max(prompt_rows / chunk - 0.5, 0.0)  # the last chunk is sampled in its own step
+            decoding = in_flight * workload.output_len / (workload.output_len + steps)
+        chunk = min(budget - decoding, prompt_rows)  # starts are spread, so prompts come one at a time
+        share = min(1.0, decoding * each / chunk)
+        return StepMix(decoding, share, decoding * each / share)
+
+    def steps(self) -> Iterator[tuple[float, float]]:
+        """Yield the part that each kind of step is of all, and its rows."""
+        if self.chunk_share < 1.0:
+            yield 1.0 - self.chunk_share, self.decoding
+        if self.chunk_share:
+            yield self.chunk_share, self.decoding + self.chunk_rows
