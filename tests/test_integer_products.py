@@ -22,10 +22,11 @@ from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.packed_weight import PackedWeight
 from fastdecode.sworker.model.support import repeats_rows
 from fastdecode.sworker.products import kernels
-from fastdecode.sworker.products.codes import block_of, quantized, unrotated
+from fastdecode.sworker.products.codes import block_of, quantized, set_codes, unrotated
 from fastdecode.sworker.products.experts import ExpertProducts
 from fastdecode.sworker.products.kernels import array, integer_isa
-from fastdecode.sworker.products.linears import IntegerProduct
+from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
+from fastdecode.sworker.products.ordered import ordered_linear
 
 MOST_USED = ("llama-gqa", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "opt")
 MOST_USED += ("gpt_neox", "falcon")
@@ -93,6 +94,15 @@ def test_rows_that_are_no_numbers_stay_so_and_zeros_stay_zeros(instructions: str
     assert not found[1].isfinite().any() and not found[2].isfinite().any()
     assert torch.equal(found[3], bias) and torch.equal(found[4], bias)
     assert found[[0, 5]].isfinite().all()
+
+
+def test_no_rows_are_multiplied() -> None:
+    """A forward of which no row is sampled hands the head none."""
+    linear = torch.nn.Linear(64, 48).requires_grad_(False)
+    set_codes(linear, quantized(linear.weight, 64))
+    IntegerLinears(torch.nn.Sequential(linear))
+    assert linear(torch.empty(1, 0, 64)).shape == (1, 0, 48)
+    assert ordered_linear(torch.empty(1, 0, 64), torch.empty(5, 64)).shape == (1, 0, 5)
 
 
 def test_a_rotation_is_undone() -> None:

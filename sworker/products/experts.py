@@ -108,7 +108,7 @@ class ExpertProducts:
             found += experts.down_proj_bias[chosen[order]]
         in_order = torch.empty_like(found)
         in_order[order] = found * weights.reshape(-1)[order, None].to(found.dtype)
-        return _sum_in_order(in_order.view(len(rows), k, -1)).to(rows.dtype)
+        return _sum_in_order(in_order.view(len(rows), k, found.shape[1])).to(rows.dtype)
 
     def _multiplied(
         self, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""

@@ -186,7 +186,7 @@ class IntegerProduct(SharedProduct):
             self._weights.multiply(array(x), array(out), activation, self._isa, threads)
         else:
             self._multiply_with_ranks(self._rank, array(x), array(out), activation, threads)
-        return out.view(*rows.shape[:-1], -1).to(rows.dtype)
+        return out.view(*rows.shape[:-1], self.num_outputs).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
         """Multiply with one scale per row over all ranks, and one sum, so that the bits equal those of one rank."""
