@@ -115,7 +115,9 @@ def ways_of(
     python = str(PEERS / peer / "bin" / "python")
     ours: dict[str, Any] = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
     engines = {"int8": (sys.executable, "fastdecode", shape, ours | INT8)}
-    if peer != "llama":
+    if peer == "none":
+        engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
+    elif peer != "llama":
         theirs = {"dtype": "bfloat16", "enforce_eager": is_eager}
         w8a8 = write_w8a8(plain, scratch / "w8a8")
         engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
@@ -151,7 +153,7 @@ def compare(peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str
     for name, each in rates.items():
         print(f"{shape}, {name}: {medians[name]:.0f} tokens/s ({min(each):.0f} to {max(each):.0f})", flush=True)
     quantized = [name for name in ways if name.startswith((f"{peer} W8A8", f"{peer} Q8_0"))]
-    pairs = [("int8", max(quantized, key=medians.__getitem__))]
+    pairs = [("int8", max(quantized, key=medians.__getitem__))] if quantized else [("int8", "bfloat16")]
     if f"{peer} bfloat16" in ways:
         pairs += [("bfloat16", f"{peer} bfloat16"), ("int8", "bfloat16"), ("int8", f"{peer} bfloat16")]
     for ours, other in pairs:
@@ -163,7 +165,9 @@ def compare(peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str
 def main() -> None:
     """Compare with one peer."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", default="vllm", choices=["vllm", "zen", "llama"], help="(vllm)")
+    parser.add_argument(
+        "--peer", default="vllm", choices=["vllm", "zen", "llama", "none"], help="none: ours alone (vllm)"
+    )
     parser.add_argument("--model", metavar="FOLDER", help="bfloat16 safetensors (random weights)")
     parser.add_argument("--kv-heads", type=int, default=4, help="of random weights, of 16 heads (4)")
     parser.add_argument("--layers", type=int, default=8, help="of random weights (8)")
