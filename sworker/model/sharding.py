@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,14 +187,6 @@ def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
             f"repeated on them"
         )
     return dict(model._resolve_parallel_plans(DistributedConfig(tp_size=size))[0])
-
-
-def layers_with_cut_inputs(model: Any) -> set[str]:
-    """Return the names of layers of which a rank has a part of the inputs, whatever the number of ranks."""
-    plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
-    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    styles = {name: plan.get(name) or plan.get(re.sub(r"\b\d+\b", "*", name)) or "" for name in names}
-    return {name for name, style in styles.items() if style.startswith("rowwise")}
 
 
 def _head_counts(hf_config: Any) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from fastdecode.sworker.model.code import LoadedCode, bytes_of
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.loader import load_model, place_model, resolve_device, weights_digest
 from fastdecode.sworker.model.prepack import PackedLinears
-from fastdecode.sworker.model.sharding import Rank, layers_with_cut_inputs
+from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import probe_layers, probe_layout
 from fastdecode.sworker.products.experts import pack_experts, quantize_experts
 from fastdecode.sworker.products.gated import GatedLayers
@@ -78,7 +78,7 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
         if resolve_device(config.device).type != "cpu":
             raise ConfigError("quantization: int8 products run on the CPU: give --device cpu as well")
         published = published_codes(config.model, config.revision, packing)
-        quantize_linears(whole, hf_config, published, layers_with_cut_inputs(whole))
+        quantize_linears(whole, hf_config, published)
         quantize_experts(whole, num_attention_heads(hf_config))
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)

@@ -19,9 +19,6 @@ NAME = "integer_codes"
 EXPERTS = "expert_codes"
 """The attribute of an experts' module that holds the codes of each expert, by parameter."""
 
-FACTORS = (3, 5, 7)
-"""Numbers of parts that a reflection mixes."""
-
 
 class Ranks(Protocol):
     """The interface of the ranks that share a model (``sharding.Rank``)."""
@@ -95,7 +92,7 @@ def block_of(width: int, num_heads: int, is_cut: bool) -> int:
     common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
     most = 4096  # elements that are mixed
     block = min(common & -common, most)
-    for factor in FACTORS if block >= 16 else ():  # the kernels mix whole vectors
+    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels reflect whole vectors
         while common % (block * factor) == 0 and block * factor <= most:
             block *= factor
     return block
@@ -105,7 +102,7 @@ def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
     """Undo the rotation of ``rows``, float32 [rows, width]: each of its stages is its own inverse but for a factor."""
     part = block & -block
     mixed, apart = rows, block
-    for factor in reversed(FACTORS):
+    for factor in (7, 5, 3):
         while apart // part % factor == 0:
             apart //= factor
             parts = mixed.unflatten(-1, (-1, factor, apart))

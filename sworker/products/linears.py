@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.adapters.index import plan_of_picked_heads
+from fastdecode.sworker.adapters.latents import plan_of_latent_heads
 from fastdecode.sworker.model.checkpoints import Codes
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 from fastdecode.sworker.model.prepack import SharedProduct
@@ -34,21 +37,18 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 logger = logging.getLogger(__name__)
 
 
-def quantize_linears(
-    model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes], with_cut_inputs: Container[str]
-) -> None:
+def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
     """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight is freed once it is read.
 
     ``published``: codes from the checkpoint, by weight name; they are kept and not rotated.
-    ``with_cut_inputs``: names of layers of which ranks have parts of the inputs each.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    maps, num_heads = FileMaps(), num_attention_heads(hf_config)
+    maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)
     kept = expert_counts(hf_config)
     layers = [(name, module) for name, module in model.named_modules() if _is_quantized(name, module, kept)]
     for name, linear in layers:
         weight, own = linear.weight, published.get(f"{name}.weight")
-        block = block_of(linear.in_features, num_heads, name in with_cut_inputs)
+        block = block_of(linear.in_features, num_heads, name in cut)
         codes = IntegerCodes(*own(), 1) if own else quantized(weight, block)
         set_codes(linear, codes)
         if owners[id(weight)] == 1:
@@ -56,6 +56,14 @@ def quantize_linears(
             maps.let_go(weight)
     num_kept = sum(f"{name}.weight" in published for name, _ in layers)
     logger.info("%d linear layers in int8, %d of them as the checkpoint has them", len(layers), num_kept)
+
+
+def layers_with_cut_inputs(model: Any) -> set[str]:
+    """Return the names of layers of which a rank has a part of the inputs, whatever the number of ranks."""
+    plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
+    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    styles = {name: plan.get(name) or plan.get(re.sub(r"\b\d+\b", "*", name)) or "" for name in names}
+    return {name for name, style in styles.items() if style.startswith("rowwise")}
 
 
 def _stand_in(weight: torch.Tensor, codes: IntegerCodes) -> PackedWeight:
