@@ -141,7 +141,7 @@ class Lifecycle:
         self._queue.release_followers(sequence)
 
     def begin_again(self, sequence: TokenSequence) -> None:
-        """Queue ``sequence``, which holds nothing any more, by its age."""
+        """Queue ``sequence``, which has lost its cache, by its age."""
         self._queue.release_followers(sequence)
         self._queue.push(sequence)
 

@@ -24,12 +24,12 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.sworker.adapters.latents import LatentRows
 from fastdecode.sworker.model.code import LoadedCode, bytes_of
+from fastdecode.sworker.model.held import weights_digest
 from fastdecode.sworker.model.loader import (
     apply_overrides,
     max_position_embeddings,
     one_clear_error,
     resolve_dtype,
-    weights_digest,
 )
 from fastdecode.sworker.model.refusals import refuse
 from fastdecode.sworker.model.sharding import Rank
@@ -70,7 +70,7 @@ class VllmCode:
 
 
 class Latents(LatentRows):
-    """Latent attention (MLA) of vLLM: its K and V of each head, which its loader has put apart."""
+    """Latent attention (MLA) of vLLM, with K and V of each head, which vLLM's loader has separated."""
 
     def __init__(self, layer: Any) -> None:
         self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
@@ -221,7 +221,7 @@ def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: boo
 
 
 def _unknown_rule(layer: Any) -> str:
-    """Return what a layer does that our attention calls have no words for; "" where there is nothing."""
+    """Return what a layer does that our attention calls cannot express; "" if there is nothing."""
     if layer.kv_sharing_target_layer_name is not None:
         return "reads keys and values of another layer"
     if str(layer.attn_type) not in ("decoder", "AttentionType.DECODER"):

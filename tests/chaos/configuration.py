@@ -35,10 +35,10 @@ DEMO = "demo"
 
 BETWEEN = "between steps"
 WHERE = (
-    "before admit", "after transfers.next", "after controls_alone", "before export", "before import_", "after import_",
-    "before transfers.done", "before drafts.wanted", "before schedule", "before begin_step", "after begin_step",
-    "before submit", "after submit", "before collect", "before end_step", "after end_step", "before commit",
-    "after commit", "before dismiss",
+    "before admit", "after transfers.begin_next", "after controls_alone", "before export", "before import_",
+    "after import_", "before transfers.done", "before drafts.grant", "before schedule", "before begin_step",
+    "after begin_step", "before submit", "after submit", "before collect", "before end_step", "after end_step",
+    "before commit", "after commit", "before dismiss",
 )  # fmt: skip
 """Boundaries between two decisions of a step: before or after a call of the scheduler, of a part of it, or of the
 R-workers' backend."""
