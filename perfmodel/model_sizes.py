@@ -30,8 +30,8 @@ Scales are per block of 128 x 128 (fp8) or 32 (mxfp4), per group of 128 (awq, gp
 llama.cpp's. Embeddings and head keep the model's dtype.
 """
 
-KEPT_PACKED: frozenset[str] = frozenset()
-"""Formats that the S-worker keeps packed; it unpacks all others while reading."""
+KEPT_PACKED = frozenset(("fp8", "mxfp4", "awq", "gptq", "int8"))
+"""Formats that an S-worker on one GPU keeps packed (`sworker/model/packing.py`); it unpacks GGUF while reading."""
 
 
 def format_of(quantization: Mapping[str, Any]) -> str | None:

@@ -91,7 +91,7 @@ def bench(folder: str, *more: str) -> list[str]:
         (["serve", "--ssl-keyfile", __file__, "--ssl-certfile", __file__], 2, "are no certificate and key in PEM"),
         (["serve", "a", "--model", "b"], 2, "'a' and --model 'b' are two models: give one"),
         (
-            ["serve", "--disable-log-stats", "a", "--quantization", "awq"],
+            ["serve", "--disable-log-stats", "a", "--quantization", "int3"],
             2,
             "quantization: packed checkpoints and GGUF",
         ),

@@ -15,15 +15,14 @@ from doubles.fake_backend import FakeBackend
 from doubles.graph_recorder import FakeRecorder, Pool
 from helpers import latent_zoo, model_zoo, tiny_hybrids
 from helpers.examples import thinned
+from helpers.fake_recorders import fake_recorders
 from helpers.tiny import NUM_LAYERS, Engine, Tiny, make_tiny, prompt
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.engine.compose import build
-from fastdecode.sworker.model import transformers_code as model_module
-from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.run import s_worker
-from fastdecode.sworker.run.cuda_graphs import CudaGraphForward, ModelGraphs
+from fastdecode.sworker.run.cuda_graphs import CudaGraphForward
 from fastdecode.sworker.run.pipeline import MiniBatchForward
 from fastdecode.sworker.run.staging import pack
 from fastdecode.sworker.run.threads import SharedCores
@@ -192,30 +191,10 @@ def test_threads_are_watched_where_the_model_uses_them(engine: GraphEngine) -> N
 # Whole engines.
 
 
-class Unreplaced:
-    """In place of what is replaced on a CPU alone, behind the operations that the stand-in sees."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        pass
-
-    def undo(self) -> None:
-        pass
-
-
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
     """Every S-worker captures through a stand-in of its own, listed here."""
-    made: list[FakeRecorder] = []
-
-    def make(code: ModelCode, recorder: FakeRecorder, *more: int) -> ModelGraphs:
-        recorder.num_layers = code.module.config.num_hidden_layers
-        return ModelGraphs(code, recorder, *more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(s_worker, "make_recorder", lambda device: made.append(FakeRecorder(0)) or made[-1])
-    monkeypatch.setattr(s_worker, "ModelGraphs", make)
-    for name in ("PackedLinears", "FusedRows"):
-        monkeypatch.setattr(model_module, name, Unreplaced)
-    return made
+    return fake_recorders(monkeypatch)
 
 
 def generate(name: str, folder: Path, count: int, **settings: Any) -> list[list[int]]:

@@ -20,13 +20,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 348,
-    "lines that serving imports": 51_650,
-    "lines of the product": 66_000,
+    "modules that serving imports": 355,
+    "lines that serving imports": 52_800,
+    "lines of the product": 66_700,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 600,
+    "module constants": 606,
     "docstrings that are fragments": 27,
 }
 

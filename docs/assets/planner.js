@@ -144,7 +144,7 @@ class Live {
     let decoding = inFlight;
     for (let round = 0; round < 3; round += 1)
       decoding = inFlight * this.output / (this.output + Math.max(each * this.output / (budget - decoding) - 0.5, 0));
-    const share = Math.min(1, decoding * each / Math.min(budget - decoding, each * this.output));
+    const share = Math.min(1, decoding * each / Math.min(budget - decoding, Math.max(1, roundEven(inFlight / 32)) * each * this.output));
     const kinds = [[share, decoding + decoding * each / share]];
     return { decoding, kinds: share < 1 ? [[1 - share, decoding], ...kinds] : kinds };
   }

@@ -40,16 +40,16 @@ class EngineConfig(EngineSettings):
 
 
 def _check_quantization(config: EngineConfig) -> None:
-    """Raise ConfigError for an unknown kind of integer product, or one that the model's device does not support."""
+    """ConfigError for a quantization that is not known, or not where the model runs."""
     if config.quantization is None:
         return
     if config.quantization not in QUANTIZATIONS:
         raise ConfigError(
-            "quantization: packed checkpoints and GGUF are unpacked as they are loaded: leave it out, or give "
-            f"{' or '.join(QUANTIZATIONS)}, with which the CPU multiplies integers, not {config.quantization!r}"
+            "quantization: packed checkpoints and GGUF say themselves how they are packed: leave it out, or give one "
+            f"of {', '.join(QUANTIZATIONS)}, not {config.quantization!r}"
         )
-    if config.device == "cuda":
-        raise ConfigError("quantization: int8 products run on the CPU: leave quantization out, or give device cpu")
+    if config.device == "cpu" and config.quantization == "int4":
+        raise ConfigError("quantization: int4 is torchao's, for a GPU: give device cuda, or int8 for this CPU")
 
 
 def flag_names(group: str) -> list[str]:

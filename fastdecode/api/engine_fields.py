@@ -15,7 +15,8 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "int4")
-QUANTIZATIONS = ("int8",)
+PACKED_FORMATS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao")
+QUANTIZATIONS = ("int4", "int8", "unpack", *PACKED_FORMATS)
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULE_NAMES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -62,9 +63,10 @@ class EngineFields:
     hf_overrides: dict[str, Any] = setting(dict, "configuration keys to replace", MODEL, metavar="JSON", unset="none")
     dtype: str = setting("auto", "of the weights", MODEL, choices=DTYPES, unset="auto: the model's")
     quantization: str | None = setting(
-        None, "int8: linear layers multiply int8 weights and rows, on the CPU; about twice as fast as bfloat16, and a "
-        "token's bits depend on nothing that runs beside it", MODEL, metavar="METHOD",
-        unset="none: packed checkpoints are unpacked",
+        None, "on the CPU, int8: linear layers multiply int8 weights and rows; about twice as fast as bfloat16, and a "
+        "token's bits depend on nothing that runs beside it. On a GPU, int4 or int8: torchao packs plain weights. "
+        "A packed checkpoint's own format keeps it packed; unpack does not", MODEL, metavar="METHOD",
+        unset="none: packed checkpoints stay packed on a GPU and are unpacked on the CPU",
     )  # fmt: skip
     device: str = setting(
         "auto", "of the S-worker", MODEL, choices=DEVICES, unset="auto: cuda where there is a GPU, else cpu"

@@ -19,6 +19,7 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import check_key, parse_r_workers, split_address
+from fastdecode.cli.doctor_gpu import check_gpu
 from fastdecode.cli.findings import Finding
 from fastdecode.cli.flags import add_common_flags, add_flags
 from fastdecode.cli.launch import Mpiexec, find_mpiexec
@@ -75,7 +76,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         from fastdecode.cli.doctor_parking import check_parking
 
         parking = check_parking(args.park_dir)
-    machine = [*check_machine(), *check_kernels(), *check_mpi(), *check_ray(), check_port(args.port)]
+    machine = [*check_machine(), *check_gpu(), *check_kernels(), *check_mpi(), *check_ray(), check_port(args.port)]
     return [*machine, *links, *journal, *parking]
 
 

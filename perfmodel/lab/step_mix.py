@@ -42,7 +42,8 @@ class StepMix:
             chunk = budget - decoding
             steps = max(prompt_rows / chunk - 0.5, 0.0)  # the last chunk is sampled in its own step
             decoding = in_flight * workload.output_len / (workload.output_len + steps)
-        chunk = min(budget - decoding, prompt_rows)  # starts are spread, so prompts come one at a time
+        together = max(1, round(in_flight / 32))  # a micro-batch's prompts are computed in one step, if they fit
+        chunk = min(budget - decoding, together * prompt_rows)
         share = min(1.0, decoding * each / chunk)
         return StepMix(decoding, share, decoding * each / share)
 

@@ -17,6 +17,7 @@ import torch
 from fastdecode.kinds import Index
 from fastdecode.sworker.adapters.calls import Attend, Calls, Rule
 from fastdecode.sworker.adapters.latents import LatentRows
+from fastdecode.sworker.run.staging import DTYPE_NAME
 
 PROOF_ROWS = 24
 """Random rows on which an indexer's picks are compared with those of this module."""
@@ -68,7 +69,8 @@ class TokenIndexer:
         q_rot, q_pass = self._parts(own.wq_b(q_resid).unflatten(-1, (-1, own.head_dim)))
         k_rot, k_pass = self._parts(own.k_norm(own.wk(hidden_states)).unsqueeze(2))
         q_rot, k_rot = type(self).rotate(q_rot, k_rot, *position_embeddings, unsqueeze_dim=2)
-        weights = own.weights_proj(hidden_states.to(own.weights_proj.weight.dtype)).float() * own.n_heads**-0.5
+        weights = own.weights_proj(hidden_states.to(_dtype_of(own.weights_proj, hidden_states)))
+        weights = weights.float() * own.n_heads**-0.5
         q = torch.cat((q_rot, q_pass, _as_elements(weights, q_rot.dtype)), -1)
         k = torch.cat((k_rot, k_pass), -1)
         return IndexRows(q.transpose(1, 2), k.transpose(1, 2), own.softmax_scale, {"picks": own.index_topk})
@@ -215,6 +217,12 @@ def _picks_the_same(indexer: Any, found: type) -> bool:
     return torch.equal(picked(q, k, layer), mask[..., :-1].repeat_interleave(size, -1) & seen)
 
 
+def _dtype_of(linear: Any, other: torch.Tensor) -> torch.dtype:
+    """The dtype that ``linear`` computes in; that of ``other`` where its weight is packed."""
+    dtype: torch.dtype = getattr(getattr(linear, "weight", None), "dtype", other.dtype)
+    return dtype if dtype in DTYPE_NAME else other.dtype
+
+
 def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
     """Return random hidden states [1, rows, hidden size], the input of the tokens' queries, and cosines and sines."""
     generator = torch.Generator().manual_seed(1)
@@ -222,5 +230,5 @@ def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
     sizes = [each.in_features for each in linears]
     dim = indexer.qk_rope_head_dim if tokens else indexer.head_dim
     *rows, angles = (torch.randn(1, PROOF_ROWS, size, generator=generator) for size in (*sizes, dim // 2))
-    dtype, angles = linears[0].weight.dtype, torch.cat((angles, angles), -1)
+    dtype, angles = _dtype_of(linears[0], next(indexer.parameters())), torch.cat((angles, angles), -1)
     return [*(each.to(dtype) for each in rows), (angles.cos().to(dtype), angles.sin().to(dtype))]

@@ -18,7 +18,7 @@ import torch
 from fastdecode.kinds import Absorption, Latent
 from fastdecode.sworker.adapters.calls import Attend, Calls, Rule
 from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding, has_fast_products
-from fastdecode.sworker.run.staging import to_numpy
+from fastdecode.sworker.run.staging import DTYPE_NAME, to_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,8 @@ def use_latent_rows(model: torch.nn.Module) -> None:
     A module with an unknown ``expand_kv`` stays as it is.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    for module in modules:
+        _unpack_values(module)
     if not modules:
         return
     if not all(map(_is_known, modules)):
@@ -140,6 +142,19 @@ def use_latent_rows(model: torch.nn.Module) -> None:
         module.__class__ = classes[own]
         module.kv_b_proj.__class__ = Absorbed
     logger.info("%d layers keep latent rows", len(modules))
+
+
+@torch.no_grad()
+def _unpack_values(module: Any) -> None:
+    """Put a plain layer in place of a packed ``kv_b_proj``: what it makes of the unit vectors is its weight."""
+    own, width = getattr(module, "kv_b_proj", None), getattr(module, "kv_lora_rank", 0)
+    plain = type(own) is torch.nn.Linear and type(own.weight) is torch.nn.Parameter and own.weight.dtype in DTYPE_NAME
+    if own is None or plain or getattr(own, "bias", None) is not None:
+        return
+    norm = module.kv_a_layernorm.weight
+    weight = own(torch.eye(width, dtype=norm.dtype, device=norm.device)).T.contiguous()
+    module.kv_b_proj = torch.nn.Linear(width, len(weight), bias=False, device="meta")
+    module.kv_b_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
 def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:

@@ -58,7 +58,7 @@ class FusedRows:
             not isinstance(weight, torch.Tensor)
             or weight.ndim != 1
             or weight.dtype not in DTYPES
-            or _eps(module) is None
+            or eps_of(module) is None
         ):
             return
         key = type(module), weight.shape, weight.dtype
@@ -80,7 +80,7 @@ class FusedRows:
             self._rotations[key] = rotary if rotates_alike(rotary, head_dim, dtype) else None
         rotary_or_none = self._rotations[key]
         if rotary_or_none is not None:
-            self._attach(module, types.MethodType(_with_global(forward, ROTARY, rotary_or_none), module))
+            self._attach(module, types.MethodType(with_global(forward, ROTARY, rotary_or_none), module))
             self.num_rotary += 1
 
     def _attach(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
@@ -92,7 +92,7 @@ class Rotary:
     """``apply_rotary_pos_emb`` in one pass. Unknown cases go to the model's own function."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
-        self._own = own
+        self.own = own
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **options: Any
@@ -100,7 +100,7 @@ class Rotary:
         """Return q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
         fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
         if more or options or not fits or cos.shape != (1, q.shape[2], q.shape[3]) or _is_large(q):
-            return self._own(q, k, cos, sin, *more, **options)
+            return self.own(q, k, cos, sin, *more, **options)
         angles = to_numpy(cos[0]), to_numpy(sin[0])
         return _rotated(q, *angles), _rotated(k, *angles)
 
@@ -128,7 +128,7 @@ def _is_large(x: torch.Tensor) -> bool:
     return x.numel() > elements and torch.get_num_threads() > threads
 
 
-def _eps(norm: torch.nn.Module) -> float | None:
+def eps_of(norm: torch.nn.Module) -> float | None:
     return next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
 
 
@@ -152,7 +152,7 @@ def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
 
 def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
     """Return the forward of ``norm`` in one pass."""
-    dtype, eps = norm.weight.dtype, float(_eps(norm) or 0.0)
+    dtype, eps = norm.weight.dtype, float(eps_of(norm) or 0.0)
     weight = (norm.weight.detach().float() + offset).numpy()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -167,20 +167,20 @@ def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
     return forward
 
 
-def rotates_alike(rotary: Rotary, head_dim: int, dtype: torch.dtype) -> bool:
+def rotates_alike(rotary: Any, head_dim: int, dtype: torch.dtype, device: torch.device | None = None) -> bool:
     """Return whether ``rotary`` equals the model's own function for random q, k, cos and sin."""
     generator = torch.Generator()
     shapes = ((1, 4, PROOF_ROWS, head_dim), (1, 2, PROOF_ROWS, head_dim), *[(1, PROOF_ROWS, head_dim)] * 2)
-    arguments = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    arguments = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     try:
-        pairs = zip(rotary(*arguments), rotary._own(*arguments), strict=True)
+        pairs = zip(rotary(*arguments), rotary.own(*arguments), strict=True)
         return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
     except Exception as error:  # another kind of function has that name
         logger.info("%s is left as it is: %s", ROTARY, error)
         return False
 
 
-def _with_global(function: Any, name: str, value: object) -> types.FunctionType:
+def with_global(function: Any, name: str, value: object) -> types.FunctionType:
     """Return a copy of ``function`` in which one global name has another value."""
     copy = types.FunctionType(
         function.__code__,

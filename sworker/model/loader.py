@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fastdecode.sworker.adapters.own_recurrences import use_own_recurrences
 from fastdecode.sworker.adapters.states import use_states
 from fastdecode.sworker.files import rope
 from fastdecode.sworker.files.weight_files import check_files, check_tensors
-from fastdecode.sworker.model import checkpoints, gguf, lora, sharding
+from fastdecode.sworker.model import gguf, lora, packing, sharding
 from fastdecode.sworker.model.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
@@ -80,9 +80,11 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                     attn_implementation=ATTENTION_NAME,
                     trust_remote_code=config.trust_remote_code,
                 )
+            if device.type == "cuda" and config.quantization in ("int4", "int8"):
+                packing.quantize_dummy(model, config.quantization, device)
         else:
             check_files(Path(config.model))
-            loads, name, named = _weights_source(config, hf_config, dtype)
+            loads, name, named, form = _weights_source(config, hf_config, dtype, device)
             os.environ.setdefault(*ONE_BY_ONE)
             model, info = loads.from_pretrained(
                 name,
@@ -96,6 +98,8 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
             )
             check_tensors(config.model, info, "num_hidden_layers" in config.hf_overrides)
             gguf.check_all_taken(model, config.model)
+            if form.is_kept:
+                packing.say_kept(model, config.model, form)
     has_states = use_states(model) or use_own_recurrences(model)
     if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
@@ -109,18 +113,21 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
         return model.eval().requires_grad_(False)
 
 
-def _weights_source(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return the class whose ``from_pretrained`` loads, and its arguments for the weights.
-
-    They name the place of the weights, or are the unpacked weights.
-    """
+def _weights_source(
+    config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, str | None, dict[str, Any], packing.Packing]:
+    """Return whose ``from_pretrained`` loads, its arguments that say where weights are, and the form they take."""
     name, named = gguf.weights_source(config.model)
     loads = auto_class(hf_config.model_type)
     remote = {"trust_remote_code": config.trust_remote_code}
-    if not named and (weights := checkpoints.unpacked(config.model, config.revision, hf_config, dtype)):
-        with torch.device("meta"):  # transformers' automatic classes accept weights only as files
-            return type(loads.from_config(hf_config, **remote)), None, {"state_dict": weights}
-    return loads, name, named | remote | {"revision": config.revision}
+    if named:  # a GGUF file
+        return loads, name, named | remote | {"revision": config.revision}, packing.Packing("plain")
+    form = packing.choose(config, hf_config, device)
+    skeleton = partial(packing.skeleton, loads, hf_config, remote)
+    form, named, kind = packing.arguments(config, hf_config, form, dtype, device, skeleton)
+    if kind:  # transformers' automatic classes take no weights but files
+        return kind, None, named, form
+    return loads, name, named | remote | {"revision": config.revision}, form
 
 
 def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
@@ -129,22 +136,6 @@ def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, ra
         if rank:
             sharding.shard(model, hf_config, rank)
         return model.to(resolve_device(config.device))
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """Return a SHA-256 of names, shapes and some numbers of every parameter.
-
-    It tells checkpoints apart in milliseconds.
-    """
-    digest = hashlib.sha256()
-    # Numbers of each parameter that enter the digest of a model
-    digest_numbers = 64
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        numbers = parameter.detach().reshape(-1)
-        some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
-        digest.update(some.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
@@ -168,6 +159,11 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not available:
         raise ConfigError(f"device: 'cuda' was asked for, and torch {torch.__version__} finds no GPU it can use")
     return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def multiplies_int8(config: EngineConfig) -> bool:
+    """Return whether linear layers multiply integers: ``int8`` on the CPU. On a GPU torchao packs weights."""
+    return config.quantization == "int8" and resolve_device(config.device).type == "cpu"
 
 
 def device_name(config: EngineConfig) -> str:
@@ -208,9 +204,12 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     Raise UnsupportedModelError for a kind of model that its equations do not cover.
     """
     hf_config = hf_config or load_hf_config(config)
-    shape = read_shape(hf_config.to_dict(), config.model)
-    shape = replace(shape, dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)])
-    return replace(shape, weight_bits=8.0, multiplies_int8=True) if config.quantization == "int8" else shape
+    device = resolve_device(config.device)
+    bits = packing.planned_bits(config, hf_config, device)
+    plain = {name: value for name, value in hf_config.to_dict().items() if name != "quantization_config"}
+    dtype = DTYPE_NAME[resolve_dtype(config.dtype, hf_config)]
+    shape = replace(read_shape(plain, config.model), dtype=dtype, weight_bits=bits)
+    return replace(shape, multiplies_int8=multiplies_int8(config))
 
 
 def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,12 +19,14 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.sworker.files.generation import generation_defaults
 from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.first_layers import first_layers
+from fastdecode.sworker.model.held import bits_of
 from fastdecode.sworker.model.load_code import load_code
 from fastdecode.sworker.model.loader import (
     load_hf_config,
     max_position_embeddings,
     model_shape,
     most_positions,
+    multiplies_int8,
 )
 from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.sharding import Rank
@@ -59,7 +62,7 @@ class SModel:
                 self.layout.model_dtype,
                 named,
             )
-        elif config.quantization and repeats_rows(self.code, hf_config, (1, 2, 5, 11)):
+        elif multiplies_int8(config) and repeats_rows(self.code, hf_config, (1, 2, 5, 11)):
             self.code.least_rows = 1
         self._config, self._hf_config, self._rank = config, hf_config, rank
 
@@ -74,7 +77,7 @@ class SModel:
         """A name of the whole model, equal in processes with the same layers, dtype, vocabulary and weights."""
         layers = self.whole_layout.with_state_dtype("float32").layers
         text = f"{layers} {self.layout.model_dtype} {self.vocab_size} {self._weights}"
-        text += f" {self._config.quantization}" if self._config.quantization else ""
+        text += f" {self._config.quantization}" if self._config.quantization in ("int4", "int8") else ""
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -84,7 +87,7 @@ class SModel:
 
     @property
     def kv_identity(self) -> str:
-        """A name of all that keys and values depend on: weights, configuration, device.
+        """A name for everything that keys and values depend on: weights, configuration, device.
 
         The R-workers' arithmetic is not part of it.
         """
@@ -118,6 +121,8 @@ class SModel:
     def shape(self) -> ModelShape:
         """Sizes of the model. Raise UnsupportedModelError if the performance model's equations do not cover it."""
         shape = model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
+        if not shape.multiplies_int8:
+            shape = replace(shape, weight_bits=bits_of(self.model))
         return shape.keeping_states(self._config.state_on == "s")
 
     def first_layers(self, num_layers: int) -> ModelCode:

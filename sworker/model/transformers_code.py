@@ -13,9 +13,12 @@ from fastdecode.core.errors import ConfigError, UnsupportedModelError
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.model.checkpoints import published_codes, quantization
-from fastdecode.sworker.model.code import LoadedCode, bytes_of
+from fastdecode.sworker.model.code import LoadedCode
 from fastdecode.sworker.model.fused import FusedRows
-from fastdecode.sworker.model.loader import load_model, place_model, resolve_device, weights_digest
+from fastdecode.sworker.model.gpu_rows import GpuRows
+from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
+from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device
+from fastdecode.sworker.model.packing import choose
 from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import probe_layers, probe_layout
@@ -42,8 +45,8 @@ class TransformersCode:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of parameters and buffers."""
-        return bytes_of(self.module)
+        """Memory of parameters, packed ones as packed."""
+        return weight_bytes(self.module)
 
     @property
     def num_parameters(self) -> int:
@@ -67,17 +70,17 @@ class TransformersCode:
 def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
     """Load the model that ``config`` names, or the part of ``rank``; ConfigError, ModelLoadError or
     UnsupportedModelError."""
-    packing = quantization(hf_config)
+    packed_in, form = quantization(hf_config), choose(config, hf_config, resolve_device(config.device))
     whole = load_model(config, hf_config)
     digest = weights_digest(whole)
+    if form.how == "theirs":
+        digest += files_digest(config.model, config.revision)
     if config.latent_absorption == "r" and not leave_absorption_to_r_workers(whole):
         raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
     needs_whole = rank and (config.prefill_workers or config.journal)
     layers = probe_layers(TransformersCode(whole), hf_config) if needs_whole else None
-    if config.quantization:
-        if resolve_device(config.device).type != "cpu":
-            raise ConfigError("quantization: int8 products run on the CPU: give --device cpu as well")
-        published = published_codes(config.model, config.revision, packing)
+    if multiplies_int8(config):
+        published = published_codes(config.model, config.revision, packed_in)
         quantize_linears(whole, hf_config, published)
         quantize_experts(whole, num_attention_heads(hf_config))
     code = TransformersCode(place_model(config, hf_config, whole, rank))
@@ -91,7 +94,7 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     integers = IntegerLinears(model)
     if pack_experts(model) or integers.num_layers:
         order_products(model, hf_config)
-    replaced = PackedLinears(model), FusedRows(model), GatedLayers(model, integers)
+    replaced = PackedLinears(model), FusedRows(model), GpuRows(model), GatedLayers(model, integers)
     try:
         layout = probe_layout(code, hf_config, config.kv_cache_dtype)
     except UnsupportedModelError as error:

@@ -15,27 +15,34 @@ PART_ELEMENTS = 1 << 18
 
 
 def in_parts(
-    shape: tuple[int, int], unit: int, dtype: torch.dtype, part: Callable[[int, int], torch.Tensor]
+    shape: tuple[int, int],
+    unit: int,
+    dtype: torch.dtype,
+    part: Callable[[int, int], torch.Tensor],
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return a weight of ``shape`` in ``dtype``; ``part`` makes the rows between two numbers.
 
     Parts begin at multiples of ``unit``.
     """
-    whole = torch.empty(shape, dtype=dtype)
-    step = max(1, PART_ELEMENTS // (unit * shape[1])) * unit
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    elements = PART_ELEMENTS << 6 if device and device.type == "cuda" else PART_ELEMENTS  # a launch costs more there
+    step = max(1, elements // (unit * shape[1])) * unit
     for begin in range(0, shape[0], step):
         end = min(begin + step, shape[0])
         whole[begin:end] = part(begin, end)
     return whole
 
 
-def integers(words: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+def integers(words: torch.Tensor, bits: int, interleaved: bool = False) -> torch.Tensor:
     """Return the unsigned integers in int32 ``words`` [rows, columns], lowest bits first: [rows, columns · 32 / bits].
 
-    ``order``: the places of numbers within a word, if not in order.
+    ``interleaved``: each word has its eight numbers at the places 0, 4, 1, 5, 2, 6, 3, 7, as AWQ's "gemm" layout does.
     """
-    places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
-    return ((words[..., None] >> places) & (2**bits - 1)).flatten(1)
+    places = torch.arange(32 // bits, dtype=torch.int32, device=words.device)
+    if interleaved:
+        places = places % 2 * 4 + places // 2
+    return ((words[..., None] >> places * bits) & (2**bits - 1)).flatten(1)
 
 
 def grouped(
@@ -46,8 +53,8 @@ def grouped(
     ``groups``: the group of each column; by default equally many neighbours.
     """
     columns = numbers.shape[1]
-    if groups is None or bool((groups < 0).any()):
-        groups = torch.arange(columns) // -(-columns // scales.shape[1])
+    if groups is None:
+        groups = torch.arange(columns, device=numbers.device) // -(-columns // scales.shape[1])
     zeros = zeros.float()[:, groups] if isinstance(zeros, torch.Tensor) else zeros
     return (numbers.float() - zeros) * scales.float()[:, groups]
 
@@ -57,9 +64,7 @@ def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch
 
     ``words`` [in, out / 8], ``zeros`` [groups, out / 8], ``scales`` [groups, out].
     """
-    # Where AWQ's "gemm" layout stores the eight columns of a word, lowest bits first
-    awq_order = (0, 4, 1, 5, 2, 6, 3, 7)
-    numbers, offsets = (integers(each, 4, awq_order).T for each in (words, zeros))
+    numbers, offsets = (integers(each, 4, interleaved=True).T for each in (words, zeros))
     return grouped(numbers, scales.T, offsets)
 
 
@@ -108,7 +113,7 @@ def scaled(
     own.
     """
     if numbers.ndim == 3:
-        whole = torch.empty(numbers.shape, dtype=dtype)
+        whole = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
         for index, each in enumerate(numbers):
             own = scales[index] if scales.ndim else scales
             whole[index] = scaled(each, own, None if zeros is None else zeros[index], block, dtype)
@@ -116,11 +121,11 @@ def scaled(
     rows, columns = numbers.shape
     table = scales.float().reshape(-1, 1) if scales.ndim < 2 else scales.float()
     high, wide = block if block and len(table) < rows else (-(-rows // len(table)), -(-columns // table.shape[1]))
-    across = torch.arange(columns) // wide if table.shape[1] > 1 else torch.zeros(columns, dtype=torch.long)
+    across = torch.arange(columns, device=numbers.device) // (wide if table.shape[1] > 1 else columns)
 
     def part(begin: int, end: int) -> torch.Tensor:
-        down = torch.arange(begin, end) // high
+        down = torch.arange(begin, end, device=numbers.device) // high
         offsets = 0.0 if zeros is None else zeros.float().reshape(table.shape)[down][:, across]
         return (numbers[begin:end].float() - offsets) * table[down][:, across]
 
-    return in_parts((rows, columns), 32, dtype, part)
+    return in_parts((rows, columns), 32, dtype, part, numbers.device)

@@ -12,7 +12,7 @@ from fastdecode.cli.main import main
 from fastdecode.perfmodel.known_models import BUILT_IN, HUB_NAMES, known_name
 from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.model_config import find_shape, read_shape
-from fastdecode.perfmodel.model_sizes import FORMATS, format_of
+from fastdecode.perfmodel.model_sizes import FORMATS, KEPT_PACKED, format_of
 from fastdecode.perfmodel.presets import find_gpu
 
 MACHINE = ["--gpu", "rtx-5090", "--cpu", "threadripper-7995wx"]
@@ -62,6 +62,18 @@ def test_packed_weights_favour_the_gpu_alone_and_are_said(tmp_path: Path, capsys
     assert found[2]["gpu_only"]["users"] > 1.4 * found[0]["gpu_only"]["users"]
     assert found[2]["output_tokens_per_second"] == found[0]["output_tokens_per_second"]
     assert "the S-worker unpacks them to bfloat16, 16.06 GB; the GPU alone keeps them packed" in capsys.readouterr().out
+
+
+def test_formats_that_the_engine_keeps_packed_count_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """gpt-oss-120b in MXFP4 fits one H100; ranks cut plain weights, so two of them unpack."""
+    assert {*KEPT_PACKED} == {*FORMATS} - {name for name in FORMATS if name.startswith("gguf")}
+    words = ["plan", "--gpu", "h100", "--cpu", "epyc-9654", "--seq-len", "8192", "--model"]
+    assert main([*words, "llama-3-8b", "--weights", "awq"]) == 0
+    assert "weights in awq: they stay packed on the GPU, 5.73" in capsys.readouterr().out
+    assert main([*words, "llama-3-8b", "--weights", "awq", "--tensor-parallel-size", "2"]) == 0
+    assert "the S-worker unpacks them to bfloat16, 16.06 GB" in capsys.readouterr().out
+    assert main([*words, "gpt-oss-120b", "--weights", "mxfp4", "--tensor-parallel-size", "1"]) == 0
+    assert "they stay packed on the GPU, 6" in capsys.readouterr().out
 
 
 def test_a_model_gets_the_fewest_gpus_that_hold_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

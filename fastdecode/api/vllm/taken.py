@@ -14,7 +14,7 @@ TAKEN = dict.fromkeys(
     ), "",
 ) | {
     "api_key": "several keys too",
-    "quantization": "int8, for products of integers on the CPU; what is packed is unpacked without it",
+    "quantization": "a checkpoint's own format, or `unpack`; `int8`, and `int4` on a GPU",
     "config": "a YAML file with flags of any command that loads a model",
     "dtype": "`half` and `float` too",
     "enable_auto_tool_choice": "a model may always choose tools",

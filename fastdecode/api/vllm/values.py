@@ -44,7 +44,9 @@ def translate(name: str, value: Any) -> Any:
     if name == "kv_cache_memory_bytes" and isinstance(value, str):
         return _count(name, value)
     if name == "quantization" and value in ("gguf", "none"):
-        return None  # a packed checkpoint is unpacked while it is loaded
+        return None  # files say themselves how they are packed
+    if name == "quantization" and isinstance(value, str):
+        return value.removesuffix("_marlin")  # a kernel of vLLM's for the same format
     # Load formats that the loader detects from the files
     load_formats = dict.fromkeys(("safetensors", "hf", "gguf", "fastsafetensors", "instanttensor", "mistral"), "auto")
     if name == "load_format":

@@ -48,8 +48,9 @@ def file_bits(args: argparse.Namespace) -> float:
 
 
 def _kept_bits(args: argparse.Namespace) -> float:
-    """Return the bits of a layer's weight as the S-worker keeps it."""
-    return file_bits(args) if args.weights in KEPT_PACKED else 0.0
+    """Return the bits of a layer's weight as the S-worker keeps it: packed on one GPU. Ranks cut plain weights."""
+    kept = args.weights in KEPT_PACKED if args.weights else Path(args.model).suffix != ".gguf"
+    return file_bits(args) if kept and getattr(args, "tensor_parallel_size", 1) in (None, 1) else 0.0
 
 
 def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
@@ -59,6 +60,8 @@ def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]
         return ()
     packed = replace(shape, weight_bits=bits)
     name = args.weights or f"{bits:.3g} bits each"
+    if shape.weight_bits:
+        return (f"weights in {name}: they stay packed on the GPU, {shape.weight_bytes / 1e9:.4g} GB",)
     return (
         f"weights in {name}: the S-worker unpacks them to {shape.dtype}, {shape.weight_bytes / 1e9:.4g} GB; the GPU "
         f"alone keeps them packed, {packed.weight_bytes / 1e9:.4g} GB",

@@ -14,6 +14,7 @@ from fastdecode.core.errors import BackendError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.core.weighing import Queries, WeighedRow
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import set_threads
@@ -117,6 +118,10 @@ class InstantBackend:
 
     def collect(self, mini_batch: int) -> np.ndarray:
         return self._outputs[mini_batch]
+
+    def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        """Return no shares, since nothing is kept."""
+        return [None] * len(rows)
 
     def end_step(self) -> StepReport:
         never = np.zeros((self._num_mini_batches, len(self._layers)))

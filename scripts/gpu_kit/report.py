@@ -1,0 +1,82 @@
+"""The report: report.json, and report.md with a row or a reason for each part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MOST_FILES, MOST_BYTES = 8, 16 << 20
+"""Limits of a report that is attached to an issue."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a part ended: its rows, and the reason where it did not end well."""
+
+    letter: str
+    title: str
+    seconds: float
+    rows: Sequence[dict[str, Any]]
+    reason: str = ""
+
+    @property
+    def whole(self) -> list[dict[str, Any]]:
+        """The rows; the reason, as one, where the part did not end well or had none."""
+        if not self.reason and self.rows:
+            return list(self.rows)
+        reason = self.reason or "it wrote no row"
+        return [*self.rows, {"name": "not finished", "value": None, "unit": "", "note": reason}]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows that a part wrote before it ended; [] where there are none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def write(folder: Path, machine: dict[str, Any], device: str, quick: bool, parts: Sequence[Ended]) -> None:
+    """Write both files, and delete pictures that would make the report too large to attach."""
+    data = {"machine": machine, "device": device, "quick": quick,
+            "parts": {part.letter: {"title": part.title, "seconds": round(part.seconds, 1), "rows": part.whole}
+                      for part in parts}}  # fmt: skip
+    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(markdown(machine, device, quick, parts), encoding="utf-8")
+    trim(folder)
+
+
+def markdown(machine: dict[str, Any], device: str, quick: bool, parts: Sequence[Ended]) -> str:
+    """Return the page."""
+    packages = ", ".join(f"{name} {each}" for name, each in machine["packages"].items())
+    lines = [
+        f"# FastDecode on {machine['gpu'] or machine['cpu']}", "",
+        f"{machine['date']}, device {device}{', quick' if quick else ''}. {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB. Python {machine['python']}, {machine['system']}. {packages}.", "",
+    ]  # fmt: skip
+    if device == "cpu":
+        lines += ["The kit was tried on a CPU: no figure here says anything of a GPU.", ""]
+    for part in parts:
+        lines += [f"## {part.letter}. {part.title}", "", "| what | result | |", "|---|---|---|"]
+        lines += [line_of(row) for row in part.whole]
+        lines += ["", f"In {part.seconds:.0f} s.", ""]
+    return "\n".join(lines)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row of the table; a row without a value says its reason."""
+    value = "none" if row["value"] is None else f"{row['value']} {row['unit']}".strip()
+    return f"| {row['name']} | {value} | {str(row['note']).replace('|', '/')} |"
+
+
+def trim(folder: Path) -> None:
+    """Delete the largest other files where there are too many, and any that is too large."""
+    others = sorted((each for each in folder.iterdir() if each.is_file() and not each.name.startswith("report.")),
+                    key=lambda file: file.stat().st_size)  # fmt: skip
+    for number, file in enumerate(others):
+        if number >= MOST_FILES - 2 or file.stat().st_size > MOST_BYTES:
+            file.unlink()

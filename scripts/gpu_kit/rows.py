@@ -1,0 +1,64 @@
+"""Rows of the report. A part writes them one by one, so a stopped part keeps its measured rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. ``value``: None if ``note`` gives a reason instead."""
+
+    name: str
+    value: float | str | None
+    unit: str = ""
+    note: str = ""
+
+
+class Part:
+    """The settings of a part's process, and the file of its rows."""
+
+    def __init__(self, file: Path, device: str, quick: bool) -> None:
+        self.device, self.quick = device, quick
+        self.folder = file.parent
+        self._file = file
+        self._rows: list[Row] = []
+
+    def add(self, name: str, value: float | str | None, unit: str = "", note: str = "") -> None:
+        """Add a row, and write all rows."""
+        self._rows.append(Row(name, value, unit, note))
+        self._file.write_text(json.dumps([asdict(row) for row in self._rows], indent=1))
+        print(f"  {name}: {'-' if value is None else value} {unit} {note}".rstrip(), flush=True)
+
+    def tried(self, name: str, work: Any) -> Any:
+        """Return what ``work()`` returns; where it raises, add a row with the reason and return None."""
+        try:
+            return work()
+        except Exception as error:
+            self.add(name, None, note=reason_of(error))
+            return None
+
+    @property
+    def on_gpu(self) -> bool:
+        """True on a GPU."""
+        return self.device == "cuda"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's kind and its first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def part_of_arguments() -> Part:
+    """Return the part that this process's command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    return Part(args.rows, args.device, args.quick)

@@ -1,0 +1,153 @@
+"""Layouts of packed weights: which tensors make up one weight, and the function that unpacks them.
+
+The functions take tensors on any device, so a layer that stays packed unpacks its weight where it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.model import unpack
+
+Tensors = Mapping[str, torch.Tensor]
+"""The tensors of one packed weight, by their names within the layer."""
+
+Unpack = Callable[[Tensors, torch.dtype], torch.Tensor]
+"""Makes the weight, in a dtype, of its tensors."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One packed weight: its tensors' names in the files by their names within the layer, and what unpacks them."""
+
+    unpack: Unpack
+    names: dict[str, str]
+
+    @property
+    def is_linear(self) -> bool:
+        """True where the weight belongs to one linear layer, not to several experts."""
+        return "blocks" not in self.names
+
+
+class Layouts:
+    """Finds the layout of each packed weight among a checkpoint's tensors."""
+
+    def __init__(self, places: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        """``places`` has the names of all tensors; ``settings`` is the ``quantization_config``."""
+        self._places, self._settings = places, settings
+
+    def of(self, name: str) -> tuple[str, Layout] | None:
+        """Return the weight's plain name and its layout where tensor ``name`` is the chief one of a packed weight."""
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "qweight":
+            unpack_them = awq if self._settings.get("quant_method") == "awq" else self._gptq()
+            return f"{stem}.weight", self._layout(unpack_them, stem, ("qweight", "qzeros", "scales", "g_idx"))
+        if leaf == "weight_packed":
+            leaves = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+            return f"{stem}.weight", self._layout(self._packed_rows(), stem, leaves)
+        if name.endswith("_blocks") and f"{name[:-6]}scales" in self._places:
+            plain = name.removesuffix("_blocks")
+            return plain, Layout(mxfp4, {"blocks": name, "scales": f"{plain}_scales"})
+        scale = next((name + each for each in ("_scale_inv", "_scale") if name + each in self._places), None)
+        if scale is None:
+            return None
+        zero = f"{name}_zero_point"
+        more = {"zeros": zero} if zero in self._places else {}
+        return name, Layout(self._scaled(), {"codes": name, "scales": scale} | more)
+
+    def belongs(self, name: str) -> bool:
+        """Say whether a tensor is part of a packed one, or scales what is not packed here (activations, caches)."""
+        stem = name.rpartition(".")[0]
+        if any(f"{stem}.{leaf}" in self._places for leaf in ("qweight", "weight_packed")):
+            return not name.endswith(".bias")
+        return name.endswith(("_scale_inv", "_scale", "_scales", "_zero_point", "_g_idx"))
+
+    def _layout(self, unpack_them: Unpack, stem: str, leaves: tuple[str, ...]) -> Layout:
+        names = {leaf: f"{stem}.{leaf}" for leaf in leaves}
+        return Layout(unpack_them, {leaf: name for leaf, name in names.items() if name in self._places})
+
+    def _gptq(self) -> Unpack:
+        plus, bits = 0 if self._settings.get("checkpoint_format") == "gptq_v2" else 1, int(self._settings["bits"])
+        return lambda tensors, dtype: gptq(tensors, dtype, bits, plus)
+
+    def _packed_rows(self) -> Unpack:
+        bits = num_bits(self._settings)
+        return lambda tensors, dtype: packed_rows(tensors, dtype, bits)
+
+    def _scaled(self) -> Unpack:
+        block = tuple(self._settings.get("weight_block_size") or ())
+        return lambda tensors, dtype: unpack.scaled(
+            tensors["codes"], tensors["scales"], tensors.get("zeros"), block, dtype
+        )
+
+
+def awq(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of AWQ's "gemm" layout."""
+    words, zeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
+
+    def part(begin: int, end: int) -> torch.Tensor:
+        here = slice(begin // 8, end // 8)
+        return unpack.awq(words[:, here], zeros[:, here], scales[:, begin:end])
+
+    return unpack.in_parts((scales.shape[1], words.shape[0]), 32, dtype, part, words.device)
+
+
+def gptq(tensors: Tensors, dtype: torch.dtype, bits: int, plus: int) -> torch.Tensor:
+    """Return the weight of GPTQ's layout; ``plus`` is what was taken from zeros before they were stored."""
+    words, zeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
+
+    def part(begin: int, end: int) -> torch.Tensor:
+        here = slice(begin * bits // 32, end * bits // 32)
+        return unpack.gptq(words[:, begin:end], zeros[:, here], scales[:, begin:end], tensors.get("g_idx"), bits, plus)
+
+    return unpack.in_parts((words.shape[1], words.shape[0] * 32 // bits), 32, dtype, part, words.device)
+
+
+def packed_rows(tensors: Tensors, dtype: torch.dtype, bits: int) -> torch.Tensor:
+    """Return the weight of compressed-tensors' "pack-quantized" layout."""
+    words, scales, zeros = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    rows, columns = tensors["weight_shape"].tolist()
+
+    def part(begin: int, end: int) -> torch.Tensor:
+        offsets = None if zeros is None else zeros[begin * bits // 32 : -(-end * bits // 32)]
+        groups = tensors.get("weight_g_idx")
+        return unpack.packed_rows(words[begin:end], scales[begin:end], columns, offsets, groups, bits)
+
+    return unpack.in_parts((rows, columns), 32, dtype, part, words.device)
+
+
+def mxfp4(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights of all experts of a layer, of MXFP4's blocks."""
+    blocks = tensors["blocks"]
+    rows = unpack.PART_ELEMENTS // (2 * blocks.shape[-1])
+    made: torch.Tensor = convert_moe_packed_tensors(blocks, tensors["scales"], dtype=dtype, rows_per_chunk=rows)
+    return made
+
+
+def num_bits(settings: Mapping[str, Any]) -> int:
+    """Return the bits of compressed-tensors' weights, of which all groups must have the same."""
+    groups = (settings.get("config_groups") or {}).values()
+    bits = {int(group["weights"]["num_bits"]) for group in groups if group.get("weights")}
+    if len(bits) != 1 or not bits <= {4, 8}:
+        raise ModelLoadError(f"compressed-tensors with weights of {sorted(bits)} bits: 4 or 8 for all are unpacked")
+    return bits.pop()
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Refuse layouts that the functions of `unpack.py` would read wrongly."""
+    method = settings["quant_method"]
+    known: dict[str, dict[str, tuple[Any, ...]]] = {
+        "awq": {"bits": (4, None), "version": ("gemm", None)},
+        "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2", "", None)},
+        "compressed-tensors": {"format": ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")},
+    }
+    for name, values in known.get(method, {}).items():
+        if (found := settings.get(name)) not in values:
+            usual = ", ".join(str(value) for value in values if value)
+            raise ModelLoadError(f"{method} weights with {name} {found!r} are not unpacked; {usual} are")

@@ -1,0 +1,79 @@
+"""The tensors that a model's weights lie in, packed ones as packed: their bytes, bits per weight and digest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdecode.sworker.model.checkpoints import packed_files
+from fastdecode.sworker.model.kept import KeptLinear
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a model's memory is made of: parts of packed ones in place of those."""
+    for name, tensor in model.named_parameters():
+        parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        yield from ((f"{name}.{part}", getattr(tensor, part)) for part in parts if getattr(tensor, part) is not None)
+        if not parts:
+            yield name, tensor
+    for name, module in model.named_modules():
+        if _holds_packed(module):
+            yield from ((f"{name}.{own}", each) for own, each in module._buffers.items() if each is not None)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
+    digest = hashlib.sha256()
+    # Numbers of each tensor that enter the digest
+    digest_numbers = 64
+    for name, parameter in tensors_of(model):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        numbers = parameter.detach().reshape(-1)
+        some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
+        digest.update(some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def files_digest(model: str, revision: str | None) -> str:
+    """SHA-256 of some bytes of a checkpoint's files: a format's own package may hold weights where no code looks."""
+    digest = hashlib.sha256()
+    # Places of a file, and the bytes at each
+    num_places, num_bytes = 256, 64
+    for name in packed_files(model, revision):
+        with Path(name).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(str(size).encode())
+            for place in range(0, size, max(1, size // num_places)):
+                file.seek(place)
+                digest.update(file.read(num_bytes))
+    return digest.hexdigest()
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the model's weights as they lie in memory, packed ones as packed, shared ones once."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(model))
+
+
+def bits_of(model: torch.nn.Module) -> float:
+    """Return the bits that a weight of the model's layers takes with its scales; 0.0 where none is packed."""
+    kept = [(name, each) for name, each in model.named_modules() if _holds_packed(each)]
+    sizes = [each.in_features * each.out_features for _, each in kept]
+    bytes_of = [sum(part.numel() * part.element_size() for _, part in _own_tensors(each)) for _, each in kept]
+    return 8.0 * sum(bytes_of) / sum(sizes) if kept else 0.0
+
+
+def _holds_packed(module: Any) -> bool:
+    if isinstance(module, KeptLinear):
+        return True
+    weight = getattr(module, "_parameters", {}).get("weight")
+    has_sizes = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return has_sizes and (weight is None or hasattr(weight, "__tensor_flatten__") or weight.element_size() < 2)
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, each) for name, each in tensors_of(module) if "bias" not in name)

@@ -1,0 +1,226 @@
+"""Decides whether a checkpoint's weights stay packed, how, and says why.
+
+On a GPU they stay packed wherever something computes with them: transformers' own quantizer of the format, or layers
+of ours that unpack their weight when they compute (`kept.py`). On the CPU products of plain weights are faster, so
+weights are unpacked unless ``--quantization`` names the format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from transformers.integrations.hub_kernels import lazy_load_kernel
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from fastdecode.api.config import EngineConfig
+from fastdecode.core.errors import ConfigError, ModelLoadError
+from fastdecode.perfmodel.model_sizes import FORMATS, format_of
+from fastdecode.sworker.model import checkpoints
+from fastdecode.sworker.model.held import weight_bytes
+from fastdecode.sworker.model.kept import KeptConfig, kept_weights, why_not_kept
+
+logger = logging.getLogger(__name__)
+
+How = Literal["plain", "theirs", "ours", "unpacked"]
+"""The form of weights: never packed, with transformers' quantizer, in layers of ours, or unpacked as they are read."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The form of a checkpoint's weights and the reason for it."""
+
+    how: How
+    method: str = ""
+    why: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        """True where weights stay packed."""
+        return self.how in ("theirs", "ours")
+
+
+def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packing:
+    """Return the form in which the weights of ``config``'s model are loaded; ConfigError for one that cannot be."""
+    settings = checkpoints.quantization(hf_config)
+    method = str(settings.get("quant_method", ""))
+    on_gpu = device.type == "cuda"
+    asked = config.quantization
+    check_asked(config, method, on_gpu)
+    if not method:
+        return Packing("plain")
+    reason = _must_be_plain(config, asked, method, on_gpu)
+    if reason and method in ("bitsandbytes", "torchao") and asked != "unpack":
+        if config.tensor_parallel_size > 1 or config.lora_modules:
+            raise ConfigError(f"quantization: {config.model} is packed in {method}, which only its package reads, and "
+                              f"{reason}: give a checkpoint in another format")  # fmt: skip
+        return Packing("theirs", method, "only its own package reads it")
+    if reason:
+        return Packing("unpacked", method, reason)
+    if not (missing := why_not_theirs(settings, device)):
+        return Packing("theirs", method, "transformers' own quantizer runs here")
+    return Packing("ours", method, f"each layer unpacks its weight when it computes: {missing}")
+
+
+def check_asked(config: EngineConfig, method: str, on_gpu: bool) -> None:
+    """ConfigError where ``--quantization`` asks for what this checkpoint or device does not do."""
+    asked = config.quantization
+    if asked in (None, "unpack"):
+        return
+    if asked == "int4" and not on_gpu:
+        raise ConfigError("quantization: int4 is torchao's, for a GPU: give --device cuda, or int8 for this CPU")
+    if asked in ("int4", "int8"):
+        if on_gpu and method:
+            raise ConfigError(
+                f"quantization: {asked} quantizes plain weights on a GPU, and {config.model} is packed in {method} "
+                "already: leave it out"
+            )
+        if on_gpu and config.tensor_parallel_size > 1:
+            raise ConfigError(f"quantization: ranks cut plain weights, so {asked} on a GPU needs a single rank")
+    elif asked != method:
+        found = f"packed in {method}" if method else "not packed"
+        raise ConfigError(f"quantization: {config.model} is {found}, not in {asked}: leave it out")
+
+
+def _must_be_plain(config: EngineConfig, asked: str | None, method: str, on_gpu: bool) -> str:
+    """The reason why weights are unpacked as they are read; "" where they may stay packed."""
+    if asked == "unpack":
+        return "--quantization unpack was given"
+    if config.tensor_parallel_size > 1:
+        return "ranks cut plain weights"
+    if config.lora_modules:
+        return "an adapter is merged into plain weights"
+    if config.load_format == "dummy":
+        return "random weights are plain"
+    if asked == "int8":
+        return "int8 products make codes of plain weights"
+    if not on_gpu and asked != method:
+        return f"this CPU multiplies plain weights faster; --quantization {method} keeps them packed"
+    return ""
+
+
+def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
+    """Return why transformers' quantizer does not keep these weights packed on ``device``; "" where it does."""
+    method = str(settings.get("quant_method", ""))
+    if method == "compressed-tensors":
+        return "compressed-tensors' own layers unpack all weights in their first forward"
+    # Packages without which a format's quantizer unpacks weights, or fails in the first forward
+    needs = {"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")}
+    needs |= {"fp8": ("kernels", "triton"), "mxfp4": ("kernels", "triton")}
+    needed = ("accelerate", *needs.get(method, ()))
+    if absent := [name for name in needed if find_spec(name) is None]:
+        return f"its kernels need {' and '.join(absent)}: pip install {' '.join(absent)}"
+    if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
+        return "transformers cannot fetch its kernels from the hub"
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
+        quantizer.validate_environment(device_map={"": device})
+    except Exception as error:  # a package that is missing, too old, or does not know this device
+        return " ".join(str(error).split())[:160] or type(error).__name__
+    if getattr(quantizer.quantization_config, "dequantize", False):
+        return f"transformers has no {method} kernels for this device"
+    return ""
+
+
+def arguments(
+    config: EngineConfig,
+    hf_config: Any,
+    packing: Packing,
+    dtype: torch.dtype,
+    device: torch.device,
+    skeleton: Callable[[], torch.nn.Module],
+) -> tuple[Packing, dict[str, Any], Any]:
+    """Return the form that weights take after all, what ``from_pretrained`` is told of them, and whose it is.
+
+    ``skeleton`` makes the model without memory. The third is None where an automatic class loads from files.
+    """
+    if packing.how == "theirs":
+        return packing, {"device_map": {"": device}}, None
+    if packing.how == "plain":
+        quantized = config.quantization in ("int4", "int8") and device.type == "cuda"
+        return packing, torchao_arguments(config.quantization or "", skeleton(), device) if quantized else {}, None
+    packed = checkpoints.packed(config.model, config.revision, hf_config, dtype)
+    if packed is None:
+        raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} are not unpacked here")
+    model = skeleton()
+    if packing.how == "ours" and (reason := why_not_kept(packed, model)):
+        packing = Packing("unpacked", packing.method, f"{reason}; {packing.why.partition(': ')[2]}")
+    if packing.how == "ours":
+        return packing, {"state_dict": kept_weights(packed), "quantization_config": KeptConfig(packed)}, type(model)
+    name = str(dtype).removeprefix("torch.")
+    logger.warning(
+        "%s: %d weights in %s are unpacked to %s: %s",
+        config.model, len(packed.layouts), packing.method, name, packing.why,
+    )  # fmt: skip
+    return packing, {"state_dict": packed.weights()}, type(model)
+
+
+def skeleton(loads: Any, hf_config: Any, named: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model that ``loads`` makes, without memory."""
+    with torch.device("meta"):
+        model: torch.nn.Module = loads.from_config(hf_config, **named)
+    return model
+
+
+def say_kept(model: torch.nn.Module, name: str, packing: Packing) -> None:
+    """Log, as a warning so that it is seen, that weights stay packed, with their bytes and the reason."""
+    logger.warning(
+        "%s: weights in %s stay packed, %.4g GB: %s", name, packing.method, weight_bytes(model) / 1e9, packing.why
+    )
+
+
+def torchao_config(kind: str, model: torch.nn.Module, device: torch.device) -> Any:
+    """Return torchao's configuration for ``kind``, int4 or int8; ConfigError where it does not fit the model."""
+    if find_spec("torchao") is None:
+        raise ConfigError(f"quantization: {kind} on a GPU needs torchao: pip install 'fastdecode[packed]'")
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+    if kind == "int8":
+        return Int8WeightOnlyConfig(version=2)
+    widths = {each.in_features for name, each in model.named_modules() if is_quantized(name, each)}
+    size = next((size for size in (128, 64, 32) if all(width % size == 0 for width in widths)), 0)
+    if not size:
+        raise ConfigError("quantization: int4 needs layers whose rows are multiples of 32: give int8")
+    packing = "tile_packed_to_4d" if device.type == "cuda" else "plain"
+    return Int4WeightOnlyConfig(group_size=size, int4_packing_format=packing)
+
+
+def torchao_arguments(kind: str, model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return what has ``from_pretrained`` quantize each weight as it is read."""
+    from transformers import TorchAoConfig
+
+    dense = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    left = [name for name in dense if not is_quantized(name, model.get_submodule(name))]
+    made = TorchAoConfig(torchao_config(kind, model, device), modules_to_not_convert=left)
+    return {"quantization_config": made, "device_map": {"": device}}
+
+
+def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> None:
+    """Quantize random weights in place, as ``torchao_arguments`` has a checkpoint's quantized."""
+    made = torchao_config(kind, model, device)
+    from torchao.quantization import quantize_
+
+    quantize_(model, made, filter_fn=lambda module, name: is_quantized(name, module))
+
+
+def is_quantized(name: str, module: Any) -> bool:
+    """Say whether ``--quantization`` on a GPU quantizes a layer."""
+    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, and what chooses or is
+    # multiplied by R-workers
+    left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
+    return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)
+
+
+def planned_bits(config: EngineConfig, hf_config: Any, device: torch.device) -> float:
+    """Return the bits of a layer's weight, as ``config``'s model will hold it; 0.0 where they are its dtype's."""
+    if config.quantization == "int8":
+        return 8.0 if device.type == "cpu" else FORMATS["int8"]
+    if config.quantization == "int4":
+        return FORMATS["gptq"]
+    settings = checkpoints.quantization(hf_config)
+    kept = settings and choose(config, hf_config, device).is_kept
+    return FORMATS.get(format_of(settings) or "", 0.0) if kept else 0.0
