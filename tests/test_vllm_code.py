@@ -44,7 +44,8 @@ class Zoo:
     def __getitem__(self, name: str) -> tuple[Path, list[list[int]]]:
         if name not in self._found:
             zoo: Any = latent_zoo if name.startswith("deepseek") else model_zoo
-            model = zoo.build_model(name, max_position_embeddings=2048, tie_word_embeddings=name == "gemma2")
+            published = {"topk_method": "noaux_tc"} if zoo is latent_zoo else {"tie_word_embeddings": name == "gemma2"}
+            model = zoo.build_model(name, max_position_embeddings=2048, **published)
             path = self._folder / name
             model.save_pretrained(path)
             self._found[name] = path, model_zoo.generate(model, prompts()).tokens
