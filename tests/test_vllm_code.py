@@ -134,6 +134,7 @@ def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch
     ("settings", "message"),
     [
         ({"lora_modules": ["a=nowhere"]}, "lora_modules: merge the adapter into a checkpoint first, or leave"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: one rank computes the whole model with --model-impl vllm"),
         ({"quantization": "int8"}, "quantization: vLLM multiplies a packed checkpoint as it is packed, or leave"),
         ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and llama has none"),
     ],
