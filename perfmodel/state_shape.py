@@ -151,7 +151,7 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
 
 
 def has_kinds(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration tells which layers are recurrent."""
+    """Return whether a configuration says which layers are recurrent."""
     return bool(_kinds(config))
 
 

@@ -37,7 +37,16 @@ def main(folder: Path) -> None:
     told = subprocess.run([python, "-c", REQUIREMENTS], check=True, capture_output=True, text=True).stdout
     needed = [line for line in told.splitlines() if "extra ==" not in line]
     pip(*(line for line in needed if re.split(r"[^\w-]", line)[0] not in UNNEEDED))
-    pip("-C", f"build-dir={folder.absolute()}/build", "-e", ".", "pytest>=8", "pytest-timeout>=2.3", "peft>=0.15")
+    pip(
+        "-C",
+        f"build-dir={folder.absolute()}/build",
+        "-e",
+        ".",
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+    )
 
 
 if __name__ == "__main__":

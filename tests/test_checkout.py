@@ -38,7 +38,7 @@ def run(checkout: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["LLM", "LLMEngine"])
+@pytest.mark.parametrize("name", ["LLM", pytest.param("LLMEngine", marks=pytest.mark.thorough)])
 def test_an_import_says_what_is_wrong(name: str, checkout: Path) -> None:
     done = run(checkout, f"from fastdecode import {name}")
     last = done.stderr.strip().splitlines()[-1]

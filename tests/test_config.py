@@ -266,7 +266,7 @@ def test_there_is_room_for_the_ranges_of_a_longest_sequence(
     check_room(config, longest, LAYOUT, workers)
     held = {None: 1664, 512: 2176, 1024: 1184}[range_tokens]
     check_room(config, held, LAYOUT, workers)
-    with pytest.raises(CapacityError, match=f"all {len(blocks)} together have too little for its ranges"):
+    with pytest.raises(CapacityError, match=f"all {len(blocks)} together too little for its ranges"):
         check_room(config, held + 1, LAYOUT, workers)
 
 

@@ -57,6 +57,7 @@ def test_rows_and_threads_change_no_bit(alone: list[str]) -> None:
         assert one == first != many and again == [one, first, many]
 
 
+@pytest.mark.thorough  # two ranks show it, too
 @pytest.mark.skipif("avx2" not in _sworker.integer_isas(), reason="this CPU has no AVX2")
 def test_instruction_sets_change_no_bit(folders: list[Path], alone: list[str]) -> None:
     assert lines_of(folders, [AVX2]) == alone

@@ -122,7 +122,7 @@ def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: l
     busier = (times > np.maximum(1.001 * times.mean(axis=0), prices.hidden)).any(axis=1)
     giving = [(i, m.worker) for i, m in run.alive.items() if busier[m.worker]]
     trials = [net_gain(run, i, v) for i, worker in giving for v in workers if v != worker]
-    may, move = prices.may_pay, run.scheduler.transfers.next()
+    may, move = prices.may_pay, run.scheduler.transfers.begin_next()
     if move is None:
         assert not may or max(trials, default=0.0) <= 1e-6
     else:
@@ -144,7 +144,7 @@ def long_run(
         run.step()
         step_seconds = float((np.array(run.kv_loads[-1]) * run.seconds_per_token).max())
         seconds += step_seconds
-        move = run.scheduler.transfers.next() if run.alive else None
+        move = run.scheduler.transfers.begin_next() if run.alive else None
         if move:
             taken = price * move.num_tokens
             assert taken <= 2 * MOST_STEPS * step_seconds, "decodes wait too long"
@@ -173,7 +173,7 @@ def test_what_is_even_stays() -> None:
     for _ in range(90):
         run.seconds_per_token = tuple(PER_TOKEN * rng.uniform(0.95, 1.05, 3))
         run.step()
-        assert run.scheduler.transfers.next() is None
+        assert run.scheduler.transfers.begin_next() is None
 
 
 def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from helpers import r_workers
 
-from fastdecode.cluster.pool.backend import PoolBackend
+from fastdecode.cluster.pool.backend import PoolBackend, PoolParks
 from fastdecode.cluster.pool.inproc import InprocBackend
-from fastdecode.cluster.pool.parks import PoolParks
 from fastdecode.cluster.pool.spawn import SpawnBackend
 from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes

@@ -604,7 +604,7 @@ def test_a_follower_needs_its_r_worker_too(event: str) -> None:
         scheduler.members.drain(1)
     drained_while_needed = False
     for _ in range(600):
-        while move := scheduler.transfers.next():
+        while move := scheduler.transfers.begin_next():
             scheduler.transfers.done(move, 0.0)
         drained_while_needed |= bool(scheduler.members.drained()) and 2 in [
             each.sequence_id for each in _unfinished(scheduler)

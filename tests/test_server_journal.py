@@ -126,7 +126,7 @@ def heard(server: RunningServer, path: str, body: dict[str, Any], name: str) -> 
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize("place", ["folder", "r-workers"])
+@pytest.mark.parametrize("place", [pytest.param("folder", marks=pytest.mark.thorough), "r-workers"])
 def test_responses_are_stored_over_servers(tmp_path: Path, place: str) -> None:
     """One that was asked for, one in the background when the server is killed, what follows them, and their ends."""
     with servers(place, tmp_path) as start:

@@ -81,7 +81,7 @@ def reading_on(client: Client, server: RunningServer) -> Iterator[Future[None]]:
     ("way", "place"),
     [
         ("SIGKILL", "r-workers"),
-        ("SIGSTOP", "folder"),
+        pytest.param("SIGSTOP", "folder", marks=pytest.mark.thorough),
         pytest.param("SIGKILL", "folder", marks=pytest.mark.thorough),
         pytest.param("SIGSTOP", "r-workers", marks=pytest.mark.thorough),
     ],

@@ -13,11 +13,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.members import PoolMembers
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
+from fastdecode.core.parked import Chain, Parked
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import StepPlan, StepReport, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
@@ -198,3 +200,30 @@ def _answered(wait: Callable[[], np.ndarray], worker: PoolWorker) -> np.ndarray:
 
 def _refusal(worker: PoolWorker, what: str, error: Exception) -> BackendError:
     return BackendError(f"R-worker {worker.name} refused {what}: {error.args[0]}")
+
+
+class PoolParks:
+    """The ``Parks`` of a pool's R-workers."""
+
+    def __init__(self, pool: PoolBackend) -> None:
+        self._pool = pool
+
+    def chains(self, worker: int, model: str) -> list[Chain]:
+        with self._pool.asked(worker, "park") as holder:
+            return _disk(holder.disk).chains(model)
+
+    def park(
+        self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
+    ) -> Parked:
+        with self._pool.asked(worker, "park") as holder:
+            return _disk(holder.disk).park(patience_ms, sequence_id, chain, superseded)
+
+    def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
+        with self._pool.asked(worker, "wake") as holder:
+            return _disk(holder.disk).wake(patience_ms, sequence_id, num_blocks, name)
+
+
+def _disk(disk: Disk | None) -> Disk:
+    if disk is None:
+        raise ValueError("it has no disk to park on")
+    return disk

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fastdecode.cluster.pool.arithmetic import Arithmetic
 from fastdecode.cluster.pool.newcomers import Newcomers, Returns
 from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
+from fastdecode.cluster.pool.worker_info import Arithmetic
 from fastdecode.core.errors import NoRWorkerError, WorkerLostError
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout

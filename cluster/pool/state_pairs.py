@@ -25,7 +25,7 @@ from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 
 TABLE_TOKENS = 1 << 30
-"""Tokens of a block of states. Tokens leave nothing in it, so a sequence takes one block for all of them."""
+"""Tokens of a block of states. Tokens need no room in it, so a sequence takes one block for all of them."""
 
 _NUM_BYTES = struct.Struct("<q")
 

@@ -1,15 +1,18 @@
-"""An R-worker's description on the S-worker: its WELCOME, its place, and the offset of its clock."""
+"""R-workers' descriptions on the S-worker: WELCOME, place, clock, and the instruction sets that they use."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastdecode.api.settings import is_loopback
 from fastdecode.cluster.wire.messages import Welcome
 from fastdecode.core.machine import allowed_cores, host_id, own_address
-from fastdecode.core.types import KvAddress, RWorkerInfo
+from fastdecode.core.types import KvAddress, RWorkerInfo, best_common_isa
 from fastdecode.kinds.layout import KVLayout
+
+logger = logging.getLogger(__name__)
 
 NUM_PINGS = 8
 
@@ -58,3 +61,28 @@ def clock_offset(ping: Callable[[], float]) -> float:
         rounds.append((answered - asked, theirs - (asked + answered) / 2))
     round_seconds, offset = min(rounds)
     return 0.0 if abs(offset) <= round_seconds / 2 else offset
+
+
+class Arithmetic:
+    """The instruction sets that the R-workers of a pool use; each rounds differently.
+
+    ``of_merges``: the one for merging their partial results, "scalar" or "auto".
+    """
+
+    def __init__(self) -> None:
+        self.of_merges = "auto"
+        self._isas: dict[str, str] = {}
+
+    def add(self, infos: Sequence[RWorkerInfo]) -> None:
+        """Add R-workers; warn if they round differently from the earlier ones."""
+        before = len(self._isas)
+        for info in infos:
+            self._isas.setdefault(info.isa, info.name)
+        self.of_merges = "scalar" if set(self._isas) == {"scalar"} else "auto"
+        if len(self._isas) > max(before, 1):
+            logger.warning(
+                "R-workers attend in different arithmetic (%s): a sequence that moves may get other tokens; "
+                "--uniform-arithmetic %s makes all use one",
+                ", ".join(f"{isa} on {name}" for isa, name in self._isas.items()),
+                best_common_isa(self._isas),
+            )

@@ -27,7 +27,7 @@ class EngineSettings(EngineFields):
     """Derives parsed values from the fields of ``EngineFields``."""
 
     def bytes_of(self, name: str) -> int | None:
-        """Return a memory setting in bytes; None if the engine is to choose it."""
+        """Return a memory setting in bytes; None if the engine chooses it."""
         value = getattr(self, name)
         if value is None:
             return None

@@ -19,8 +19,6 @@ MAX_SAMPLES = 16384
 NO_TOKEN = "no token is left to choose"
 """The beginning of the reason when limits of a request exclude each other."""
 
-MAX_SOURCES = 1024
-"""Most blocks of context that are told of each token."""
 
 MAX_MAGNITUDE = 1e6
 """Largest magnitude of a bias or penalty. Beyond it float32 logits lose precision, or overflow."""
@@ -86,11 +84,11 @@ class SamplingParams:
     detokenize: bool = True
     """Produce text, not only token ids."""
     attention_sources: int | None = None
-    """Blocks of context with the most attention to report per token; None tells none."""
+    """Blocks of context with the most attention to report per token; None reports none."""
     attention_source_block: int = 16
     """Tokens of such a block."""
     attention_source_layers: Sequence[int] | None = None
-    """Layers whose attention counts, among those that attend, from 0; None is all that see the whole context."""
+    """Layers whose attention counts: numbers from 0 among attending layers; None is all that see the whole context."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the text must have, such as a JSON schema. The text ends when the form is complete."""
 
@@ -159,10 +157,12 @@ class SamplingParams:
             self._set("seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
             self._integer("max_tokens", 1, None, "an integer of at least 1, or None for up to the model's length")
-        wanted = f"an integer from 1 to {MAX_SOURCES}"
+        # Most blocks of context that are reported per token
+        max_sources = 1024
+        wanted = f"an integer from 1 to {max_sources}"
         self._integer("attention_source_block", 1, None, "an integer of at least 1")
         if self.attention_sources is not None:
-            self._integer("attention_sources", 1, MAX_SOURCES, f"{wanted}, or None")
+            self._integer("attention_sources", 1, max_sources, f"{wanted}, or None")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, -1, None, "an integer of at least 0, -1 for the whole vocabulary, or None")

@@ -1,4 +1,4 @@
-"""Declaring, checking and parsing settings. Each dataclass field carries all that its flag needs."""
+"""Declares, checks and parses settings. Each dataclass field carries everything that its flag needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def setting(
     most: int | None = None,
     also: tuple[str, ...] = (),
 ) -> Any:
-    """Return a dataclass field with all that its flag and its check need to know.
+    """Return a dataclass field with the data of its flag and its check.
 
     ``text`` is its help; the default is appended, or ``unset`` if that says more. ``check_settings`` checks
     ``choices``, ``least`` and ``most``; None always passes and means "choose for me". ``also``: more names of the flag.

@@ -184,7 +184,7 @@ class DraftPolicy(Protocol):
 
 
 class DraftRequest(NamedTuple):
-    """A decoding sequence for which ``num_drafts`` tokens, at least one, are to be drafted.
+    """A decoding sequence that gets ``num_drafts`` draft tokens, at least one.
 
     R-worker ``worker`` holds its tail as sequence ``cache_id``: of its ``num_cached`` tokens (all but the last) those
     from ``base`` on. ``reads``: worker, range id and start of the closed ranges before it, in order. ``sampling``: the

@@ -1,4 +1,4 @@
-"""The loop over a scheduler's steps. Its world computes, copies and tells the time."""
+"""The loop over a scheduler's steps. Its world computes, copies and has a clock."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Membership(Companion):
         After a loss the scheduler is asked again, since a chosen move may have lost its room, source or sequence.
         """
         scheduler = cycle.scheduler
-        while transfer := scheduler.transfers.next():
+        while transfer := scheduler.transfers.begin_next():
             if scheduler.store.workers.has_controls:
                 cycle.tell()
             if not scheduler.transfers.stands(transfer):
@@ -98,7 +98,7 @@ class Membership(Companion):
                 return
 
     def let_go(self, cycle: Cycle) -> None:
-        """Remove R-workers that drain and have nothing left to do."""
+        """Remove draining R-workers that have no work left."""
         scheduler = cycle.scheduler
         if not scheduler.store.workers.draining:
             return

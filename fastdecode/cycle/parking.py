@@ -182,7 +182,7 @@ class Parking(Companion):
         return True
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
-        """Begin with the first wish. Return None if its sequence has left, needs nothing, or has no room."""
+        """Begin to load the first wished prefix. Return None if its sequence ended, needs none, or has no room."""
         sequence = disk.wishes[0]
         if not scheduler.queue.is_aside(sequence):
             return None
@@ -230,7 +230,7 @@ class Parking(Companion):
         disk.is_refusing = True
 
     def _drop(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
-        """Forget ``disk`` and all that is known of its files."""
+        """Forget ``disk`` and its known files."""
         scheduler.store.parked.chains.forget(disk.index)
         self.parked_bytes.pop(disk.index, None)
         self._let_go(scheduler, disk, is_gone)

@@ -43,7 +43,7 @@ class Speculation(Companion):
         """Draft for the sequences that the scheduler names."""
         self.s_seconds = self.wait_seconds = 0.0
         scheduler = cycle.scheduler
-        wanted = scheduler.drafts.wanted()
+        wanted = scheduler.drafts.grant()
         if not wanted:
             return
         start, before = cycle.world.now(), self._clock.snapshot()

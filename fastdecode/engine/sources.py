@@ -47,12 +47,12 @@ class AttentionSources:
         self._in_ranges, self._has_prefills = in_ranges, has_prefills
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RequestError where sources that ``params`` ask for cannot be told."""
+        """Raise RequestError if the attention sources that ``params`` ask for cannot be reported."""
         if params.attention_sources and (reason := self._cannot(params)):
             raise RequestError(f"attention_sources: {reason}")
 
     def tapped(self, step: ScheduledStep) -> ScheduledStep:
-        """Return ``step`` with taps on the rows whose tokens are to have sources."""
+        """Return ``step`` with taps on the rows whose tokens need attention sources."""
         if not self._in_flight.asking:
             return step
         return replace(step, taps=tuple(self._taps(each) for each in step.mini_batches))
@@ -77,7 +77,7 @@ class AttentionSources:
         return computed
 
     def _cannot(self, params: SamplingParams) -> str | None:
-        """Return why sources cannot be told; None if they can."""
+        """Return why attention sources cannot be reported; None if they can."""
         if not self._attending:
             return "no layer of this model attends: leave it out"
         if self._has_prefills:

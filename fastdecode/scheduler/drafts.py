@@ -89,8 +89,8 @@ class Drafts:
             seconds = (observed.s_seconds, observed.wait_seconds, observed.r_seconds)
             self.policy.observe(step.num_tokens, num_sequences, step.kv_loads, *seconds)
 
-    def wanted(self) -> dict[int, int]:
-        """Return how many draft tokens each decoding sequence is to get, without those that get none.
+    def grant(self) -> dict[int, int]:
+        """Grant blocks for draft tokens; return how many each decoding sequence gets, without those that get none.
 
         Their blocks stay granted until the step that verifies them has ended.
         """
@@ -130,7 +130,7 @@ class Drafts:
         self._granted.clear()
 
     def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
-        """Return the drafts for this step by sequence, cut to what is left of the step.
+        """Return the drafts for this step by sequence, cut to the rows that the step has left.
 
         ``rows``: the decoding rows of the table; ``prompts``: the prompt chunks beside them. ``kv_limits``: KV tokens
         that each R-worker may attend, float64 [num_workers]; None if they are not strict.

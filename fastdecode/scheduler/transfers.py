@@ -29,8 +29,8 @@ class Transfers:
         self.moves = Moves(store, admission, self._price, corrects)
         self.copies = SecondCopies(store, admission, self._price) if has_two else None
 
-    def next(self) -> Transfer | None:
-        """Return what to copy next, or None.
+    def begin_next(self) -> Transfer | None:
+        """Choose what to copy next, reserve its blocks and return it; None for nothing.
 
         Call it between two steps, after the R-workers have received their controls.
 

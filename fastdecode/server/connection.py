@@ -1,4 +1,4 @@
-"""uvicorn's connection with time limits, so that no client can hold it open for nothing."""
+"""uvicorn's connection with time limits, so that no idle client can hold it open."""
 
 from __future__ import annotations
 

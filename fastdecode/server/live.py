@@ -1,4 +1,4 @@
-"""The live page: what the cluster does now. It is sent to every open page, and costs nothing without one."""
+"""The live page: what the cluster does now. It is sent to every open page, and takes no time without one."""
 
 from __future__ import annotations
 

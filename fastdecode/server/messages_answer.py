@@ -36,7 +36,7 @@ class MessageForm:
         return f"msg_{self.answer_id}"
 
     def message(self, **told: Any) -> dict[str, Any]:
-        """Return the message object, completed by ``told``."""
+        """Return the message object with the fields ``told`` in addition."""
         begun = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": []}
         return {**begun, "stop_reason": None, "stop_sequence": None, **told}
 
@@ -107,7 +107,7 @@ class GrowingMessage:
             yield event
 
     def _sources(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Return the sources of tokens that no event has told; nothing without any."""
+        """Return the attention sources of tokens that no event has reported yet; {} if there are none."""
         found = self._form.sources.beside(completion, self._num_tokens)
         self._num_tokens = len(completion.tokens)
         return found if any(found.values()) else {}

@@ -167,7 +167,7 @@ class GrowingResponse:
         return (yield from self._begin_part("message", _text_part("", []), role="assistant"))
 
     def _begin_part(self, kind: str, part: Event, **told: Any) -> Generator[Event, None, Event]:
-        """Begin an item with one growing part."""
+        """Begin an item whose only part grows."""
         yield from self._end_part("completed")
         number = f"_{len(self._items)}" if self._items else ""
         # What the ids of items begin with

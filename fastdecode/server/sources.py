@@ -74,7 +74,7 @@ class SourceForm:
     num_samples: int = 1
 
     def of(self, completion: CompletionOutput, start: int = 0, choice: int = 0) -> list[Any] | None:
-        """Return what is told of each token from ``start`` on of a choice; None where it was not asked for."""
+        """Return the reported sources of each token of a choice from ``start`` on; None if they were not asked for."""
         if completion.all_sources is None:
             return None
         prompt = self.prompts[min(choice // self.num_samples, len(self.prompts) - 1)]
@@ -84,7 +84,7 @@ class SourceForm:
         ]
 
     def beside(self, completion: CompletionOutput, start: int = 0, choice: int = 0) -> dict[str, Any]:
-        """Return the same by its name; nothing where it was not asked for."""
+        """Return the same as a dict with its field name; {} if they were not asked for."""
         found = self.of(completion, start, choice)
         return {} if found is None else {"attention_sources": found}
 
@@ -95,7 +95,7 @@ def source_form(
     prompts: Sequence[PromptTokens],
     params: SamplingParams,
 ) -> SourceForm:
-    """Return how the sources that ``params`` ask for are told; ``prompts``: those of ``chat``."""
+    """Return the form of the attention sources that ``params`` ask for. ``prompts``: the prompts of ``chat``."""
     if not params.attention_sources or tokenizer is None:
         return SourceForm(num_samples=params.n)
     messages = tuple(map(_texts, chat.messages)) if isinstance(chat, ChatRequest) else ()

@@ -1,4 +1,4 @@
-"""What all ranks' parts of an R-worker hold of a continued session: the same tokens on every part, or nothing."""
+"""The kept sequences of a session that all ranks' parts of an R-worker hold with the same tokens."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ HEADER_LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """A message. ``kind``: what to do. ``told``: its data as JSON. Arrays are of ``DTYPES``."""
+    """A message. ``kind``: the action. ``told``: its data as JSON. Arrays are of ``DTYPES``."""
 
     kind: str
     told: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def read_step(message: Message) -> ScheduledStep:
 
 
 def weigh_message(rows: Sequence[WeighedRow]) -> Message:
-    """Return what every rank is to weigh of its own heads."""
+    """Return the message that asks every rank to weigh its own heads."""
     return Message("weigh", {"rows": [asdict(row) for row in rows]})
 
 
@@ -98,7 +98,7 @@ def read_rows(message: Message) -> list[WeighedRow]:
 
 
 def mean_weights(ranks: Sequence[Message]) -> list[np.ndarray | None]:
-    """Return the mean over all ranks' heads, which are as many each; None of a row that one could not tell."""
+    """Return the mean over the heads of all ranks; a row is None if one rank could not weigh it."""
     several = zip(*(message.arrays for message in ranks), strict=True)
     return [sum(parts).astype(np.float32) / len(parts) if all(map(len, parts)) else None for parts in several]
 

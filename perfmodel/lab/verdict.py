@@ -11,7 +11,7 @@ from fastdecode.perfmodel.sizing import Plan, Prices
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict. ``use_fastdecode``: None if nothing is known of the GPU alone. ``sentence``: the verdict in words."""
+    """A verdict. ``use_fastdecode``: None if the GPU alone was not compared. ``sentence``: the verdict in words."""
 
     use_fastdecode: bool | None
     sentence: str

@@ -29,6 +29,9 @@ WeighJob::WeighJob(Worker& worker, const WeighQuery& query)
     blocks_ = &sequence.blocks;
     stored_ = sequence.pending_length, seen_ = std::min(query_.position + 1, stored_);
     require(seen_ > 0, "weigh: sequence " + std::to_string(query_.sequence_id) + " has no tokens up to the query");
+    for (const std::int64_t layer : query_.layers)
+        require(!worker_.cache_.layers()[layer].index() || query_.position < stored_,
+                "weigh: a query behind the sequence's last token picks none of its tokens");
     stride_ = (stored_ + kSplitTokens - 1) / kSplitTokens * kSplitTokens;
     first_block_ = query_.offset / query_.block;
     num_blocks_ = (query_.offset + seen_ - 1) / query_.block - first_block_ + 1;

@@ -17,7 +17,7 @@ from gpu_kit.machine import machine
 from gpu_kit.report import Ended, read_rows, write
 
 WHOLE_SECONDS = {False: 540.0, True: 340.0}
-"""For all parts together, by whether the run is quick."""
+"""Limit of all parts together, by whether the run is quick."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Part d: decoding with S on the device and R-workers on the host's cores, beside the device alone."""
+"""Part d: decoding with S on the device and R-workers on the host's cores, compared with the device alone."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def alone_step(model: Any, batch: int, context: int, steps: int) -> float:
 
 
 def planned(part: Part, folder: Path, context: int) -> None:
-    """Add what `plan --gpu here` foresees for the same model and context."""
+    """Add the figures that `plan --gpu here` predicts for the same model and context."""
     out = part.folder / f"plan-{context}.json"
     command = [sys.executable, "-m", "fastdecode.cli.main", "plan", "--model", str(folder), "--gpu", "here", "--cpu",
                "here", "--prompt-len", str(context - 32), "--seq-len", str(context), "--tpot", "inf",

@@ -23,7 +23,7 @@ constexpr float LEAST_PEAK = 1e-30f;
 enum class Activation { none, silu, gelu_tanh };
 
 /// Rows [rows, width] that are rotated and quantized: x, or activation(gate) · x, rounded to T after each operation.
-/// `block`: elements that one Hadamard matrix mixes, a power of two that divides the width.
+/// `block`: neighbouring elements that are mixed, see `is_block`.
 template <typename T>
 struct SourceRows {
     const T* x;
@@ -75,6 +75,21 @@ struct IntegerKernels {
     void (*scale_float32)(const Scaling<float>&);
     void (*scale_bfloat16)(const Scaling<BFloat16>&);
 };
+
+/// Elements that one Hadamard matrix mixes; a block may have several such parts, which reflections mix.
+constexpr std::size_t hadamard_part(std::size_t block) {
+    return block & -block;
+}
+
+/// A block divides the width. Its size has the factors 2, 3, 5 and 7; parts that are mixed fill whole vectors.
+constexpr bool is_block(std::size_t block, std::size_t width) {
+    if (block == 0 || width % block != 0) return false;
+    std::size_t parts = block / hadamard_part(block);
+    const bool is_wide = parts == 1 || hadamard_part(block) % LANES == 0;
+    for (std::size_t factor = 3; factor <= 7; factor += 2)
+        while (parts % factor == 0) parts /= factor;
+    return is_wide && parts == 1;
+}
 
 /// The scale of a row whose largest magnitude is `peak`.
 inline float scale_of(float peak) {

@@ -76,7 +76,7 @@ IntegerWeights::IntegerWeights(const std::int8_t* codes, std::size_t columns, st
       scales_(panels() * PANEL),
       bias_(bias ? panels() * PANEL : 0) {
     for (std::size_t column = 0; column < columns; ++column) {
-        scales_[column] = scales[column] / float(block);
+        scales_[column] = scales[column] / float(hadamard_part(block));
         if (bias) bias_[column] = bias[column];
     }
     parallel_for(panels(), threads, [&](std::size_t index) { pack_panel(index, codes); });

@@ -1,4 +1,4 @@
-"""A stand-in for a linear layer's weight of which only the packed form is kept. The weight's memory is freed."""
+"""A stand-in for a linear layer's weight if only its packed form is kept. The weight's memory is freed."""
 
 from __future__ import annotations
 

@@ -29,10 +29,6 @@ logger = logging.getLogger(__name__)
 How = Literal["plain", "theirs", "ours", "unpacked"]
 """The form of weights: never packed, with transformers' quantizer, in layers of ours, or unpacked as they are read."""
 
-LEFT_DENSE = ("lm_head", "router", "indexer", "kv_b_proj")
-"""Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, and what chooses or is
-multiplied by R-workers."""
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -213,7 +209,10 @@ def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> N
 
 def is_quantized(name: str, module: Any) -> bool:
     """Say whether ``--quantization`` on a GPU quantizes a layer."""
-    return type(module) is torch.nn.Linear and not any(part in name for part in LEFT_DENSE)
+    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, and what chooses or is
+    # multiplied by R-workers
+    left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
+    return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)
 
 
 def planned_bits(config: EngineConfig, hf_config: Any, device: torch.device) -> float:

@@ -20,7 +20,7 @@ class Recorder:
     """Answers attention calls with values, and records shapes and scoring rules."""
 
     def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
-        """``masks``: those that the forward requests. ``sights``: the rule of each; None if no known rule fits."""
+        """``masks``: the forward's masks. ``sights``: tokens that each shows a query; None if no known rule fits."""
         self.hf_config = hf_config
         self.layers: dict[int, Layer] = {}
         self._indexes: dict[int, Layer] = {}
@@ -48,7 +48,7 @@ class Recorder:
         calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Record a layer's call, or that of an index.
+        """Record the call of a layer or of an index.
 
         Shapes are those of :func:`fastdecode.sworker.run.pipeline.attend`.
         """

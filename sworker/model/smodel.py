@@ -87,7 +87,7 @@ class SModel:
 
     @property
     def kv_identity(self) -> str:
-        """A name of all that keys and values depend on: weights, configuration, device.
+        """A name for everything that keys and values depend on: weights, configuration, device.
 
         The R-workers' arithmetic is not part of it.
         """

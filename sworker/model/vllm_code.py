@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -70,7 +69,7 @@ class VllmCode:
 
 
 class Latents(LatentRows):
-    """Latent attention (MLA) of vLLM: its K and V of each head, which its loader has put apart."""
+    """Latent attention (MLA) of vLLM, with K and V of each head, which vLLM's loader has separated."""
 
     def __init__(self, layer: Any) -> None:
         self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
@@ -88,7 +87,7 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
     with one_clear_error(config.model):
         vllm_config = _vllm_config(config, hf_config, rank)
         code, digest = _load(vllm_config, hf_config, rank)
-    _hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
+        _hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
     layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
     return LoadedCode(code, layout, layout.absorbed, digest)
 
@@ -129,10 +128,8 @@ def _version(distribution: str) -> str:
 
 def _vllm_config(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Any:
     """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     from vllm.engine.arg_utils import EngineArgs
-
-    if not os.environ.get("VLLM_LOGGING_LEVEL"):
-        logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def overridden(found: Any) -> Any:
         apply_overrides(found, config.hf_overrides)
@@ -205,6 +202,8 @@ def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: boo
         kind = type(layer)
         if kind is Attention and (what := _unknown_rule(layer)):
             refuse(hf_config, what)
+        if kind is MLAAttention and not (hasattr(layer, "W_UK_T") and hasattr(layer, "W_UV")):
+            refuse(hf_config, "has latents whose weights vLLM packs for its own kernels on this processor")
         if kind not in (Attention, MLAAttention) or getattr(layer, "indexer", None) is not None:
             known = "Attention and MLAAttention"
             refuse(hf_config, f"has layers of vLLM's class {kind.__name__}, of which only {known} are handed over")
@@ -221,7 +220,7 @@ def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: boo
 
 
 def _unknown_rule(layer: Any) -> str:
-    """Return what a layer does that our attention calls have no words for; "" where there is nothing."""
+    """Return what a layer does that our attention calls cannot express; "" if there is nothing."""
     if layer.kv_sharing_target_layer_name is not None:
         return "reads keys and values of another layer"
     if str(layer.attn_type) not in ("decoder", "AttentionType.DECODER"):

@@ -56,10 +56,10 @@ class SWorker:
         lead: Lead | None = None,
         in_order: bool = False,
     ) -> None:
-        """``cores``: those of another S-worker of this process, which takes turns with this one.
+        """``cores``: shared with another S-worker of this process; the two take turns on them.
 
-        ``prompts``: what attends prompts here; torch by default. ``lead``: lets the other ranks compute a step.
-        ``in_order``: see ``Pipeline``.
+        ``prompts``: computes attention of prompts on the S-worker; torch by default. ``lead``: lets the other ranks
+        compute a step. ``in_order``: see ``Pipeline``.
         """
         self.code = code
         self.layout = layout

@@ -1,4 +1,4 @@
-"""Sampled rows of a step, with all that the sampler must know of their sequences."""
+"""Sampled rows of a step, with the sampler's inputs for their sequences."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Events:
                 self._reported += len(result.lost)
             if name == "admit":
                 self.counts["joins"] += len(result)
-            if name != "transfers.next" or result is not None:
+            if name != "transfers.begin_next" or result is not None:
                 self.reach(f"after {name}")
             return result
 

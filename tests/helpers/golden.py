@@ -211,7 +211,7 @@ class GoldenRun:
 
     def _move(self) -> None:
         for _ in range(2):
-            move = self.scheduler.transfers.next()
+            move = self.scheduler.transfers.begin_next()
             if move is None:
                 return
             self._tell()
@@ -229,7 +229,7 @@ class GoldenRun:
                 self._note("prefilled", self.scheduler.prefilled(prefill.job_id, float(self.num_steps)))
 
     def _step(self) -> None:
-        wanted = self.scheduler.drafts.wanted()
+        wanted = self.scheduler.drafts.grant()
         self.scheduler.drafts.propose({each: self._draft(each, count) for each, count in wanted.items()})
         step = self.scheduler.schedule(float(self.num_steps))
         self._note_plan(step)

@@ -194,7 +194,7 @@ class Run(Companion):
 
     def prepare(self, cycle: Cycle) -> None:
         """Some of the drafts wanted, right ones and wrong ones."""
-        wanted = self.scheduler.drafts.wanted()
+        wanted = self.scheduler.drafts.grant()
         assert all(self._decodes(self.alive[i]) and count > 0 for i, count in wanted.items())
         most = self._rng.integers(0, 10, len(wanted)).tolist()
         counts = {i: min(count, length) for (i, count), length in zip(wanted.items(), most, strict=True)}

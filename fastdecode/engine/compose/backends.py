@@ -102,8 +102,7 @@ def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> En
 
 def parks_of(backend: AttentionBackend) -> Parks | None:
     """Return the disks of R-workers behind ``backend``; None if it cannot reach them."""
-    from fastdecode.cluster.pool.backend import PoolBackend
-    from fastdecode.cluster.pool.parks import PoolParks
+    from fastdecode.cluster.pool.backend import PoolBackend, PoolParks
 
     return PoolParks(backend) if isinstance(backend, PoolBackend) else None
 
@@ -288,11 +287,7 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     tokens = max(0, worker.num_blocks - worker.state_blocks) * block_size
     if tokens >= max_model_len:
         return
-    others = (
-        f", and all {len(workers)} together have too little for its ranges"
-        if len(workers) > 1 and not one_piece
-        else ""
-    )
+    others = f", all {len(workers)} together too little for its ranges" if len(workers) > 1 and not one_piece else ""
     needed = (worker.state_blocks + -(-max_model_len // block_size)) * block_bytes
     memory = needed + layout.weight_bytes
     raise CapacityError(

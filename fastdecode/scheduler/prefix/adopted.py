@@ -12,23 +12,24 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fastdecode.core.held import HeldSequence, KnownTokens
 from fastdecode.scheduler.names import CacheIds
-from fastdecode.scheduler.places.place import Block, Copy, Segment
+from fastdecode.scheduler.places.place import Block
 from fastdecode.scheduler.places.workers import Prefix, Workers
-from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
-from fastdecode.scheduler.prefix.source import Hit, Source
+from fastdecode.scheduler.prefix.index import IndexedSource, PrefixIndex, extend_hashes
+from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.sequence import TokenSequence
 
 Held = Mapping[int, Sequence[HeldSequence]]
 """The held sequences of each R-worker, by its index."""
 
 
-class Adopted(Source):
+class Adopted(IndexedSource):
     """Finds prefixes by the sequence that they belong to, and by its first token. Disabled, it adopts nothing."""
 
     is_own = True
 
     def __init__(self, workers: Workers, index: PrefixIndex, ids: CacheIds, segment_tokens: int, enabled: bool) -> None:
-        self._workers, self._index, self._ids, self._enabled = workers, index, ids, enabled
+        super().__init__(workers, index)
+        self._ids, self._enabled = ids, enabled
         self._segment_tokens = segment_tokens
         self._names: dict[int, dict[int, list[int]]] = {}
         self._hashes: dict[int, list[bytes]] = {}
@@ -86,9 +87,6 @@ class Adopted(Source):
         """Return the same prefix on another R-worker, or None. ``hit`` itself may be taken already."""
         others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
         return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
-
-    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        self._index.take(segment, copy, hit)
 
     def is_broken(self, sequence: TokenSequence) -> bool:
         """Return whether the beginning of ``sequence`` was lost, so that it cannot continue in place."""

@@ -1,4 +1,4 @@
-"""Prefix caching: what a sequence can reuse of others, and what it leaves to them."""
+"""Prefix caching: the blocks that a sequence can reuse from others, and leaves for others."""
 
 from __future__ import annotations
 

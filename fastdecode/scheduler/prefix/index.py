@@ -159,6 +159,25 @@ class PrefixIndex:
             del worker.prefixes[prefix.prefix_id]
 
 
+class IndexedSource(Source):
+    """A source whose prefixes lie in an index: what it does with a hit is the index's."""
+
+    def __init__(self, workers: Workers, index: PrefixIndex) -> None:
+        self._workers, self._index = workers, index
+
+    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
+        return self._index.pieces(sequence, hit)
+
+    def twin(self, hit: Hit) -> Hit | None:
+        return self._index.twin(hit)
+
+    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
+        self._index.take(segment, copy, hit)
+
+    def forget(self, worker: int) -> None:
+        self._index.clear(worker)
+
+
 def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:
     """Append the hashes of full blocks of ``token_ids`` that ``block_hashes`` lacks.
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
-from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable_hashes
+from fastdecode.scheduler.prefix.index import IndexedSource, PrefixIndex, extend_hashes, usable_hashes
 from fastdecode.scheduler.prefix.source import Hit, Keeper
 from fastdecode.scheduler.sequence import TokenSequence
 
 
-class Retained(Keeper):
+class Retained(IndexedSource, Keeper):
     """Retains full blocks of prompts and outputs. Disabled, it retains nothing."""
 
     copies_all = False
 
     def __init__(self, workers: Workers, index: PrefixIndex, ids: CacheIds, names: Names, enabled: bool) -> None:
+        super().__init__(workers, index)
         self.enabled = enabled
-        self._workers, self._index, self._ids, self._names = workers, index, ids, names
+        self._ids, self._names = ids, names
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return cached beginnings at least as long as the rest, since the rest then attends on the R-worker.
@@ -26,18 +27,6 @@ class Retained(Keeper):
         """
         found = self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
         return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}
-
-    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        return self._index.pieces(sequence, hit)
-
-    def twin(self, hit: Hit) -> Hit | None:
-        return self._index.twin(hit)
-
-    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        self._index.take(segment, copy, hit)
-
-    def forget(self, worker: int) -> None:
-        self._index.clear(worker)
 
     def arrive(self, sequence: TokenSequence) -> None:
         pass

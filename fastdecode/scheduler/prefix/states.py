@@ -13,7 +13,7 @@ from __future__ import annotations
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Block, Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
-from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable_hashes
+from fastdecode.scheduler.prefix.index import IndexedSource, PrefixIndex, extend_hashes, usable_hashes
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
 from fastdecode.scheduler.sequence import TokenSequence
 
@@ -78,16 +78,18 @@ class StateIndex(PrefixIndex):
         return prefix.block_hashes[-1:]
 
 
-class States(Keeper):
+class States(IndexedSource, Keeper):
     """Keeps states of prompts at checkpoints, and what sequences leave. ``most_kept``: states over all R-workers."""
 
     copies_all = True
+    _index: StateIndex
 
     def __init__(
         self, workers: Workers, index: StateIndex, ids: CacheIds, names: Names, most_kept: int, worth_blocks: int
     ) -> None:
         """``worth_blocks``: how many blocks of tokens take the memory of one state."""
-        self._workers, self._index, self._ids, self._names = workers, index, ids, names
+        super().__init__(workers, index)
+        self._ids, self._names = ids, names
         self._most_kept, self._interval = most_kept, 1
         # Blocks of tokens between checkpoints, per block of a state
         states_share = 4
@@ -97,18 +99,6 @@ class States(Keeper):
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         return self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
-
-    def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        return self._index.pieces(sequence, hit)
-
-    def twin(self, hit: Hit) -> Hit | None:
-        return self._index.twin(hit)
-
-    def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        self._index.take(segment, copy, hit)
-
-    def forget(self, worker: int) -> None:
-        self._index.clear(worker)
 
     def arrive(self, sequence: TokenSequence) -> None:
         """Note the point where ``sequence`` parts from earlier prompts, as a checkpoint."""
@@ -157,7 +147,7 @@ class States(Keeper):
                 copy.prefix_id = prefix.prefix_id
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep all that is cached of ``sequence`` under its cache id, since it gives it up."""
+        """Keep all cached tokens of ``sequence`` under its cache id, which the sequence gives up."""
         num_blocks = sequence.num_cached // self._workers.block_size
         if not self._most_kept or not num_blocks or sequence.has_several:
             return False

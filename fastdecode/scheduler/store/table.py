@@ -31,7 +31,7 @@ class DraftColumns:
         self.counts[row] = len(token_ids)
 
     def forget(self, row: int) -> None:
-        """Propose nothing for ``row``."""
+        """Remove the proposals for ``row``."""
         self.counts[row] = 0
 
     def cut(self, rows: np.ndarray, counts: np.ndarray) -> None:

@@ -60,7 +60,7 @@ class SimulatedSpeculation(Companion):
     def prepare(self, cycle: Cycle) -> None:
         """Draft as ``Speculation`` does for a live engine."""
         scheduler = cycle.scheduler
-        wanted = scheduler.drafts.wanted()
+        wanted = scheduler.drafts.grant()
         if not wanted:
             return
         scheduler.drafts.propose(self._drafter.propose(wanted))
