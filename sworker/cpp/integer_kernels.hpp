@@ -15,7 +15,7 @@ constexpr std::size_t PANEL = 32;
 constexpr std::size_t QUAD = 4;
 /// Rows that one pass over a panel multiplies. Codes of so many rows lie as [width / QUAD, rows, QUAD].
 constexpr std::size_t MOST_ROWS = 12;
-/// Elements in one vector of the row kernels; scratch is padded to a multiple of it.
+/// Elements in one vector of the row kernels; scratch is padded to a multiple of this number.
 constexpr std::size_t LANES = 16;
 /// Rows whose largest element is smaller count as zeros.
 constexpr float LEAST_PEAK = 1e-30f;
@@ -67,7 +67,7 @@ struct IntegerKernels {
     /// Rotate a row into `y`, of the width padded to LANES; return its largest magnitude, NaN where one is NaN.
     float (*rotate_float32)(const SourceRows<float>&, std::size_t row, float* y);
     float (*rotate_bfloat16)(const SourceRows<BFloat16>&, std::size_t row, float* y);
-    /// Quantize `y` to codes of -127 to 127 by its row's peak, for the product; the width is padded to QUAD.
+    /// Quantize `y` for the product to codes of -127 to 127 by its row's peak; the width is padded to QUAD.
     void (*quantize)(const float* y, std::size_t width, float peak, const CodePlace&);
     /// The same to plain int8, as weights are stored.
     void (*quantize_plain)(const float* y, std::size_t width, float peak, std::int8_t* codes);

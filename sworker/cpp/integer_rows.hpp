@@ -14,7 +14,7 @@ typedef std::int32_t I32x16 __attribute__((vector_size(64)));
 constexpr float ROUNDER = 12582912.0f;
 constexpr std::int32_t ROUNDER_BITS = 0x4B400000;
 
-/// e^x within 2 units of rounding, in one order of operations; x is held within ±87.
+/// e^x within 2 units of rounding, with a fixed order of operations; x is clipped to ±87.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 87.0f ? 87.0f : x;
@@ -92,7 +92,7 @@ inline void rotate_lanes(F32x16* v, std::size_t count, std::size_t block) {
     }
 }
 
-/// One stage of butterflies between vectors that are `apart` vectors apart.
+/// One stage of butterflies between vectors `apart` vectors from each other.
 inline void mix_vectors(F32x16* v, std::size_t count, std::size_t apart) {
     for (std::size_t first = 0; first < count; first += 2 * apart)
         for (std::size_t i = first; i < first + apart; ++i) {
