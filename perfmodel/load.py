@@ -111,4 +111,6 @@ def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float
     if num_r_workers <= 1 or sequences_each <= 0:
         return 1.0
     largest = 1.0 + expected_largest(num_r_workers) * spread / math.sqrt(max(sequences_each, 1.0))
-    return largest * max(1.0, 1.0 / sequences_each)
+    if sequences_each <= 1:
+        return largest / sequences_each
+    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # sequences are whole

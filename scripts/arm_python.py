@@ -25,7 +25,7 @@ TOOLS = (
     "pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig", "packaging", "hypothesis",
     "sortedcontainers", "pygments",
 )  # fmt: skip
-"""Of the kernels' tests; in the versions that this environment has, as the wheels."""
+"""Tools of the kernels' tests, in the versions that this environment and the wheels have."""
 
 PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_26", "manylinux_2_27", "manylinux_2_28")
 PROGRAM = """#!/bin/sh
@@ -36,7 +36,7 @@ exec qemu-aarch64-static -L {folder}/system {folder}/system/usr/bin/python{versi
 
 
 def unpack_debian(folder: Path) -> None:
-    """DEBIAN and what it needs of arm64, by a state of apt's own beside the machine's."""
+    """Unpack DEBIAN and its dependencies for arm64; apt uses its own state, not the machine's."""
     state = folder / "apt"
     for part in ("lists/partial", "cache/archives/partial"):
         (state / part).mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def unpack_debian(folder: Path) -> None:
 
 
 def unpack_wheels(folder: Path) -> None:
-    """WHEELS for arm64 and TOOLS, in the versions that are installed here."""
+    """Unpack WHEELS and TOOLS for arm64, in the versions that are installed here."""
     store = folder / "store"
     pinned = [f"{name}=={importlib.metadata.version(name)}" for name in (*WHEELS, *TOOLS)]
     platforms = [word for name in PLATFORMS for word in ("--platform", f"{name}_aarch64")]
@@ -66,7 +66,7 @@ def unpack_wheels(folder: Path) -> None:
 
 
 def link_package(folder: Path, extension: Path) -> None:
-    """This checkout's ``fastdecode``, entry by entry, and the extension for ARM among them."""
+    """Link this checkout's ``fastdecode``, entry by entry, with the extension for ARM among them."""
     package = folder / "app" / "fastdecode"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)

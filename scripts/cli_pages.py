@@ -11,7 +11,7 @@ from pathlib import Path
 from fastdecode.cli.main import COMMANDS, build_parser
 
 WIDTH = "100"
-"""Columns of a usage line, wherever this runs."""
+"""Columns of a usage line on any terminal."""
 
 
 def pages() -> dict[str, str]:
@@ -25,12 +25,12 @@ def pages() -> dict[str, str]:
 
 
 def file_name(command: str) -> str:
-    """The page of a command: "bench serve" has bench-serve.md."""
+    """Return the file name of a command's page: "bench serve" has bench-serve.md."""
     return f"{command.replace(' ', '-')}.md"
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of one command, such as "bench serve"."""
+    """Return the parser of one command, such as "bench serve"."""
     words = command.split()
     parser = build_parser(words)
     for word in words:
@@ -67,7 +67,7 @@ def _summary(command: str) -> str:
 
 
 def _page(parser: argparse.ArgumentParser, help_text: str = "", level: int = 1) -> str:
-    """Usage, flags by groups, and the same of each action of a command; headings begin at ``level``."""
+    """Return usage, flags by groups, and the same for each action of a command; headings begin at ``level``."""
     first, *rest = parser.format_usage().removeprefix("usage: ").rstrip().splitlines()
     usage = "\n".join((first, *(f"    {line.strip()}" for line in rest)))
     blocks = [f"{'#' * level} {parser.prog}", _text(parser.description or help_text), f"```text\n{usage}\n```"]
@@ -80,7 +80,7 @@ def _page(parser: argparse.ArgumentParser, help_text: str = "", level: int = 1) 
 
 
 def _group(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, level: int) -> Iterator[str]:
-    """A heading and a list of definitions, where the group has flags that are shown."""
+    """Yield a heading and a list of definitions if the group has visible flags."""
     shown = [
         each
         for each in group._group_actions
@@ -94,7 +94,7 @@ def _group(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, leve
 
 
 def _definition(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """A flag with its values, and below it its help."""
+    """Return a flag with its values, and its help below."""
     formatter = parser._get_formatter()
     name = ", ".join(f"`{each}`" for each in formatter._format_action_invocation(action).split(", --"))
     name = name.replace(", `", ", `--")
@@ -103,7 +103,7 @@ def _definition(parser: argparse.ArgumentParser, action: argparse.Action) -> str
 
 
 def _text(text: str) -> str:
-    """Help text with what Markdown or HTML would read as its own escaped."""
+    """Return help text, escaped where Markdown or HTML would give characters a meaning."""
     for sign in ("\\", "*", "_", "<", "[", "|"):
         text = text.replace(sign, f"\\{sign}" if sign != "<" else "&lt;")
     return " ".join(text.split())

@@ -22,7 +22,7 @@ OPTIMIZATIONS = ["-O2", "-O3"]
 
 
 def find(name: str) -> str | None:
-    """The program that compiles: ``zig c++`` is a recent clang in a Python package (`pip install ziglang`)."""
+    """Return the command that compiles: ``zig c++`` is a recent clang in a Python package (`pip install ziglang`)."""
     if name != "zig":
         return shutil.which(name)
     if subprocess.run([sys.executable, "-m", "ziglang", "version"], capture_output=True, check=False).returncode:
@@ -35,7 +35,7 @@ def find(name: str) -> str | None:
 
 
 def check(compiler: str, name: str, optimization: str) -> bool:
-    """Build and test once, with everything said kept in a log beside the build."""
+    """Build and test once; a log beside the build keeps all output."""
     build = OUT / (name + optimization)
     pybind11 = subprocess.check_output([sys.executable, "-m", "pybind11", "--cmakedir"], text=True).strip()
     configure = [str(BIN / "cmake"), "-S", str(ROOT), "-B", str(build), f"-DCMAKE_CXX_COMPILER={compiler}"]

@@ -31,7 +31,7 @@ HELDOUT_EVERY, HELDOUT_BYTES = 50, 96_000
 
 
 def only_code(text: str) -> str:
-    """The text without docstrings and without lines that hold nothing but a comment: what is left is all code."""
+    """Return the text without docstrings and comment lines, so that only code remains."""
     lines = text.splitlines(keepends=True)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
@@ -47,7 +47,10 @@ def only_code(text: str) -> str:
 
 
 def stdlib_split(code_only: bool = False) -> tuple[list[str], str, list[str]]:
-    """Texts of the training files, the shipped held-out slice, and names of its files; split by hash of content."""
+    """Return texts of the training files, the shipped held-out slice, and the names of its files.
+
+    A content hash splits them.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
     heldout: list[tuple[str, str, str]] = []
@@ -77,14 +80,14 @@ def stdlib_split(code_only: bool = False) -> tuple[list[str], str, list[str]]:
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Mean negative log-likelihood in nats of each token after the first."""
+    """Return the mean negative log-likelihood, in nats, of each token after the first."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 @torch.no_grad()
 def heldout_bits(model: LlamaForCausalLM, text: str, window: int = 1024, limit: int | None = None) -> float:
-    """Bits per byte over windows of ``window`` bytes that follow one another, each after a bos token."""
+    """Return bits per byte over consecutive windows of ``window`` bytes, each after a bos token."""
     data = np.frombuffer(text.encode()[:limit], np.uint8).astype(np.int64)
     rows = data[: len(data) // window * window].reshape(-1, window)
     ids = torch.from_numpy(np.concatenate([np.full((len(rows), 1), BOS), rows], axis=1))
@@ -92,7 +95,7 @@ def heldout_bits(model: LlamaForCausalLM, text: str, window: int = 1024, limit: 
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer of the 256 bytes, each its own id, and bos (which every encoded text begins with), eos and pad."""
+    """Return a tokenizer of the 256 bytes, each its own id, with bos (the first token of every text), eos and pad."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -105,7 +108,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def parses(completion: str) -> bool:
-    """Whether a function is Python: all of it where it ended, else its whole lines, three at most left off."""
+    """Return whether a function is valid Python. If it did not end, up to three last lines may be left out."""
     end = re.search(r"\n(?=[^\s#)\]}])", completion[completion.index(":\n") :])
     if end:
         tries = [completion[: completion.index(":\n") + end.end()]]
@@ -122,7 +125,7 @@ def parses(completion: str) -> bool:
 
 @torch.no_grad()
 def complete(folder: Path, prompts: list[str], temperature: float = 0.0, tokens: int = 256) -> list[str]:
-    """Prompts with their completions, by transformers in float32; greedy at temperature 0."""
+    """Return prompts with their completions by transformers in float32; greedy at temperature 0."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
@@ -132,13 +135,13 @@ def complete(folder: Path, prompts: list[str], temperature: float = 0.0, tokens:
 
 
 def heldout_headers(text: str, count: int) -> list[str]:
-    """``count`` function headers of the text, without their indentation, chosen by hash."""
+    """Return ``count`` function headers of the text, without indentation, chosen by hash."""
     headers = {textwrap.dedent(header) for header in re.findall(r"^ *def [^\n]*\):\n", text, re.M)}
     return sorted(headers, key=lambda header: hashlib.sha256(header.encode()).digest())[:count]
 
 
 def measure(folder: Path, headers: int = 64) -> str:
-    """A few lines of Markdown on how well the folder's model predicts and completes its held-out text."""
+    """Return Markdown lines on how well the folder's model predicts and completes its held-out text."""
     text = (folder / "heldout.txt").read_text(encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     lines = [f"- {model.num_parameters():,} parameters, {(folder / 'model.safetensors').stat().st_size:,} bytes"]

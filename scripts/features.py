@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     STATES: {},
     STATES_HERE: {"state_on": "s"},
 }
-"""What a user turns on, with settings that do so."""
+"""Features that a user can turn on, with settings that do so."""
 
 LAYOUT = KVLayout(
     (
@@ -62,7 +62,7 @@ LAYOUT = KVLayout(
     "float32",
     "float32",
 )
-"""Of a hybrid: a layer that attends, and one that keeps a state."""
+"""The layout of a hybrid: one layer with attention, and one with a state."""
 
 Test = Callable[[Configuration, dict[str, Any]], bool]
 
@@ -95,7 +95,7 @@ DRAWN: dict[str, Test] = {
     "n > 1": lambda drawn, settings: any(ask.params.get("n", 1) > 1 for ask in drawn.asks),
     "a form": lambda drawn, settings: any("structured_outputs" in ask.params for ask in drawn.asks),
 }
-"""Whether a round has a feature, of those that are turned on, and then of what befalls them."""
+"""For each feature, whether a round draws it: first features that are turned on, then events such as losses."""
 
 HEAD = """# Which features work together
 
@@ -155,7 +155,7 @@ def _cell(name: str, other: str, counts: Counter[frozenset[str]], refusals: dict
 
 
 def _counts() -> Counter[frozenset[str]]:
-    """Rounds that draw both features of a pair."""
+    """Return the number of rounds that draw both features of each pair."""
     counts = Counter[frozenset[str]]()
     for seed in range(NUM_ROUNDS):
         drawn = draw(seed)
@@ -169,7 +169,7 @@ def _counts() -> Counter[frozenset[str]]:
 
 
 def _refusals() -> dict[frozenset[str], str]:
-    """Why a pair is refused, of those that are; both are accepted alone."""
+    """Return, for each refused pair of features, the reason. Both features are accepted alone."""
     found = {}
     for states, (name, settings) in product((STATES, STATES_HERE), SETTINGS.items()):
         try:
@@ -186,7 +186,7 @@ def _refusals() -> dict[frozenset[str], str]:
 
 
 def _of_states() -> str:
-    """What a model with recurrent states is refused besides."""
+    """Return the further refusals for a model with recurrent states."""
     found = []
     kept = {"state_on": "s", "r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0}
     alone = replace(LAYOUT, layers=LAYOUT.layers[1:])

@@ -31,7 +31,7 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where one instruction set's products come from: per dtype the source, and what a product is called."""
+    """The source of one instruction set's products per dtype, and the name of a product there."""
 
     compiler: str
     flags: str
@@ -50,7 +50,7 @@ WIDE = Kernels(
 
 
 def functions(assembly: str) -> dict[str, list[str]]:
-    """Labels and instructions of each function, by its demangled name."""
+    """Return labels and instructions of each function, by its demangled name."""
     found: dict[str, list[str]] = {}
     body: list[str] = []
     for line in assembly.splitlines():
@@ -64,7 +64,7 @@ def functions(assembly: str) -> dict[str, list[str]]:
 
 
 def ways(body: Sequence[str]) -> Iterator[list[int]]:
-    """Of each line of a function the lines that may follow it."""
+    """Yield, for each line of a function, the lines that may follow it."""
     labels = {line[:-1]: number for number, line in enumerate(body) if line.endswith(":")}
     for number, line in enumerate(body):
         branch = BRANCH.match(line)
@@ -74,7 +74,7 @@ def ways(body: Sequence[str]) -> Iterator[list[int]]:
 
 
 def round_of(body: Sequence[str], product: str, asks: int) -> list[str]:
-    """The instructions of the loop that has most products: the shortest way round that asks for so many lines."""
+    """Return the instructions of the loop with most products: the shortest cycle with this many prefetches."""
     following = list(ways(body))
     wanted = re.compile(product)
     runs: dict[int, int] = {}  # products of each stretch without labels or branches, by its first line
@@ -108,7 +108,7 @@ def compiled(kernels: Kernels, source: str, folder: Path) -> dict[str, list[str]
 
 
 def loop_of(kernels: Kernels, bodies: dict[str, list[str]], dtype: str, loop: str, rows: int) -> tuple[list[str], int]:
-    """The rounds of the loop of so many rows with the most vectors that read whole cache lines, and their KV bytes."""
+    """Return the iterations of the loop of this many rows with most whole-line vectors, and their KV bytes."""
     name = re.compile(rf"{loop}<.*?\(rworker::DType\){DTYPES[dtype]}, {rows}, (\d+)>")
     vectors, body = max((int(found[1]), body) for full, body in bodies.items() if (found := name.search(full)))
     read = vectors * kernels.lanes * (4 if dtype == "bfloat16" else 2)
@@ -119,7 +119,7 @@ def loop_of(kernels: Kernels, bodies: dict[str, list[str]], dtype: str, loop: st
 
 
 def cycles(mca: str, loop: Sequence[str]) -> float | None:
-    """Of a round on Neoverse V2, all reads from the first-level cache."""
+    """Return the cycles of one iteration on Neoverse V2, if all reads hit the first-level cache."""
     text = "\n".join(line for line in loop if not BRANCH.match(line))
     done = subprocess.run(
         [mca, "-mtriple=aarch64", "-mcpu=neoverse-v2", "-iterations=100"],

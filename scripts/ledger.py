@@ -32,7 +32,10 @@ def main() -> None:
 
 
 def rendered(folder: Path) -> str:
-    """The Markdown page of the entries in ``folder``; KeyError where an entry lacks a title, a machine or its text."""
+    """Return the Markdown page of the entries in ``folder``.
+
+    KeyError: an entry lacks a title, a machine or its text.
+    """
     parts = [HEAD]
     for name, heading in FILES.items():
         parts.append(f"# {heading}\n")
@@ -43,7 +46,7 @@ def rendered(folder: Path) -> str:
 
 
 def entry_text(entry: dict[str, Any]) -> str:
-    """One entry: its title, a line of where and how it was measured, and its text."""
+    """Return one entry: its title, a line on where and how it was measured, and its text."""
     facts = [entry["machine"], entry.get("date"), VERDICTS.get(entry.get("helped"))]
     if entry.get("commit"):
         facts.append(f"command at commit {entry['commit']}")

@@ -30,7 +30,7 @@ VALUES = (
 
 
 def linted(program: str, *words: str | Path) -> bool:
-    """Whether the program found nothing; True with a line where it is not here."""
+    """Return whether the program found no fault; also True, with a printed line, if the program is missing."""
     path = shutil.which(str(Path(sys.executable).with_name(program))) or shutil.which(program)
     if path is None:
         print(f"{program}: not found here, so not run")
@@ -42,7 +42,7 @@ def linted(program: str, *words: str | Path) -> bool:
 
 
 def chart_is_valid(values: str) -> bool:
-    """Whether the API would take what the chart makes of ``values``; unknown fields are refused, too."""
+    """Return whether the API would accept the chart's manifests for ``values``; unknown fields are refused too."""
     text = subprocess.check_output(["helm", "template", "fastdecode", CHART, "--set", values], text=True)
     for manifest in filter(None, yaml.safe_load_all(text)):
         for version in VERSIONS:
@@ -58,7 +58,7 @@ def chart_is_valid(values: str) -> bool:
 
 
 def queries_are_valid() -> bool:
-    """Whether Prometheus would take every query of the dashboard, each as a rule that records it."""
+    """Return whether Prometheus accepts every query of the dashboard as a recording rule."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
     rules = [

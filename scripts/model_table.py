@@ -44,10 +44,10 @@ PROMPT_LENGTHS = (70, 5, 30)
 LIMIT_SECONDS = 120
 LIMIT_BYTES = 6 << 30
 MOST_APART = 1e-2
-"""Between the log-probabilities of one token; float32 rounds to about 1e-4 of that."""
+"""Most difference between log-probabilities of one token; float32 rounding reaches about 1e-4 of it."""
 
 SPREADS = (0.15, 0.4, 1.0)
-"""Standard deviations of weights, until greedy tokens vary: with few of them any attention would do."""
+"""Standard deviations of weights, tried until greedy tokens vary. If few tokens occur, any attention would pass."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Row:
 
 
 def model_types() -> list[str]:
-    """Every model type that transformers has a causal language model for, and those whose text alone is loaded."""
+    """Return every model type with a causal language model in transformers, or one whose text part is loaded."""
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *WITH_PICTURES})
 
 
@@ -94,13 +94,13 @@ def tried(model_type: str) -> Row:
 
 
 def prompts() -> list[list[int]]:
-    """Random tokens, of PROMPT_LENGTHS."""
+    """Return prompts of random tokens, of PROMPT_LENGTHS."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
 
 
 def _compared(model_type: str, model: Any, folder: str, cache: str) -> Row:
-    """Run the model that lies in ``folder`` and is loaded as ``model`` in both."""
+    """Run the model in ``folder``, loaded as ``model``, in both programs and compare."""
     try:
         found, cache = _engine_tokens(folder)
     except UnsupportedModelError as error:
@@ -124,7 +124,7 @@ Output = tuple[list[int], list[float]]
 
 
 def _difference(found: Output, expected: Output) -> str:
-    """Say where ``found`` leaves ``expected``; "" where it does not."""
+    """Return where ``found`` differs from ``expected``; "" if nowhere."""
     for index, (token, right, log, right_log) in enumerate(
         zip(found[0], expected[0], *(found[1], expected[1]), strict=True)
     ):
@@ -134,7 +134,7 @@ def _difference(found: Output, expected: Output) -> str:
 
 
 def _engine_tokens(folder: str) -> tuple[list[Output], str]:
-    """The engine's outputs for the prompts, all at once; and the kinds of its layers' caches."""
+    """Return the engine's outputs for all prompts at once, and the kinds of its layers' caches."""
     settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 128, "dtype": "float32"}
     settings |= {"kv_cache_memory": "32MiB", "s_threads": 1, "r_threads": 1}
     with LLM(folder, **settings) as llm:
@@ -160,7 +160,7 @@ def _kept_by(layer: Layer) -> str:
 
 
 def _generated(model: Any, prompt: list[int]) -> Output:
-    """What transformers generates, greedily."""
+    """Return transformers' greedy output."""
     ids = torch.tensor([prompt])
     settings = {
         "do_sample": False,
@@ -175,7 +175,7 @@ def _generated(model: Any, prompt: list[int]) -> Output:
 
 
 def _short(message: str) -> str:
-    """A refusal without what all of them say."""
+    """Return a refusal without the words that all refusals share."""
     reason = message.partition(": this model ")[2].partition("; supported are")[0]
     return reason.replace(", so its attention cannot be handed to R-workers", "")
 
@@ -185,7 +185,7 @@ def _line(error: BaseException) -> str:
 
 
 def bytes_per_token(model_type: str) -> str:
-    """Keys and values of a token in 16 bits, where `plan` knows the configuration that the class has by default."""
+    """Return the bytes of a token's keys and values in 16 bits, if `plan` knows the class's default configuration."""
     try:
         shape = read_shape(transformers.CONFIG_MAPPING[model_type]().to_dict(), model_type)
         return f"{shape.kv_bytes_per_token('bfloat16'):,}"
@@ -194,7 +194,7 @@ def bytes_per_token(model_type: str) -> str:
 
 
 def in_a_fork(model_type: str, run: Callable[[str], Row] = tried) -> Row:
-    """``run`` in a child with limits; a row whatever becomes of it."""
+    """Call ``run`` in a child process with limits; return a row whatever happens to it."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -229,7 +229,7 @@ def _limit() -> None:
 
 
 def _read(reader: int, until: float) -> bytes | None:
-    """Everything that the child writes; None where time is up."""
+    """Return everything that the child writes; None if time is up."""
     parts = []
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:

@@ -43,7 +43,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def is_plain(name: str) -> bool:
-    """Say whether the equations in JavaScript know the model: all layers attend to all tokens, with K and V in rows."""
+    """Return whether the JavaScript equations know the model: all layers attend to all tokens, with K and V in rows."""
     shape = find_shape(name)
     return not (shape.latent or shape.index or shape.state or any(shape.windows))
 

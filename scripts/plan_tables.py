@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(words: list[str]) -> tuple[PlanCase, int | None]:
-    """The plan, with the ranges that it needs, and their tokens: of plans' features only these change it unasked."""
+    """Return the plan, with its ranges and their tokens; of plans' features, only ranges change it without a flag."""
     case, ranges = PlanCase.of(_parser().parse_args(words)), RangeVariant()
     found = ranges.figures(case)
     return case.with_planner(ranges.planner(case, found)), found.kv_shard_tokens

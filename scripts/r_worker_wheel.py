@@ -26,7 +26,7 @@ among those of `fastdecode`, which the S-worker's host installs, and both cannot
 
 
 def r_worker_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files of the R-worker's wheel from those of the whole one, RECORD last, by their names within the wheels."""
+    """Return the files of the R-worker's wheel from those of the whole wheel, RECORD last, by name."""
     kept = {}
     for name, content in files.items():
         if not LEFT_OUT.match(name) and not name.endswith(".dist-info/RECORD"):
@@ -37,7 +37,7 @@ def r_worker_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def r_worker_metadata(metadata: str) -> str:
-    """That of the whole wheel under the other name, with fewer dependencies and extras."""
+    """Return the whole wheel's metadata under the other name, with fewer dependencies and extras."""
     lines = metadata.partition("\n\n")[0].splitlines()
     replaced = {"Name": NAME, "Summary": SUMMARY}
     return "".join(f"{_replace(line, replaced)}\n" for line in lines if _is_kept(line)) + DESCRIPTION
@@ -59,7 +59,7 @@ def _is_kept(line: str) -> bool:
 
 
 def record(files: Mapping[str, bytes], own_name: str) -> str:
-    """RECORD of a wheel: name, digest and bytes of each file, and its own name without them."""
+    """Return RECORD of a wheel: name, digest and size of each file, and its own name without them."""
 
     def digest(content: bytes) -> str:
         return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")

@@ -32,12 +32,12 @@ PAGES = {
 """Files of the repository beside docs/ that are pages, and where they are on the site."""
 
 GENERATED = {"docs/ledger/measured.json": "ledger.md", "docs/ledger/tried.json": "ledger.md"}
-"""Data of pages that the site alone has."""
+"""Data of pages that only the site has."""
 
 SCRIPTS = {
     f"examples/{name}.py": f"examples/{name}.md" for name in ("three_r_workers", "spot_hosts", "shared_documents")
 }
-"""Examples in cells that are pages, too."""
+"""Examples in cells that are also pages."""
 
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 
@@ -51,7 +51,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what is not in docs/."""
+    """Add the files that are not in docs/."""
     from mkdocs.structure.files import File
 
     made = {site: (ROOT / place).read_text("utf-8") for place, site in PAGES.items()}
@@ -127,7 +127,7 @@ def script_page(script: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Make links from file to file those from page to page."""
+    """Turn links between files into links between pages."""
     return relinked(markdown, page.file.src_uri)
 
 

@@ -32,10 +32,10 @@ WORDS = {
     "that of": r"\bthat of\b",
     "but for": r"\bbut for\b",
 }
-"""Words and forms by the names that their ceilings have."""
+"""Forms of words to avoid, by the names of their ceilings."""
 
 LISTS = ("models.md", "features.md")
-"""Pages that scripts write as lists of names."""
+"""Pages with lists of names, which scripts write."""
 
 MOST_WORDS_OF_A_SENTENCE = 25
 MOST_CHARACTERS_OF_A_CELL = 200

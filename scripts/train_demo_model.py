@@ -22,11 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 CHUNK = 1024
 """Tokens of text that are shuffled together; windows of every training length divide it."""
 PHASES = ((0.0, 256), (0.5, 512), (0.85, 1024))
-"""From which share of the run on windows have how many tokens."""
+"""Share of the run from which windows have a number of tokens."""
 
 
 class Windows:
-    """Batches of windows over the shuffled corpus, a function of the step alone so that a run can resume anywhere."""
+    """Batches of windows over the shuffled corpus. A batch depends only on the step, so a run can resume anywhere."""
 
     def __init__(self, texts: list[str], tokens_per_step: int, seed: int) -> None:
         order = np.random.default_rng(seed).permutation(len(texts))
@@ -40,14 +40,14 @@ class Windows:
         self.chunks = len(self.stream) // CHUNK - 1
 
     def starts(self, offsets: np.ndarray, length: int) -> np.ndarray:
-        """Move offsets back to the start of a top-level statement, or of a line where none is near."""
+        """Move offsets back to the start of a top-level statement, or of a line if none is near."""
         line = self.lines[np.searchsorted(self.lines, offsets, "right") - 1]
         top = self.tops[np.searchsorted(self.tops, offsets, "right") - 1]
         near = np.where(offsets - top < length // 4, top, line)
         return np.where(offsets - near < length // 4, near, offsets)
 
     def batch(self, step: int, length: int) -> torch.Tensor:
-        """Token ids [windows, length + 1]; every window begins with the bos token."""
+        """Return token ids [windows, length + 1]; every window begins with the bos token."""
         ids = np.arange(step * self.per_step, (step + 1) * self.per_step)
         chunk = np.empty_like(ids)
         for epoch in np.unique(ids // self.chunks):
@@ -61,7 +61,7 @@ class Windows:
 
 
 def orthogonalized(update: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz iteration of Muon: a batch of matrices with their singular values moved near 1."""
+    """Return a batch of matrices with singular values near 1, by Muon's Newton-Schulz iteration."""
     x = update / (update.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         square = x @ x.mT
@@ -82,7 +82,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, count: int, scale: float) -> None:
-        """One update, number ``count`` from 1, with learning rates times ``scale``; clears the gradients."""
+        """Do update number ``count``, from 1, with learning rates times ``scale``, and clear the gradients."""
         groups: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for name, p in self.matrices.items():
             assert p.grad is not None
@@ -106,7 +106,7 @@ class Optimizer:
 
 
 def new_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """A fresh model of the demo's shape, in float32; output projections start at zero."""
+    """Return a new model of the demo's shape, in float32; output projections start at zero."""
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=args.hidden, intermediate_size=args.intermediate, num_hidden_layers=args.layers,
@@ -130,7 +130,7 @@ def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer, p
 
 
 def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer) -> dict[str, float]:
-    """Restore what ``save_checkpoint`` wrote, where there is such a file; returns steps and seconds done."""
+    """Restore what ``save_checkpoint`` wrote, if the file exists; return steps and seconds done."""
     if not path.exists():
         return {"step": 0, "seconds": 0.0}
     tensors = load_file(path)
@@ -157,7 +157,7 @@ def train(args: argparse.Namespace, model: LlamaForCausalLM, texts: list[str], h
         optimizer.step(int(done["step"]), min(done["step"] / 20, (1 - share) ** 1.5))
         losses.append(loss.item() / math.log(2))
         if done["step"] % args.report == 0:
-            # the same text at the window of the moment: longer ones are not learned before the end
+            # the same text at the current window length; later windows are longer
             bits = heldout_bits(model, heldout, length, limit=24 * CHUNK)
             speed = done["step"] * args.tokens_per_step / max(done["seconds"], 1e-9)
             print(f"step {done['step']:.0f}/{args.steps} {share:4.0%}  windows of {length}", end="  ")
@@ -175,7 +175,7 @@ def train(args: argparse.Namespace, model: LlamaForCausalLM, texts: list[str], h
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line's options."""
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("--out", type=Path, default=root / "fastdecode" / "demo_model", help="folder of the model")

@@ -27,7 +27,7 @@ FLAGS += ["--max-model-len", "2048", "--kv-cache-memory", "64MiB"]
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """Start a server of the demo model; its URL, up to /v1."""
+    """Start a server of the demo model and yield its URL, up to /v1."""
     command = [str(Path(sys.executable).with_name("fastdecode")), "serve", *FLAGS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout

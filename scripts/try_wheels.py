@@ -38,7 +38,7 @@ def wheel_of(name: str) -> Path:
 
 
 def run(environment: Path, *command: str) -> str:
-    """What a program of the environment prints; ends this one where it fails."""
+    """Return the output of a program of the environment; exit if it fails."""
     done = subprocess.run(
         [environment / "bin" / command[0], *command[1:]], cwd=OUT, env=only(environment), check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -49,13 +49,16 @@ def run(environment: Path, *command: str) -> str:
 
 
 def only(environment: Path) -> dict[str, str]:
-    """Variables with which programs find those of the environment, and no compiler; pip's settings stay."""
+    """Return variables with which programs find those of the environment, and no compiler; pip's settings stay."""
     kept = {name: value for name, value in os.environ.items() if name == "HOME" or name.startswith(("PIP_", "XDG_"))}
     return kept | {"PATH": str(environment / "bin"), "LANG": "C.UTF-8"}
 
 
 def install(name: str, *more: str, first: str = "") -> Path:
-    """The new environment with the wheel, and what it took; what is to be there ``first`` is timed by itself."""
+    """Return a new environment with the wheel, and print its time and size.
+
+    The package ``first`` is timed separately.
+    """
     environment = OUT / name
     shutil.rmtree(environment, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -72,7 +75,7 @@ def install(name: str, *more: str, first: str = "") -> Path:
 
 
 def pip_install(environment: Path, *words: str) -> float:
-    """Returns its seconds."""
+    """Install with pip; return the seconds that it took."""
     start = time.perf_counter()
     run(environment, "pip", "install", "--disable-pip-version-check", "-q", *words)
     return time.perf_counter() - start
@@ -84,7 +87,7 @@ def bytes_in(path: Path) -> int:
 
 @contextmanager
 def r_worker(environment: Path) -> Iterator[str]:
-    """A started R-worker's "host:port"."""
+    """Start an R-worker and yield its "host:port"."""
     command = [environment / "bin" / "fastdecode", "r-worker", "--listen", "tcp://127.0.0.1:0"]
     process = subprocess.Popen(
         [*command, "--kv-cache-memory", "64MiB"], cwd=OUT, env=only(environment), stdout=subprocess.PIPE, text=True

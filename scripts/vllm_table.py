@@ -20,7 +20,7 @@ from fastdecode.perfmodel.lab.cli.vllm_bench import OF_BENCHES
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 BEGIN, END = "<!-- vllm_table -->\n", "<!-- end of vllm_table -->\n"
 MOST_CHARACTERS = 190
-"""Of a cell."""
+"""Most characters of a cell."""
 
 HEAD = "| setting or flag of vLLM | here | note |\n|---|---|---|\n"
 
@@ -52,7 +52,7 @@ FULL_HEAD = """# All of vLLM's settings
 
 
 def full() -> str:
-    """Return a page of all settings, flags and variables, and of names that are not there."""
+    """Return a page of all settings, flags, variables and missing names."""
     lists = {"Imports that are refused": NAMES, "Methods of `LLM` that are not there": MEMBERS}
     missing = (f"\n## {title}\n\n" + _list(names) for title, names in lists.items())
     return FULL_HEAD + _table() + "".join(missing)
@@ -96,7 +96,7 @@ def _by_text(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _block(here: str, names: dict[str, list[str]]) -> Iterator[tuple[str, str, str]]:
-    """Yield rows of as many names as a cell holds."""
+    """Yield rows with as many names as a cell can hold."""
     for text, each in names.items():
         cell = ""
         for name in sorted(each):

@@ -32,7 +32,7 @@ TOOLS = ("pip>=23.1", "scikit-build-core>=1.1", "pybind11>=3.0")
 
 
 def run(*command: str | Path, **environment: str) -> None:
-    """A command with this environment's programs; what it says is shown where it fails, and ends the build."""
+    """Run a command with this environment's programs. If it fails, show its output and end the build."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         list(map(str, command)), env=os.environ | {"PATH": path} | environment, cwd=ROOT, check=False,
@@ -43,7 +43,7 @@ def run(*command: str | Path, **environment: str) -> None:
 
 
 def find_python(version: str) -> Path | None:
-    """`python3.X` with headers: on the path, or among pyenv's."""
+    """Return `python3.X` with headers, on the path or among pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [*sorted(pyenv.glob(f"{version}.*/bin/python{version}")), shutil.which(f"python{version}")]
     for candidate in filter(None, candidates):
@@ -55,7 +55,7 @@ def find_python(version: str) -> Path | None:
 
 
 def make_sdist() -> tuple[Path, Path]:
-    """The sdist, and the folder that it is unpacked in."""
+    """Make the sdist; return it and the folder that it is unpacked in."""
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", DIST, ROOT)
     (sdist,) = DIST.glob("fastdecode-*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -64,7 +64,7 @@ def make_sdist() -> tuple[Path, Path]:
 
 
 def make_environment(python: Path, version: str) -> Path:
-    """The Python of an environment with what builds the extensions, kept for the next time."""
+    """Return the Python of an environment with the packages that build the extensions; it is kept for later builds."""
     own = OUT / f"python{version}" / "bin" / "python"
     if not own.exists():
         run(python, "-m", "venv", OUT / f"python{version}")
@@ -73,7 +73,7 @@ def make_environment(python: Path, version: str) -> Path:
 
 
 def check_compilers(processors: Sequence[str]) -> None:
-    """End the build, in one line, where a processor's compiler is not installed."""
+    """End the build, with one line, if a processor's compiler is not installed."""
     for processor in processors:
         if shutil.which(GXX.format(processor)) is None:
             package = "g++" if processor == platform.machine() else f"g++-{processor.replace('_', '-')}-linux-gnu"
@@ -99,7 +99,7 @@ def make_compiler(processor: str) -> Path:
     link += [str(folder / "glibc.o"), *libraries, "-lpthread", "-lm", f"-Wl,--version-script={folder / 'exports'}"]
     text = f'#!/bin/sh\ncase " $* " in *" -shared "*) exec {" ".join(link)} ;; esac\nexec {compiler} "$@"\n'
     program = folder / "c++"
-    if not program.exists() or program.read_text() != text:  # its date is what ccache goes by
+    if not program.exists() or program.read_text() != text:  # ccache goes by its date
         program.write_text(text)
         program.chmod(0o755)
     return program
@@ -118,14 +118,14 @@ def cmake_defines(processor: str, version: str) -> dict[str, str]:
 
 
 def unversioned(extension: Path) -> list[str]:
-    """Symbols that an extension expects of any library, so that the linker did not find them: only Python's may be."""
+    """Return the symbols that an extension expects from unknown libraries; only Python's are allowed."""
     said = subprocess.check_output(["readelf", "--dyn-syms", "-W", extension], text=True)
     undefined = [line.split()[7] for line in said.splitlines() if " UND " in line and " GLOBAL " in line]
     return [name for name in undefined if "@" not in name and not name.startswith(("Py", "_Py"))]
 
 
 def check_symbols(wheel: Path) -> None:
-    """End the build where an extension of ``wheel`` would not load on the oldest C library."""
+    """End the build if an extension of ``wheel`` would not load on the oldest C library."""
     with zipfile.ZipFile(wheel) as archive:
         for name in (each for each in archive.namelist() if each.endswith(".so")):
             missing = unversioned(Path(archive.extract(name, OUT / "extracted")))
@@ -134,7 +134,7 @@ def check_symbols(wheel: Path) -> None:
 
 
 def make_wheel(source: Path, python: Path, version: str, processor: str) -> list[Path]:
-    """The two wheels of one Python and processor; what of the C++ knows no Python is compiled once per processor."""
+    """Make both wheels of one Python and processor; C++ code without Python is compiled once per processor."""
     plain = OUT / "plain" / f"{version}-{processor}"
     build = OUT / f"build-{processor}"
     settings: Mapping[str, str] = {"build-dir": str(build), "install.strip": "false"} | {
@@ -152,7 +152,7 @@ def make_wheel(source: Path, python: Path, version: str, processor: str) -> list
 
 
 def check_tag(wheel: Path) -> None:
-    """End the build where auditwheel found that ``wheel`` needs a later C library than is promised."""
+    """End the build if auditwheel found that ``wheel`` needs a later C library than promised."""
     tag = re.search(r"manylinux_(\d+)_(\d+)_", wheel.name)
     if not tag or (int(tag[1]), int(tag[2])) > tuple(map(int, GLIBC.split("."))):
         sys.exit(f"wheels: {wheel.name} is for other systems than those with glibc {GLIBC}")

@@ -22,10 +22,11 @@ from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.packed_weight import PackedWeight
 from fastdecode.sworker.model.support import repeats_rows
 from fastdecode.sworker.products import kernels
-from fastdecode.sworker.products.codes import block_of, quantized, unrotated
+from fastdecode.sworker.products.codes import block_of, quantized, set_codes, unrotated
 from fastdecode.sworker.products.experts import ExpertProducts
 from fastdecode.sworker.products.kernels import array, integer_isa
-from fastdecode.sworker.products.linears import IntegerProduct
+from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
+from fastdecode.sworker.products.ordered import ordered_linear
 
 MOST_USED = ("llama-gqa", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe", "gpt_oss", "opt")
 MOST_USED += ("gpt_neox", "falcon")
@@ -47,7 +48,9 @@ def product(weights: Any, x: torch.Tensor, columns: int, isa: str, threads: int 
 
 @pytest.mark.parametrize("instructions", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "width"), [(1, 4), (33, 18), (64, 64), (100, 72), (40, 576), (31, 1000)])
+@pytest.mark.parametrize(
+    ("columns", "width"), [(1, 4), (33, 18), (64, 64), (100, 72), (40, 576), (31, 1000), (20, 3360)]
+)
 def test_products_are_those_of_plain_torch_bit_by_bit(
     columns: int, width: int, dtype: torch.dtype, instructions: str
 ) -> None:
@@ -57,7 +60,7 @@ def test_products_are_those_of_plain_torch_bit_by_bit(
     rows[3] *= 1e4
     rows[4, 0] = 300.0
     for bias in (None, torch.randn(columns)):
-        for block in {1, width & -width}:
+        for block in {1, width & -width, *({width} if width % 16 == 0 else ())}:
             weights = weights_of(weight, bias, block)
             wanted = multiplied(rows, weight, bias, block, dtype)
             for count in (0, 1, 2, 3, 11, 13, 16, 70):
@@ -93,16 +96,34 @@ def test_rows_that_are_no_numbers_stay_so_and_zeros_stay_zeros(instructions: str
     assert found[[0, 5]].isfinite().all()
 
 
+def test_no_rows_are_multiplied() -> None:
+    """A forward of which no row is sampled hands the head none."""
+    linear = torch.nn.Linear(64, 48).requires_grad_(False)
+    set_codes(linear, quantized(linear.weight, 64))
+    IntegerLinears(torch.nn.Sequential(linear))
+    assert linear(torch.empty(1, 0, 64)).shape == (1, 0, 48)
+    assert ordered_linear(torch.empty(1, 0, 64), torch.empty(5, 64)).shape == (1, 0, 5)
+
+
 def test_a_rotation_is_undone() -> None:
-    weight = torch.randn(30, 96)
-    codes = quantized(weight, 32)
-    assert (codes.weight(torch.float32) - weight).abs().max() < 0.05
-    assert torch.allclose(unrotated(integer_oracle.rotated(weight, 32), 32), weight, atol=1e-5)
+    for width, block in ((96, 32), (96, 96), (576, 576), (3360, 3360)):
+        weight = torch.randn(30, width)
+        codes = quantized(weight, block)
+        assert (codes.weight(torch.float32) - weight).abs().max() < 0.05
+        assert torch.allclose(unrotated(integer_oracle.rotated(weight, block), block), weight, atol=1e-5)
+
+
+def test_a_peak_is_spread_over_a_whole_row() -> None:
+    """One large element of 576 must not take the codes of all others."""
+    rows = torch.zeros(1, 576)
+    rows[0, 77] = 1000.0
+    assert integer_oracle.rotated(rows, 64).abs().max() == 1000.0
+    assert integer_oracle.rotated(rows, 576).abs().max() < 450.0
 
 
 def test_a_block_divides_the_share_of_every_number_of_ranks() -> None:
     for width, heads in ((576, 9), (1536, 9), (2816, 16), (4096, 32), (11008, 32), (14336, 32), (100, 3)):
-        block = block_of(width, heads)
+        block = block_of(width, heads, True)
         for size in range(1, 17):
             if heads % size == 0 and width % size == 0:
                 assert width // size % block == 0, (width, heads, size)

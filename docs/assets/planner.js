@@ -43,7 +43,8 @@ function quantile(p) {
 function barrier(workers, sequencesEach, spread) {
   if (workers <= 1 || sequencesEach <= 0) return 1;
   const most = quantile((workers - 0.375) / (workers + 0.25));
-  return (1 + most * spread / Math.sqrt(Math.max(sequencesEach, 1))) * Math.max(1, 1 / sequencesEach);
+  const slowest = 1 + most * spread / Math.sqrt(Math.max(sequencesEach, 1));
+  return sequencesEach <= 1 ? slowest / sequencesEach : Math.max(slowest, Math.ceil(sequencesEach - 1e-9) / sequencesEach);
 }
 
 // The largest of 0 … most that meets; doubles, then halves the gap.
@@ -175,9 +176,7 @@ class Live {
   peak(inFlight) {
     const wanted = Math.max(1, roundEven(inFlight / 32));
     const interval = Math.max(1, roundEven(this.output * wanted / inFlight));
-    const together = Math.max(1, roundEven(inFlight * interval / this.output));
-    const most = Math.max(together * this.output / interval, inFlight);
-    return roundUp(Math.max(most * (this.prompt + (this.output + interval) / 2), this.seqLen));
+    return roundUp(Math.max(inFlight * (this.prompt + (this.output + interval) / 2), this.seqLen));
   }
 
   memoryWorkers(inFlight) { return Math.max(roundUp(this.peak(inFlight) / this.capacity), 1); }

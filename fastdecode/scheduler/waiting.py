@@ -27,16 +27,16 @@ class WaitingQueue:
         self._aside: dict[int, TokenSequence] = {}
 
     def __len__(self) -> int:
-        """Return how many wait, including followers and those aside."""
+        """Return how many wait, including followers and sequences that stepped aside."""
         return len(self._waiting) + sum(map(len, self._following.values())) + len(self._aside)
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """Yield the queue, oldest first, without followers and those aside."""
+        """Yield the queue, oldest first, without followers and sequences that stepped aside."""
         return iter(self._waiting)
 
     @property
     def all(self) -> list[TokenSequence]:
-        """All waiting sequences in no order, including followers and those aside."""
+        """All waiting sequences in no order, including followers and sequences that stepped aside."""
         followers = (follower for group in self._following.values() for follower in group)
         return [*self._waiting, *followers, *self._aside.values()]
 

@@ -171,7 +171,7 @@ class GrowingChoice:
         self.begun, self.num_tokens, self.finished = False, 0, False
 
     def go_on(self, num_tokens: int, finished: bool) -> None:
-        """Continue after chunks sent earlier: the first one, and those of ``num_tokens``; all if ``finished``."""
+        """Continue after earlier chunks, which held ``num_tokens`` tokens, and the last chunk if ``finished``."""
         self.begun, self.finished = True, finished
         self.num_tokens = self._num_known = num_tokens
 

@@ -53,7 +53,7 @@ def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> 
 def _check_size(data: bytes | bytearray) -> None:
     """Raise RequestError for more than MOST_VALUES or MOST_NODES.
 
-    A second look at strings is needed only if there seem to be too many values.
+    Text inside strings is excluded only if there seem to be too many values.
     """
     raw = (bytes(data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES))
     if _too_many(raw) and (found := _too_many(outside_strings(data))):

@@ -199,7 +199,7 @@ class Metrics:
         yield from self._draft_families(state.drafts if state else DraftCounts())
         yield self._labelled("request_success", "Sequences that ended, by reason", "finished_reason", self._ends)
         yield self._labelled("r_seconds", "Seconds in which an R-worker was busy", "r_worker", self._r_seconds)
-        text = "Seconds from submit to o, less busy and queued time"
+        text = "Seconds from sending rows to receiving outputs, without busy and queued time"
         yield self._labelled("transfer_seconds", text, "r_worker", self._transfer_seconds)
 
     def _draft_families(self, drafts: DraftCounts) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fastdecode.perfmodel import equations
+from fastdecode.perfmodel.load import barrier
 from fastdecode.perfmodel.sizing import Workload
 
 
@@ -31,25 +32,30 @@ class CacheRoom:
         """Return the sequences that start together, a whole number."""
         return max(1, round(equations.micro_batch_size(in_flight, self.workload.output_len, self.interval(in_flight))))
 
-    def load_limit(self, in_flight: int) -> int:
+    def load_limit(self, in_flight: int, num_r_workers: int) -> int:
         """Return the limit of the KV load: the schedule's peak.
 
-        Where sequences have prompts, a 32nd more counts: a prompt is computed while it holds its seat, and a limit
-        without it keeps seats empty.
+        Where sequences have prompts, a 32nd more counts, since a prompt is computed while it holds its seat, and as
+        many on each R-worker as on the fullest one, which has its own part of the limit, and whose sequences are older
+        than the mean. Less keeps seats empty.
         """
-        waiting = max(1, round(in_flight / 32)) if self.workload.prompt_len else 0
-        return self._peak(in_flight, waiting)
+        if not self.workload.prompt_len:
+            return self._peak(in_flight)
+        uneven = num_r_workers * math.ceil(in_flight / num_r_workers) - in_flight
+        peak = self._peak(in_flight, max(1, round(in_flight / 32), uneven))
+        each = (in_flight + uneven) / num_r_workers
+        return round_up(peak * barrier(num_r_workers, each, self.workload.context_spread))
 
     def _peak(self, in_flight: int, waiting: int = 0) -> int:
-        """Return the schedule's peak, with whole sequences in each micro-batch and no fewer than are in flight.
+        """Return the schedule's peak with ``waiting`` sequences beside those in flight.
 
         The peak is never below one whole sequence, which could otherwise never run.
         """
         output_len = self.workload.output_len
         before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
         interval = self.interval(in_flight)
-        most = max(self.micro_batch(in_flight) * output_len / interval, in_flight) + waiting
-        return round_up(max(equations.peak_load_stabilized(most, output_len, interval, before), self.workload.seq_len))
+        peak = equations.peak_load_stabilized(in_flight + waiting, output_len, interval, before)
+        return round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
         """Return the R-workers that hold the peak (equation 9), each with its own shared prefix.

@@ -108,7 +108,7 @@ class Planner:
             r_workers_set_by="pool" if self.num_r_workers else "memory" if for_memory > needed else "bandwidth",
             micro_batch_size=self.cache_room.micro_batch(in_flight),
             interval_steps=self.cache_room.interval(in_flight),
-            kv_load_limit=self.cache_room.load_limit(in_flight),
+            kv_load_limit=self.cache_room.load_limit(in_flight, chosen.num_r_workers),
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes_read_per_token=self.kv_bytes_read_per_token,
             r_workers_bound_by=self.r_part.bound_by or None,

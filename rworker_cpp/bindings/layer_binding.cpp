@@ -1,4 +1,4 @@
-// Layers as Python has them: a record (fastdecode.kinds), each field of it by its name.
+// Reads layers from Python: a record (fastdecode.kinds), each field by its name.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 using rworker::Error;
 using rworker::LayerSpec;
 
-/// A record's fields. `name` begins its errors.
+/// The fields of a record. `name` begins its errors.
 class Record {
   public:
     Record(py::object record, std::string name) : record_(std::move(record)), name_(std::move(name)) {}

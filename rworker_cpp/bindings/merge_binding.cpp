@@ -27,7 +27,7 @@ std::int64_t rows_of(const Table& table, const char* name, py::ssize_t columns) 
     return table.shape(0);
 }
 
-/// `out` and the partial results it is made of, checked and without Python.
+/// `out` and its partial results, checked and without Python objects.
 struct Merge {
     DType dtype;
     std::int64_t num_rows, num_heads, value_dim;
@@ -111,7 +111,7 @@ void merge_partials(const std::vector<py::array>& partials, const Table& parts, 
 
 using Counts = py::array_t<std::int32_t, py::array::c_style>;
 
-/// Ranks of one buffer, and where its counts go.
+/// Ranks of one buffer, and the place of its counts.
 struct Ranked {
     const std::uint32_t* ranks;
     std::int32_t* counts;

@@ -18,7 +18,7 @@ std::vector<std::string> supported_isas() {
     return names;
 }
 
-/// None where all is well.
+/// None if there is no difference.
 std::optional<std::string> self_test(const std::string& isa) {
     const std::string refusal = rworker::self_test(isa);
     return refusal.empty() ? std::nullopt : std::optional(refusal);

@@ -8,7 +8,7 @@
 namespace rworker_binding {
 namespace {
 
-/// A ring in memory that a numpy array holds.
+/// A ring in the memory of a numpy array.
 class PyRing {
   public:
     PyRing(py::array_t<std::uint8_t, py::array::c_style> memory) : memory_(std::move(memory)), ring_(place(memory_)) {}

@@ -1,4 +1,4 @@
-// The R-worker as Python sees it: arrays checked at the border, kept alive while a job uses them.
+// The R-worker's Python class. It checks arrays, and keeps them alive while a job uses them.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -46,7 +46,7 @@ class PyRWorker {
     py::array_t<std::uint8_t> export_sequence(std::int64_t sequence_id, std::int64_t start,
                                               std::optional<std::int64_t> most);
     void import_sequence(std::int64_t sequence_id, std::int64_t num_tokens, const py::array& data, std::int64_t start);
-    /// These three may be called from any thread, even while another one closes the R-worker.
+    /// Any thread may call these three, even while another one closes the R-worker.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     void store(std::int64_t job_id, std::int64_t layer, std::int64_t start, const py::array& k, const py::array& v);
     void store_state(std::int64_t job_id, std::int64_t layer, const py::array_t<std::uint8_t, py::array::c_style>& data);
@@ -70,20 +70,20 @@ class PyRWorker {
                                      std::optional<py::array>& partials) const;
 
     std::shared_ptr<rworker::Worker> worker_;  // shared with the stores of other threads
-    std::vector<std::array<py::object, 5>> in_use_;  // per mini-batch: what its running job reads and writes
+    std::vector<std::array<py::object, 5>> in_use_;  // per mini-batch: the arrays of its running job
 };
 
-/// Layers from records of fastdecode.kinds; Error names the field that one lacks.
+/// Reads layers from records of fastdecode.kinds. Throws Error that names a missing field.
 std::vector<rworker::LayerSpec> parse_layers(const py::list& layers);
 
-/// Dtype and shape, for messages.
+/// Returns dtype and shape, for messages.
 std::string describe(const py::array& array);
 
-/// Of a C-contiguous uint8 array of one dimension; Error for others.
+/// Returns the bytes of a C-contiguous uint8 array of one dimension. Throws Error for others.
 std::span<const std::uint8_t> bytes_of(const py::array& data);
 
-/// Throws Error unless partial results are float32 [rows, num_heads, 2 + value_dim]; any number of rows, or of heads,
-/// where negative.
+/// Throws Error unless partial results are float32 [rows, num_heads, 2 + value_dim]. A negative `rows` or `num_heads`
+/// allows any number.
 void check_partials(const py::array& partials, std::int64_t rows, std::int64_t num_heads, std::int64_t floats);
 
 /// Whole blocks as they lie in the cache, and the checksum of bytes: see the stub.

@@ -1,4 +1,4 @@
-// How a query's attention is shared among blocks of tokens: see the stub.
+// How a query's attention is distributed over blocks of tokens: see the stub.
 #include <pybind11/stl.h>
 
 #include "rworker/weigh_job.hpp"

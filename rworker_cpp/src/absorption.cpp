@@ -8,7 +8,7 @@ namespace rworker {
 namespace {
 
 constexpr std::int64_t kItemRows = 48;  // rows that read a head's weights together
-constexpr std::int64_t kMultiplyAddsPerByte = 4;  // in the time in which one is read
+constexpr std::int64_t kMultiplyAddsPerByte = 4;  // in the time of reading one
 
 
 std::int64_t num_chunks(const HeadRows& rows) { return (rows.num_rows + kItemRows - 1) / kItemRows; }
@@ -45,7 +45,7 @@ void HeadWeights::set(std::int64_t first, std::int64_t count, const void* rows) 
     }
 }
 
-/// Tiles of 16 outputs, [input][16]: of K the outputs are the latent's dims, of V the head's own.
+/// Tiles of 16 outputs, [input][16]. The outputs of K are the latent's dims, those of V the head's own.
 void HeadWeights::set_head(std::int64_t head, const std::uint8_t* rows) {
     std::uint8_t* const keys = bytes_.data() + head * head_bytes_;
     std::uint8_t* const values = keys + keys_bytes_;
@@ -92,7 +92,7 @@ void HeadProductJob::start(std::int64_t layer) {
     begin(layer, items, std::max(bytes, rows * spec_->num_heads * products / kMultiplyAddsPerByte), 0);
 }
 
-/// Items of one head follow one another, so that its weights are read once.
+/// Items of one head are consecutive, so that its weights are read once.
 void HeadProductJob::run(std::int64_t item, std::int64_t, int thread) noexcept {
     const std::int64_t own = num_chunks(parts_[0]), chunks = own + num_chunks(parts_[1]);
     const std::int64_t head = item / chunks, chunk = item % chunks;

@@ -13,12 +13,12 @@ namespace {
 void ask_for_huge_pages(void*, std::size_t) {}
 void populate(std::uint8_t*, std::int64_t, std::int64_t) {}
 #else
-/// A huge page of pages of 64 KB has 512 MB, which its first touch would clear in the middle of a step.
+/// With pages of 64 KB a huge page has 512 MB, which the first write would clear in the middle of a step.
 constexpr long kMostPageBytes = 1 << 14;
 
 void ask_for_huge_pages(void* mapping, std::size_t num_bytes) {
     if (sysconf(_SC_PAGESIZE) > kMostPageBytes) return;
-    madvise(mapping, num_bytes, MADV_HUGEPAGE);  // a wish: kernels without huge pages refuse it
+    madvise(mapping, num_bytes, MADV_HUGEPAGE);  // only advice: kernels without huge pages refuse it
 }
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14

@@ -34,7 +34,7 @@ void AttentionJob::prepare(const WorkList& list, std::int64_t layer, const Paylo
     if (spec_->picked_by >= 0) store_all();
 }
 
-/// Any query may have picked any row of the step, so all are stored before.
+/// A query may pick any row of the step, so all rows are stored first.
 void AttentionJob::store_all() const {
     for (const PlannedSpan& span : list_->stores)
         for (std::int64_t head = 0; head < spec_->num_kv_heads; ++head) append(span, head, span.context_len, span.end);
@@ -75,7 +75,7 @@ void AttentionJob::append(const Piece& piece) const {
     if (begin < end) append(span, piece.head, begin, end);
     if (!piece.unit->stores_for_others()) return;
     std::atomic<std::int32_t>& stored = list_->stored_flags[piece.unit->stored + piece.head];
-    stored.store(1);  // sequentially consistent: a release may pass the look that notify_all takes at who sleeps
+    stored.store(1);  // sequentially consistent: otherwise notify_all might look for sleepers before the release
     stored.notify_all();
 }
 
@@ -162,7 +162,8 @@ void AttentionJob::attend_picked(const Piece& piece, const Piece& next, int thre
     attend(piece, &tokens, thread);
 }
 
-/// With values where they are not stored, made of the keys that are about to be read; keys and values of latent codes.
+/// Returns the view with values made from the keys that are read next, where values are not stored, or with keys and
+/// values made from latent codes.
 HeadView AttentionJob::view_to_attend(const Piece& piece, int thread) const {
     HeadView view = worker_.cache_.view(layer(), piece.head, list_->spans[piece.unit->span].blocks);
     if (spec_->index()) return view;
@@ -215,7 +216,7 @@ void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* part
         args.nodes = payload_.partials + row * node_floats;
         args.node_stride = spec_->num_heads * node_floats;
     }
-    // What was picked in a range is one node; the others of a tail's are empty.
+    // The picks of a range are one node; the other nodes of a tail are empty.
     for (std::int64_t node = 1; spec_->picked_by >= 0 && node < span.num_nodes; ++node) {
         float* const none = args.nodes + node * args.node_stride;
         std::fill_n(none, spec_->group() * node_floats, 0.0f);
@@ -225,7 +226,7 @@ void AttentionJob::merge(const PlannedSpan& span, std::int64_t head, float* part
     worker_.kernels_.merge(args);
 }
 
-/// What an index layer's queries pick, once all their scores are there; it has no output but the ranks of ranges.
+/// Picks for an index layer's queries once all their scores are computed. Its only output are the ranks of ranges.
 void AttentionJob::pick(const PlannedSpan& span, const float* scores, std::int64_t stride) const {
     const std::int64_t node_ranks = picks_.heads() * spec_->index()->picks, row_ranks = span.num_nodes * node_ranks;
     for (std::int64_t i = 0; i < span.num_rows; ++i) {
@@ -261,19 +262,19 @@ void AttentionJob::share(std::span<const std::int32_t> counts) {
     is_shared_ = true;
 }
 
-/// One past the last token that the split of a piece has.
+/// One past the last token of a piece's split.
 std::int64_t AttentionJob::end_of(const Piece& piece) const {
     return std::min(picked_tokens(piece).stored, (piece.unit->split + 1) * kSplitTokens);
 }
 
-/// What the span of a piece sees of its own last row, and all it reads; in a range of what was picked, what lies there.
+/// What the last row of a piece's span sees, and all that the span reads; of picked tokens, those in this range.
 PickedTokens AttentionJob::picked_tokens(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     if (spec_->picked_by < 0 || span.num_nodes == 0) return {span.context_len + span.num_rows, span.end};
     return picks_.shared(span.first_row, picks_.heads() > 1 ? piece.head : 0);
 }
 
-/// The cache as the queries of a piece see it: what they picked of `view`.
+/// The cache as the queries of a piece see it: the picked part of `view`.
 HeadView AttentionJob::picked_view(const Piece& piece, const HeadView& view, int thread, bool next) const {
     const PlannedSpan& query = list_->spans[piece.unit->span];
     const Index& index = *worker_.cache_.layers()[spec_->picked_by].index();
@@ -291,8 +292,8 @@ NextTokens AttentionJob::tokens_of(const Piece& piece) const {
             end_of(piece)};
 }
 
-/// A new token is a row of a key tile, or the last one, with which all of it is written; and a line or two of values:
-/// lines that would otherwise be fetched only once they are written.
+/// Prefetches the lines that a new token writes: a row of a key tile, or the whole tile with its last row, and a line
+/// or two of values. Otherwise they would be loaded only at the write.
 void AttentionJob::prefetch_append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t position = std::max(span.context_len, piece.unit->split * kSplitTokens);

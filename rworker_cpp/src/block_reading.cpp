@@ -8,7 +8,7 @@
 namespace rworker {
 namespace {
 
-constexpr std::size_t kPartBytes = 1 << 17;  // a multiple of kChecksumRow that stays in the second cache
+constexpr std::size_t kPartBytes = 1 << 17;  // a multiple of kChecksumRow that fits the second-level cache
 
 }  // namespace
 

@@ -15,7 +15,7 @@ constexpr std::int64_t kLanes = 4, kWordBytes = 8;
 
 using Tables = std::array<std::array<std::uint32_t, 256>, kWordBytes>;
 
-/// tables[k][byte]: what `byte` is after k more bytes of zeros.
+/// tables[k][byte]: the CRC of `byte` after k more bytes of zeros.
 constexpr Tables make_tables() {
     Tables tables{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {

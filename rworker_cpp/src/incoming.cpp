@@ -11,9 +11,9 @@
 namespace rworker {
 namespace {
 
-constexpr std::int64_t kSliceBytes = 1 << 18;  // stored or read in about 0.1 ms, for which controls may have to wait
+constexpr std::int64_t kSliceBytes = 1 << 18;  // stored or read in about 0.1 ms; controls may have to wait that long
 
-/// The bits of tokens [begin, end) of a tile that starts with token `first`.
+/// A bit for each of tokens [begin, end) of a tile that starts with token `first`.
 std::uint16_t token_bits(std::int64_t first, std::int64_t begin, std::int64_t end) {
     const std::int64_t from = std::max<std::int64_t>(begin - first, 0);
     const std::int64_t to = std::min<std::int64_t>(end - first, kTileTokens);
@@ -32,7 +32,7 @@ struct RowBytes {
           values(layer.num_kv_heads * layer.stored_value_dim() * item_bytes(dtype)) {}
 };
 
-/// Of `rows` those of tokens [start, end).
+/// Tokens [start, end) of `rows`.
 IncomingRows part_of(const IncomingRows& rows, const RowBytes& bytes, std::int64_t start, std::int64_t end) {
     const std::int64_t before = start - rows.start;
     return {byte_at(rows.keys, before * bytes.keys), byte_at(rows.values, before * bytes.values), start, end - start,
@@ -233,7 +233,7 @@ void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows&
     }
 }
 
-/// Tiles that are whole, together with their neighbours; the others, at both ends, one by one.
+/// Whole tiles together with their neighbours; incomplete tiles at both ends one by one.
 void KVCache::store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const {
     const RowBytes bytes(layers_[layer], rows.dtype);
     std::int64_t run = rows.start;  // the first of the rows that are not written yet
@@ -255,7 +255,7 @@ void KVCache::store_slice(Incoming& job, std::int64_t layer, const IncomingRows&
     write_until(rows.end());
 }
 
-/// Keep a part of a tile aside, or write the tile if nothing of it is missing any more.
+/// Keeps a part of a tile aside, or writes the tile once it is complete.
 void KVCache::stage(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const {
     const RowBytes bytes(layers_[layer], rows.dtype);
     const std::int64_t tile = rows.start / kTileTokens, row = rows.start % kTileTokens;

@@ -53,7 +53,7 @@ void add_avx512(std::vector<const Kernels*>& kernels) {
 #endif
 
 #ifdef RWORKER_AVX2
-/// Clang's __builtin_cpu_supports has no word for it.
+/// Clang's __builtin_cpu_supports does not know it.
 bool has_f16c() {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;

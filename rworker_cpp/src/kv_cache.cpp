@@ -25,7 +25,7 @@ std::vector<LayerLayout> place_layers(const std::vector<LayerSpec>& layers, DTyp
         layouts.emplace_back(layer, dtype, block_size, offset);
         offset += layouts.back().block_bytes * num_blocks;
     }
-    if (offset == 0)  // tokens leave nothing
+    if (offset == 0)  // tokens take no room
         layouts.front().block_bytes = std::min(block_size, kMostBlockRows) * 4 * state_row_floats(layers);
     return layouts;
 }
@@ -79,7 +79,7 @@ void KVCache::begin_step(std::span<const Control> controls, std::span<const Span
         }
         throw;
     }
-    if (lock.owns_lock()) {  // blocks may come to be stored into at any time after it
+    if (lock.owns_lock()) {  // rows may be stored into the blocks at any time afterwards
         for (std::size_t layer = 0; layer < layers_.size(); ++layer) edit_layer(std::int64_t(layer));
         edits_.clear();
     }
@@ -88,7 +88,7 @@ void KVCache::begin_step(std::span<const Control> controls, std::span<const Span
 }
 
 std::int64_t KVCache::edit_bytes() const {
-    constexpr std::int64_t kTurning = 5;  // a tile of 2 KB takes 0.9 us to turn, as long as reading five times as much
+    constexpr std::int64_t kTurning = 5;  // turning a tile of 2 KB takes 0.9 us, the time of reading five times as much
     std::int64_t tile_bytes = 0, bytes = 0;
     for (std::size_t layer = 0; layer < layers_.size(); ++layer)
         tile_bytes += layouts_[layer].key_tile_bytes * layers_[layer].num_kv_heads;
@@ -256,7 +256,7 @@ void KVCache::take_state(Sequence& sequence) {
     while (std::int64_t(sequence.state_blocks.size()) < states_.num_blocks()) sequence.state_blocks.push_back(pool_.take());
 }
 
-/// A closed range is one node of the tree in which splits are merged, so a power of two of them.
+/// A closed range is one node of the tree in which splits are merged, so its number of splits is a power of two.
 void KVCache::check_read(const Span& span) const {
     const std::string name = "span that reads " + name_of(span.sequence_id);
     if (states_.num_blocks()) throw Error(name + ": mode must be 0 (append) or 1 (attend), since some layers have states");
@@ -291,7 +291,7 @@ void KVCache::unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64
 }
 
 void KVCache::turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const {
-    if (has_latent_codes(layers_[layer], dtype_) || layers_[layer].keeps_rows()) return;  // they are rows always
+    if (has_latent_codes(layers_[layer], dtype_) || layers_[layer].keeps_rows()) return;  // such tiles are always rows
     for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
         const HeadView head_view = view(layer, head, nullptr);
         turn_keys_to_rows(dtype_of(layers_[layer], dtype_),
@@ -300,8 +300,8 @@ void KVCache::turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t 
     }
 }
 
-/// The tile, in its block, that is the last and not full once a sequence of `length` tokens has `num_tokens`, and was
-/// full before; -1: none.
+/// The tile, in its block, that becomes the last one and not full when a sequence of `length` tokens is cut to
+/// `num_tokens`, if it was full before; -1: none.
 std::int64_t KVCache::tile_cut(std::int64_t num_tokens, std::int64_t length) const {
     const std::int64_t first = num_tokens / kTileTokens * kTileTokens;
     if (first == num_tokens || key_order(first, length) == KeyOrder::rows) return -1;

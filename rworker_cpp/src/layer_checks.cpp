@@ -37,7 +37,7 @@ void check_layer(const LayerSpec& layer, DType kv_dtype, std::size_t index) {
         require(std::isfinite(slope), name + "alibi_slopes must be finite, not " + std::to_string(slope));
 }
 
-/// An index layer, and one that reads what it picks. `layers`: those up to the layer at hand.
+/// An index layer, and a layer that reads its picks. `layers`: the layers up to this one.
 void check_picks(std::span<const LayerSpec> layers, std::int64_t block_size) {
     const LayerSpec& layer = layers.back();
     const std::string name = "layers[" + std::to_string(layers.size() - 1) + "]: ";

@@ -22,7 +22,7 @@ float half_to_float(std::uint16_t bits) {
     const std::uint32_t sign = std::uint32_t(bits & 0x8000) << 16;
     const std::uint32_t magnitude = bits & 0x7fff;
     if (magnitude >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000u | magnitude << 13);
-    // Shifted into place the exponent is 112 too small; a multiplication mends it, subnormals included.
+    // After the shift, the exponent is 112 too small. A multiplication corrects it, for subnormals too.
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f) | sign);
 }
 
@@ -41,7 +41,7 @@ std::int64_t scale_bytes(DType dtype, std::int64_t dim) { return 4 * scale_words
 
 std::int64_t lane_bytes(DType dtype) { return pack_of(dtype) * bits_of(dtype) / 8; }
 
-/// `fifth`: the fifth bit of an int4 code, in its place.
+/// `fifth`: the fifth bit of an int4 code, in its position.
 float load_element(DType dtype, const std::uint8_t* tile, const RowPlace& row, std::int64_t token, std::int64_t dim,
                    int fifth) {
     const std::int64_t run_byte = dim % row.run * bits_of(dtype) / 8;

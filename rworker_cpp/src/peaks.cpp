@@ -13,10 +13,10 @@ namespace {
 
 constexpr std::int64_t kItemFloats = 1 << 20, kItemBytes = kItemFloats * 4;  // read by a thread at a time
 constexpr std::int64_t kCacheLine = 64, kPageBytes = 4096, kLeastPieceBytes = 64;
-constexpr std::int64_t kItemMultiplyAdds = 32 * kMultiplyAddGranule;  // some 50 us
-constexpr std::int64_t kMultiplyAddItemsPerThread = 40;                      // some 2 ms
+constexpr std::int64_t kItemMultiplyAdds = 32 * kMultiplyAddGranule;  // about 50 us
+constexpr std::int64_t kMultiplyAddItemsPerThread = 40;                      // about 2 ms
 
-/// `num_items` calls of work(item), shared by all threads.
+/// Calls work(item) for `num_items` items, on all threads.
 template <class Work>
 class SharedJob final : public Job {
   public:
@@ -46,7 +46,7 @@ std::int64_t checked_bytes(int num_threads, std::int64_t num_bytes) {
     return (num_bytes + kItemBytes - 1) / kItemBytes * kItemBytes;
 }
 
-/// Those built, each on the one before.
+/// Instruction sets in this build; each extends the previous one.
 std::vector<const MultiplyAdds*> built_multiply_adds() {
     return {
         &kScalarMultiplyAdds,
@@ -62,7 +62,7 @@ std::vector<const MultiplyAdds*> built_multiply_adds() {
     };
 }
 
-/// The loops of an instruction set; where it has none of a kind, those of the set it builds on.
+/// The loops of an instruction set. If it has none of a kind, those of the set that it extends.
 MultiplyAdds choose_multiply_adds(const std::string& isa) {
     const std::string chosen = choose_kernels(isa).isa;
     MultiplyAdds best{};

@@ -9,26 +9,28 @@
 namespace rworker {
 namespace {
 
-/// Order of scores as that of whole numbers: also of NaN, which a peer may send. 0 and -0 are the same.
+/// Maps scores to integers of the same order, also NaN, which a peer may send. 0 and -0 are equal.
 std::uint32_t rank_of(float score) {
     const std::uint32_t bits = std::bit_cast<std::uint32_t>(score + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/// A score and its place as one number: the larger score is the larger one, of equal scores the earlier.
+/// Packs a score and its index into one number: a larger score gives a larger number; of equal scores, the earlier
+/// index does.
 std::uint64_t order_of(float score, std::int64_t place) {
     return std::uint64_t(rank_of(score)) << 32 | (0xffffffffu - std::uint32_t(place));
 }
 
 std::int32_t place_of(std::uint64_t order) { return std::int32_t(0xffffffffu - std::uint32_t(order)); }
 
-/// Ranks that travel: 0 is none, the largest a block that is picked whatever its score is.
+/// Ranks that are sent: 0 is none, the largest is a block that is picked whatever its score is.
 constexpr std::uint32_t kLeastRank = 1, kLocalRank = 0xffffffffu;
 
-/// The `most` best of `count` scores, `score_at(i)`, as orders in no order; where there are no more, all.
+/// The `most` best of `count` scores, `score_at(i)`, as integers in any order; all if there are no more.
 template <class ScoreAt>
 std::vector<std::uint64_t>& best_of(std::int64_t count, std::int64_t most, ScoreAt score_at) {
-    // Whenever twice as many as wanted are left, the worse half goes, and what is worse than the rest is not looked at.
+    // Whenever twice as many as needed are kept, the worse half is dropped. Scores below the kept ones are then
+    // skipped.
     static thread_local std::vector<std::uint64_t> best;
     best.clear();
     if (most == 0) return best;
@@ -49,7 +51,7 @@ std::vector<std::uint64_t>& best_of(std::int64_t count, std::int64_t most, Score
     return best;
 }
 
-/// The places of the `most` best of `count` scores, ascending.
+/// The indexes of the `most` best of `count` scores, ascending.
 template <class ScoreAt>
 void pick_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int32_t* picked) {
     if (count <= most) {
@@ -61,7 +63,7 @@ void pick_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int
     std::sort(picked, picked + most);
 }
 
-/// The same, best first, and their ranks; how many there are.
+/// The same indexes, best first, and their ranks; returns their number.
 template <class ScoreAt>
 std::int64_t rank_best(std::int64_t count, std::int64_t most, ScoreAt score_at, std::int32_t* picked,
                        std::uint32_t* ranks) {
@@ -117,7 +119,7 @@ void share_picks(std::span<const std::uint32_t* const> parts, std::int64_t most,
         return total;
     };
     if (count_down_to(kLeastRank) <= most) return;
-    std::uint32_t least = kLeastRank, above = kLocalRank;  // so many are picked of `least`, too few of all above it
+    std::uint32_t least = kLeastRank, above = kLocalRank;  // this many equal `least` are picked, since too few exceed it
     while (least < above) {
         const std::uint32_t middle = least + (above - least + 1) / 2;
         if (count_down_to(middle) >= most)

@@ -22,7 +22,7 @@ using SteadyClock = std::chrono::steady_clock;
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "processes share these");
 
 #ifdef RWORKER_PORTABLE
-/// Looks again after so long, since processes have no futex in common here.
+/// Looks again after this time, since the processes share no futex here.
 constexpr std::chrono::microseconds kNap{50};
 
 void wake(std::atomic<std::uint32_t>&) {}
@@ -32,14 +32,14 @@ void sleep_on(const std::atomic<std::uint32_t>& word, std::uint32_t value, doubl
     while (word.load() == value && SteadyClock::now() < end) std::this_thread::sleep_for(kNap);
 }
 #else
-/// The plain futex, not std::atomic's wait: that one is private to a process.
+/// The plain futex, since std::atomic's wait works within one process only.
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
 void wake(std::atomic<std::uint32_t>& word) { futex(word, FUTEX_WAKE, 1, nullptr); }
 
-/// Returns when `word` is no longer `value`, when the time is over, or now and then for no reason.
+/// Returns when `word` differs from `value`, when the time is over, or sometimes without a reason.
 void sleep_on(std::atomic<std::uint32_t>& word, std::uint32_t value, double seconds) {
     const auto whole = static_cast<time_t>(seconds);
     const timespec timeout{whole, static_cast<long>((seconds - double(whole)) * 1e9)};
@@ -55,7 +55,8 @@ void Ring::push(std::uint64_t word) {
         throw Error("the ring is full: the other process has not read " + std::to_string(RingState::kCapacity) +
                     " words");
     state_->words[pushed % RingState::kCapacity] = word;
-    // Sequentially consistent with the reader's: either it sees the word before it sleeps, or we see that it sleeps.
+    // Sequentially consistent with the reader's access: either it sees the word before it sleeps, or we see that it
+    // sleeps.
     state_->pushed.store(pushed + 1);
     if (state_->sleeping.load() != 0) wake(state_->pushed);
 }
@@ -79,7 +80,7 @@ bool Ring::empty() const {
     return state_->pushed.load(std::memory_order_acquire) == state_->popped.load(std::memory_order_relaxed);
 }
 
-/// Returns when there is a word, when the time is over, or now and then for no reason.
+/// Returns when there is a word, when the time is over, or sometimes without a reason.
 void Ring::sleep(double timeout_seconds) {
     const std::uint32_t popped = state_->popped.load(std::memory_order_relaxed);
     state_->sleeping.store(1);

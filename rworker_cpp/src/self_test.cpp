@@ -36,8 +36,8 @@ const Case kCases[] = {
 
 constexpr const char* kDTypeNames[] = {"float32", "float16", "bfloat16", "int8", "int4"};
 
-/// Largest difference of an element of the output, as part of the row's root mean square. Some paths round queries and
-/// weights to the cache's 16 bits, or to bytes, and those of integers else to about 12 bits.
+/// Largest difference of an output element, relative to the row's root mean square. Some paths round queries and
+/// weights to 16 bits or to bytes, and integer paths to about 12 bits.
 float tolerance(const Kernels& tested, DType kv_dtype, std::int64_t group) {
     if (kv_dtype == DType::bfloat16 || is_for_bytes(kv_dtype, group)) return 5e-2f;
     if (is_quantized(kv_dtype)) return 1e-2f;
@@ -59,13 +59,13 @@ struct Rows {
     }
 };
 
-/// One path's cache for a case.
+/// The cache of one path in one case.
 class Subject {
   public:
     Subject(const Kernels& kernels, const Case& of, DType dtype)
         : kernels_(kernels), case_(of), cache_({of.layer}, dtype, kBlockSize, of.length / kBlockSize + 1) {}
 
-    /// In pieces that end within tiles and at their ends.
+    /// Cut within tiles and at their ends.
     void append(const Rows& rows) {
         cache_.begin_step({}, std::vector<Span>{{kSequence, 0, case_.length, SpanMode::attend}});
         for (std::int64_t begin = 0; begin < case_.length;) {
@@ -161,7 +161,7 @@ class Subject {
     KVCache cache_;
 };
 
-/// Whether each row of `got` is within the tolerance of `want`'s; a NaN is not.
+/// Returns whether each row of `got` is within the tolerance of `want`'s row; NaN is not.
 bool close(const std::vector<float>& got, const std::vector<float>& want, std::int64_t row_floats, float tolerance) {
     for (std::size_t row = 0; row < want.size(); row += std::size_t(row_floats)) {
         float squares = 0.0f, largest = 0.0f;
@@ -191,7 +191,7 @@ std::string find_difference(const Kernels& tested, const Kernels& oracle, const 
     return "";
 }
 
-/// Latent rows of codes, and the tiles that are made of them.
+/// Compares latent rows of codes, and the tiles that are made of them.
 std::vector<std::uint8_t> latent_bytes(const Kernels& kernels, DType dtype) {
     constexpr std::int64_t kTokens = 37, kTiles = 3;
     constexpr std::int32_t kFirstBlock = 0;

@@ -1,5 +1,5 @@
-// Whole blocks of a sequence as they lie in this cache: for caches of the same layers, dtype, block size and
-// instruction set, at the speed of memory.
+// Exports and imports whole blocks of a sequence as they lie in this cache, at the speed of memory. Both caches need
+// the same layers, dtype, block size and instruction set.
 #include <cstring>
 #include <string>
 
@@ -8,8 +8,8 @@
 namespace rworker {
 namespace {
 
-/// Calls f(where a run of blocks lies in the arena, where in `bytes`, its bytes): for each layer, for each run of
-/// blocks that lie one after the other.
+/// Calls f(address of a run of blocks in the arena, address in `bytes`, number of bytes) for each layer and each run of
+/// consecutive blocks.
 template <class Byte, class F>
 void for_each_run(const std::vector<LayerLayout>& layouts, std::uint8_t* arena, std::span<const std::int32_t> blocks,
                   Byte* bytes, F f) {

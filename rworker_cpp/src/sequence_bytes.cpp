@@ -1,5 +1,5 @@
-// A sequence token by token: as floats, and as bytes that are the same whatever the block size and instruction set,
-// which is how it moves between caches.
+// A sequence token by token: as floats, and as bytes that do not depend on block size and instruction set. In this form
+// it moves between caches.
 #include <cstring>
 #include <string>
 
@@ -39,7 +39,7 @@ std::int64_t KVCache::sequence_bytes(std::int64_t num_tokens) const {
 
 std::int64_t KVCache::token_bytes(std::int64_t layer) const { return TokenCodec(dtype_, layers_[layer]).token_bytes(); }
 
-/// Calls f(position, KV head, where the token lies) for the committed tokens [start, end).
+/// Calls f(position, KV head, place of the token) for the committed tokens [start, end).
 template <class F>
 void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, std::int64_t start, std::int64_t end,
                              F f) const {
@@ -68,7 +68,7 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
     });
 }
 
-/// Rows [start, end) of `rows`, which reach beyond them.
+/// Rows [start, end) of `rows`.
 void KVCache::read_slice(const Incoming& job, std::int64_t layer, const OutgoingRows& rows, std::int64_t start,
                          std::int64_t end) const {
     const TokenCodec codec(dtype_, layers_[layer]);
@@ -84,7 +84,8 @@ void KVCache::read_slice(const Incoming& job, std::int64_t layer, const Outgoing
     }
 }
 
-/// Calls f(codec, where the token lies, where its key and its value lie in `bytes`) for tokens [start, end) of all layers.
+/// Calls f(codec, place of the token, address of its key and of its value in `bytes`) for tokens [start, end) of all
+/// layers.
 template <class Bytes, class F>
 void KVCache::walk_bytes(const Sequence& sequence, std::int64_t start, std::int64_t end, Bytes* bytes, F f) const {
     for (std::int64_t layer = 0; layer < std::int64_t(layers_.size()); ++layer) {
@@ -167,7 +168,7 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
         });
 }
 
-/// The sequence, new or not, with blocks for `length` tokens, which are committed; `cleared`: new blocks are zeros.
+/// Returns the sequence, new or not, with blocks for `length` committed tokens; `cleared`: new blocks are zeros.
 Sequence& KVCache::grown(std::int64_t sequence_id, std::int64_t length, bool cleared) {
     Sequence& target = sequences_[sequence_id];
     target.blocks.reserve(blocks_for(length));

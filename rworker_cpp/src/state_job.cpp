@@ -7,7 +7,7 @@ namespace rworker {
 namespace {
 
 constexpr std::int64_t kItemsPerThread = 16;  // so that threads end at about the same time
-constexpr std::int64_t kRowsPerReading = 3;  // rows of a prompt that take as long as reading and writing the state
+constexpr std::int64_t kRowsPerReading = 3;  // rows of a prompt that take as long as reading and writing the state once
 }  // namespace
 
 const StateKernels& state_kernels([[maybe_unused]] const Kernels& kernels) {
@@ -95,7 +95,7 @@ void StateJob::prepare(std::int64_t layer, const Payload& payload) {
     begin(layer, num_items(), cost, num_rows * spec_->heads * head_bytes);
 }
 
-/// Heads that follow each other in a thread convolve what they share once; enough items are left for all threads.
+/// Consecutive heads in a thread compute their shared convolution once; enough items remain for all threads.
 std::int64_t StateJob::find_heads_per_item() const {
     const std::int64_t of_group = spec_->heads_per_group(), all = std::int64_t(rows_.size()) * spec_->heads;
     for (const std::int64_t count : {4, 3, 2})
@@ -117,13 +117,13 @@ void StateJob::keep(const StateChannels& part, const void* payload, std::int64_t
                    int(cache_.states().row_floats())});
 }
 
-/// Of what is written for good: the rows that the state lacked, and those that come unless they may be taken back.
+/// Rows that advance the state for good: those that it lacked, and arriving ones unless they may be undone.
 void StateJob::keep(const StateChannels& part, const Rows& rows) const {
     if (rows.num_kept) keep(part, kept_of(rows), rows.num_kept, rows.position - rows.num_kept);
     if (!rows.coming) keep(part, payload_of(rows), rows.count, rows.position);
 }
 
-/// A copy of a window, as it is after the rows that the state lacked; other heads may still read the window.
+/// A copy of a window after the rows that the state lacked, since other heads may still read the window.
 StateChannels StateJob::moved_on(const StateChannels& part, const Rows& rows, std::vector<float>& floats,
                                  std::vector<float*>& pointers) const {
     const std::int64_t wide = cache_.states().row_floats(), count = (spec_->taps - 1) * cache_.states().rows_of(part.dim);
@@ -138,7 +138,7 @@ StateChannels StateJob::moved_on(const StateChannels& part, const Rows& rows, st
     return copy;
 }
 
-/// A thread's copies of what rows that may be taken back must not change.
+/// A thread's copies of memory that rows which may be undone must not change.
 struct StateJob::Aside {
     std::vector<float> query, key, value, matrix;
     std::vector<float*> query_rows, key_rows, value_rows, matrix_rows;
@@ -154,7 +154,7 @@ void StateJob::set_aside(float* const* matrix, Aside& aside) const {
     }
 }
 
-/// Take the rows that the state lacked, whose outputs are known.
+/// Applies the rows that the state lacked, whose outputs are known.
 void StateJob::advance_kept(StateArgs args, const Rows& rows) const {
     args.rows = kept_of(rows);
     args.num_rows = args.num_taken = rows.num_kept;
@@ -163,7 +163,7 @@ void StateJob::advance_kept(StateArgs args, const Rows& rows) const {
     advance_silently(args);
 }
 
-/// Take rows whose outputs are not wanted.
+/// Applies rows whose outputs are not needed.
 void StateJob::advance_silently(StateArgs args) const {
     thread_local std::vector<float> out;
     out.resize(spec_->value_dim);
@@ -172,7 +172,7 @@ void StateJob::advance_silently(StateArgs args) const {
     kernels_.advance(args);
 }
 
-/// Rows that the state lacked, and those that come, are few tokens of one matrix.
+/// The rows that the state lacked, and the arriving ones, are few tokens of one matrix.
 bool StateJob::goes_together(const Rows& rows) const {
     const bool matrix = spec_->kind == StateKind::delta || spec_->kind == StateKind::scan;
     return matrix && (rows.num_kept || rows.coming) && rows.num_kept + rows.count <= kStateBatch;
@@ -186,7 +186,8 @@ void StateJob::put_together(const Rows& rows, StateArgs& args) const {
     args.position -= rows.num_kept;
 }
 
-/// The rows that the state lacked are taken here; those that come have windows, and where they may go again a matrix, aside.
+/// Applies the rows that the state lacked. Arriving rows use copies of windows, and of the matrix where they may be
+/// undone.
 void StateJob::set_apart(const Rows& rows, bool computes, const StateArgs& here, Aside& aside, StateArgs& args) const {
     if (rows.num_kept && args.matrix) advance_kept(args, rows);
     if (rows.num_kept && computes) {
@@ -226,7 +227,7 @@ void StateJob::run_head(std::int64_t number, std::int64_t next, int thread) {
     keep({spec_->first_key() + group * key_dim, int(key_dim), hand.here.key.data()}, rows);
 }
 
-/// Any rows of a head, but a lone one.
+/// Several rows of a head.
 void StateJob::run_rows(std::int64_t number, Hand& hand) const {
     thread_local Aside aside;
     const Rows& rows = rows_[number / spec_->heads];
@@ -250,7 +251,7 @@ void StateJob::run_rows(std::int64_t number, Hand& hand) const {
     if (computes) rows.attends ? kernels_.advance(args) : advance_silently(args);
 }
 
-/// One row that attends, of `delta` or `scan`; where the next head has one too, its inputs are made meanwhile.
+/// One row with an output, of `delta` or `scan`. If the next head has one too, its inputs are made meanwhile.
 void StateJob::run_lone(std::int64_t number, std::int64_t next, Hand& hand) const {
     const Rows& rows = rows_[number / spec_->heads];
     Lone& lone = hand.lone;

@@ -1,4 +1,4 @@
-// Where the state of a head lies, what is read of it next, and what a kernel is told.
+// Where the state of a head lies, what is read of it next, and the arguments of its kernel.
 #include "rworker/state_job.hpp"
 
 namespace rworker {
@@ -20,7 +20,7 @@ Recurrence recurrence_of(StateKind kind) {
 
 }  // namespace
 
-/// `rows`, if any, get the places of `count` rows of a state; `pieces` what they are of memory.
+/// Sets `rows`, if given, to the addresses of `count` rows of a state, and `pieces` to their stretches of memory.
 void StateJob::find_rows(const std::int32_t* blocks, std::int64_t first, std::int64_t count, std::vector<float*>* rows,
                          std::vector<Stretch>& pieces) const {
     const std::int64_t wide = cache_.states().row_floats();
@@ -31,7 +31,7 @@ void StateJob::find_rows(const std::int32_t* blocks, std::int64_t first, std::in
     });
 }
 
-/// Finds where the state of a head lies, but for the rows of its matrix.
+/// Finds where the state of a head lies, except for the rows of its matrix.
 void StateJob::find(std::int64_t number, Head& head) const {
     const LayerSpec& of = cache_.layers()[layer()];
     const StatePlaces& places = cache_.states();
@@ -56,7 +56,7 @@ void StateJob::find_matrix(Head& head) const {
             head.matrix.push_back(reinterpret_cast<float*>(const_cast<std::uint8_t*>(piece.first) + i));
 }
 
-/// Lists what a head's call will read, its inputs first; filters are near.
+/// Lists what a head's call reads, its inputs first; filters are in the cache already.
 void StateJob::look_ahead(std::int64_t number, Hand& hand) const {
     hand.next_reads.clear();
     hand.num_next_inputs = 0;
@@ -86,7 +86,7 @@ void StateJob::look_ahead(std::int64_t number, Hand& hand) const {
     add_all(head.pieces);
 }
 
-/// What the row before left, and where this one leaves that.
+/// What the previous row left, and where this one leaves the same.
 void StateJob::add_pending(const Rows& rows, std::int64_t head, StateArgs& args) const {
     const std::int64_t group = head / spec_->heads_per_group(), place = cache_.states().pending_offset(layer());
     const std::int64_t key16 = round_up16(spec_->key_dim), value16 = round_up16(spec_->value_dim);
@@ -100,7 +100,7 @@ void StateJob::add_pending(const Rows& rows, std::int64_t head, StateArgs& args)
     if (head % spec_->heads_per_group() == 0) args.coming_key = reinterpret_cast<float*>(rows.coming + key);
 }
 
-/// Of a lone row; its inputs go where those of the head before it are not.
+/// For a single row; its inputs use the other buffer than those of the previous head.
 StateArgs StateJob::lone_args(std::int64_t number, const Head& at, Hand& hand) const {
     const Rows& rows = rows_[number / spec_->heads];
     const std::int64_t head = number % spec_->heads;
@@ -122,7 +122,7 @@ StateArgs StateJob::lone_args(std::int64_t number, const Head& at, Hand& hand) c
     return args;
 }
 
-/// What is the same for all tokens of a head, which lies where `at` says; without what a thread has at hand.
+/// Sets the arguments that are the same for all tokens of a head, which lies at `at`, except a thread's buffers.
 StateArgs StateJob::args_of(const Rows& rows, const Head& at) const {
     const StateSpec& spec = *spec_;
     const std::int64_t head = at.number % spec.heads, group = head / spec.heads_per_group(), dim = spec.value_dim;

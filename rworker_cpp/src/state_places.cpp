@@ -70,10 +70,10 @@ StatePlaces::StatePlaces(const std::vector<LayerSpec>& layers, const std::vector
     num_filled_ = (num_rows_ + std::int64_t(places_.size()) - 1) / std::int64_t(places_.size());
     std::int64_t block_bytes = 0;
     for (const LayerLayout& layout : layouts) block_bytes += layout.block_bytes;
-    num_blocks_ = num_filled_ + (2 * kept_bytes() + block_bytes - 1) / block_bytes;  // those of the step and of the last one
+    num_blocks_ = num_filled_ + (2 * kept_bytes() + block_bytes - 1) / block_bytes;  // of this step and of the last one
 }
 
-/// Rows are as wide as those of float32, and each layer's begin with a line.
+/// Rows are as wide as those of float32, and each layer's rows begin at a cache line.
 void StatePlaces::place_kept(const std::vector<LayerSpec>& layers) {
     constexpr std::int64_t kLine = 64;
     std::int64_t end = 0;

@@ -10,7 +10,7 @@ namespace {
 constexpr int kKeyDim = 24, kValueDim = 136, kRowFloats = 144, kTaps = 4, kRows = 8, kLoneRows = 3;
 constexpr int kChannels = 2 * kKeyDim + kValueDim, kRowElements = kChannels + kValueDim;
 
-/// The last rows one by one: the matrix takes the first of them at once, and the second with the third, which it lacks.
+/// The last rows one by one. The matrix is updated at once by the first row, and by the second together with the third.
 void advance_lone(const StateKernels& kernels, StateArgs args, std::vector<float>& out) {
     const auto* const rows = static_cast<const float*>(args.rows);
     const Stretch piece{reinterpret_cast<const std::uint8_t*>(args.matrix[0]), 4 * kKeyDim * kRowFloats};
@@ -35,7 +35,7 @@ void advance_lone(const StateKernels& kernels, StateArgs args, std::vector<float
     }
 }
 
-/// One head over a few rows: its output, and of float32 its matrix and the window of its values.
+/// One head over a few rows: its output, and for float32 its matrix and the window of its values.
 std::vector<float> computed(const StateKernels& kernels, Recurrence recurrence, DType state_dtype) {
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
@@ -100,7 +100,7 @@ std::string find_difference(const StateKernels& tested, const StateKernels& orac
     for (int kind = 0; kind < 4; ++kind)
         for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
             const std::vector<float> got = computed(tested, kinds[kind], dtype), want = computed(oracle, kinds[kind], dtype);
-            const float near = dtype == DType::float32 ? 1e-4f : 2e-2f;  // of 16 bits, where another rounding tips the last
+            const float near = dtype == DType::float32 ? 1e-4f : 2e-2f;  // of 16 bits, where rounding may differ
             for (std::size_t i = 0; i < want.size(); ++i)
                 if (!(std::fabs(got[i] - want[i]) <= near * (1.0f + std::fabs(want[i]))))
                     return std::string("the state of ") + names[kind];

@@ -9,10 +9,10 @@ namespace rworker {
 namespace {
 
 constexpr std::int64_t kHeadOverheadBytes = 1024;
-constexpr std::int64_t kMultiplyAddsPerByte = 4;  // about as many are done while a byte is read
-constexpr std::int64_t kMostParts = 64;  // of the rows that attend to their own split: as many threads share them
-constexpr std::int64_t kCutBlocks = 16;  // of kBlockRows from which on they are cut, where there is one KV head
-constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: from here on claiming an item costs nothing beside it
+constexpr std::int64_t kMultiplyAddsPerByte = 4;  // about this many are done in the time of reading a byte
+constexpr std::int64_t kMostParts = 64;  // rows that attend to their own split are shared by this many threads
+constexpr std::int64_t kCutBlocks = 16;  // with one KV head, rows are cut from this number of kBlockRows on
+constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: above this, the cost of claiming an item does not matter
 
 }  // namespace
 
@@ -50,8 +50,8 @@ WorkList::WorkList(const KVCache& cache, const LayerSpec& layer, std::span<const
             units_left[span.counter_offset + head].store(span.num_units, std::memory_order_relaxed);
 }
 
-/// Which tokens and splits a span is about. A range that no row sees any of is read at its last token, which no row
-/// sees: so its rows get their empty results.
+/// Which tokens and splits a span covers. If no row sees any token of a range, the range is read at its last token, so
+/// that its rows get empty results.
 PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
     const Sequence& sequence = cache.sequence(span.sequence_id);
     PlannedSpan planned{};
@@ -72,7 +72,7 @@ PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
     return planned;
 }
 
-/// A place for every token and split, and rows that know it.
+/// Creates a place for every token and split, and rows that refer to it.
 void WorkList::place_partials(PlannedSpan& span) {
     if (!span.attends()) return;
     const std::int64_t count = span.num_rows * span.num_splits;
@@ -88,8 +88,8 @@ void WorkList::place_partials(PlannedSpan& span) {
                           layer_.first_seen(span.context_len + i)});
 }
 
-/// Each query of the span by itself, over the tokens it picked as if they were a sequence: of a range, as many as it may
-/// have picked there, in splits that make one node.
+/// Handles each query of the span separately, over its picked tokens as if they were a sequence. In a range it plans as
+/// many as may be picked there, in splits that form one node.
 void WorkList::place_picking(const Index& index, const PlannedSpan& span) {
     for (std::int64_t i = 0; span.attends() && i < span.num_rows; ++i) {
         const PickedTokens tokens_of(index, std::min(span.context_len + i, span.end - 1), span.end);
@@ -117,7 +117,7 @@ void WorkList::plan_splits(const KVCache& cache) {
         const PlannedSpan& span = spans[i];
         for (std::int64_t split = span.first_split; split < span.first_split + span.num_splits; ++split) {
             const std::int64_t next_block = (split + 1) * split_blocks;
-            const bool by_many = span.mode == SpanMode::read;  // and other spans may read it, too
+            const bool by_many = span.mode == SpanMode::read;  // and other spans may read it too
             if (committed(span, split) && (by_many || cache.pool().shared(span.blocks[next_block - 1])))
                 shared.add(split, span.blocks[next_block - 1], i);
             else
@@ -131,7 +131,7 @@ void WorkList::plan_shared(const SharedSplit& shared) {
     const PlannedSpan& first = spans[shared.spans[0]];
     if (shared.spans.size() == 1) return add_units(shared.spans[0], shared.split, first.first_row, first.num_rows);
     const std::int64_t first_token = std::int64_t(tokens.size());
-    std::int32_t longest = shared.spans[0];  // looks back the farthest, where a window is set
+    std::int32_t longest = shared.spans[0];  // with a window, this row looks back the farthest
     for (const std::int32_t i : shared.spans) {
         if (spans[i].first_token < spans[longest].first_token) longest = i;
         for (std::int64_t row = 0; row < spans[i].num_rows; ++row)
@@ -140,19 +140,19 @@ void WorkList::plan_shared(const SharedSplit& shared) {
     add_units(longest, shared.split, first_token, std::int64_t(tokens.size()) - first_token);
 }
 
-/// Cuts the tokens so that threads can share them. Where they are stored into this split, which comes first, once, they
-/// stay together, or many of them wait for a unit that stores.
+/// Cuts the tokens into parts for several threads. Tokens that are stored into this split stay together, or many units
+/// would wait for the one that stores.
 void WorkList::add_units(std::int32_t span, std::int64_t split, std::int64_t first_token, std::int64_t num_tokens) {
     const std::int64_t begin = std::max(split * kSplitTokens, spans[span].first_token);
     const std::int64_t end = std::min((split + 1) * kSplitTokens, spans[span].end);
-    const std::int64_t bytes = std::max<std::int64_t>(end - begin, 0) * token_bytes_;  // 0: a split that only fills up
+    const std::int64_t bytes = std::max<std::int64_t>(end - begin, 0) * token_bytes_;  // 0: a split that is only filled
     if (num_tokens > 0) bytes_read += bytes * layer_.num_kv_heads;
     std::int64_t most = std::max<std::int64_t>(num_tokens, 1);
     const std::int64_t fit = std::max<std::int64_t>(kBlockRows / layer_.group(), 1);
     const std::int64_t blocks = (num_tokens + fit - 1) / fit;
     std::int32_t stored_by = -1;
     if (num_tokens > 0 && committed(spans[span], split)) {
-        most = (num_tokens + blocks - 1) / blocks;  // evenly: few tokens by themselves would read as much as many
+        most = (num_tokens + blocks - 1) / blocks;  // evenly, since few tokens read as much as many
     } else if (num_tokens > 0 && spans[span].is_cut) {
         most = fit * ((blocks + kMostParts - 1) / kMostParts);
         stored_by = std::int32_t(num_stored);

@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint32_t kOpen = 1u << 31;
 constexpr std::int64_t kLastItems = 4;  // per thread
 
-/// Returns once `value` is no longer `old`: spins briefly, then sleeps on a futex.
+/// Returns once `value` differs from `old`: spins for a short time, then sleeps on a futex.
 void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
     do {
@@ -50,7 +50,8 @@ void Job::wait() const {
     while (!finished()) wait_while(finished_, 0);
 }
 
-// Delegating makes the pool complete before its first thread: where a later one does not start, those before it are joined.
+// A delegating constructor completes the pool before its first thread. If a later thread does not start, the earlier
+// ones are joined.
 ThreadPool::ThreadPool(int num_threads, std::vector<int> cores) : ThreadPool() {
     threads_.reserve(num_threads);
     threads_.emplace_back([this] { lead(); });
@@ -109,7 +110,7 @@ void ThreadPool::lead() {
         const std::uint32_t seen = num_submitted_.load(std::memory_order_acquire);
         if (Job* job = take()) {
             lead(*job);
-            job->finished_.store(1);  // sequentially consistent: a release may pass notify_all's look at who sleeps
+            job->finished_.store(1);  // sequentially consistent: notify_all looks for sleepers after it
             job->finished_.notify_all();
             continue;
         }
@@ -147,7 +148,8 @@ void ThreadPool::help(int thread) {
     }
 }
 
-/// Claims one item ahead, so that it can be prepared for; not towards the end, where another thread may be free sooner.
+/// Claims one item ahead, so that its data can be prefetched. It does not near the end, where another thread may be
+/// free sooner.
 void ThreadPool::run_items(Job& job, int thread) const {
     const auto claim = [&] { return job.next_item_.fetch_add(1, std::memory_order_relaxed); };
     const std::int64_t claim_ahead_end = job.num_items_ - (num_threads() > 1 ? kLastItems * num_threads() : 0);

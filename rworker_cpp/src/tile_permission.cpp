@@ -23,7 +23,7 @@ bool processor_has_tiles() {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & wanted) == wanted;
 }
 
-/// A hypervisor may show the instructions and yet not keep their state.
+/// A hypervisor may offer the instructions and still not save their state.
 bool state_is_kept() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kXsaveInUse) == 0) return false;
@@ -32,7 +32,7 @@ bool state_is_kept() {
     return (low & kTileState) == kTileState;
 }
 
-/// The kernel refuses where it is too old, or where a thread's signal stack could not hold the registers.
+/// The kernel refuses if it is too old, or if a thread's signal stack is too small for the registers.
 bool kernel_permits() { return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0; }
 
 bool ask() { return processor_has_tiles() && state_is_kept() && kernel_permits(); }

@@ -12,7 +12,7 @@ std::int64_t elements_bytes(DType dtype, std::int64_t dim) {
     return dim * (dtype == DType::int8 ? 1 : item_bytes(dtype));
 }
 
-/// Calls copy_run(byte of the tile, byte of the row, bytes) for every run of a row of `row_bytes`; a constant width
+/// Calls copy_run(byte of the tile, byte of the row, bytes) for every run of a row of `row_bytes`. A constant width
 /// makes each copy one move.
 template <std::int64_t kRunBytes, class CopyRun>
 void for_runs(const RowPlace& place, std::int64_t row_bytes, CopyRun copy_run) {
@@ -30,7 +30,7 @@ void for_runs(DType dtype, const RowPlace& place, std::int64_t row_bytes, CopyRu
     for_runs<1>(place, row_bytes, copy_run);
 }
 
-/// x's four lowest half-bytes in the low halves of four bytes, and back.
+/// Spreads the four lowest half-bytes of x to the low halves of four bytes, and back.
 std::uint32_t spread_codes(std::uint32_t x) {
     x = (x | x << 8) & 0x00ff00ff;
     return (x | x << 4) & 0x0f0f0f0f;

@@ -6,14 +6,14 @@
 namespace rworker {
 namespace {
 
-/// Where word `line` of a token's keys lies in a tile: lanes of tokens once it is full, until then rows.
+/// Where word `line` of a token's keys lies in a tile: in lanes of tokens if the tile is full, else in rows.
 struct KeyWords {
     std::int64_t token_stride, line_stride;
 
     KeyWords(bool full, std::int64_t lines) : token_stride(full ? 1 : lines), line_stride(full ? kTileTokens : 1) {}
 };
 
-/// One element to a word: values are [token][dim].
+/// One element per word: values are [token][dim].
 template <class Word>
 void turn_tile(const Word* keys, KeyWords at, int tokens, int value_dim, int padded_dim, Word* values) {
     for (int first = 0; first < tokens; first += 4) {
@@ -24,8 +24,8 @@ void turn_tile(const Word* keys, KeyWords at, int tokens, int value_dim, int pad
     }
 }
 
-/// Pairs of dims to a word become pairs of tokens: values are [token pair][dim][2 tokens]. A last token without a
-/// partner has zeros for it.
+/// Pairs of dims per word become pairs of tokens: values are [token pair][dim][2 tokens]. A last token without a
+/// partner gets zeros.
 void turn_pairs(const std::uint32_t* keys, KeyWords at, int tokens, int value_dim, int padded_dim,
                 std::uint32_t* values) {
     for (int line = 0; line < (value_dim + 1) / 2; ++line)
@@ -46,7 +46,8 @@ void turn_pairs(const std::uint32_t* keys, KeyWords at, int tokens, int value_di
 #ifdef RWORKER_SHUFFLES_HALVES
 using Halves = std::uint16_t __attribute__((vector_size(16)));
 
-/// A line's words of four tokens, two dims each, as two pairs of tokens: of each pair first one dim, then the other.
+/// Turns a line's words of four tokens, two dims each, into two pairs of tokens: of each pair first one dim, then the
+/// other.
 Halves pair_tokens(const std::uint32_t* words) {
     Halves line;
     std::memcpy(&line, words, sizeof(line));
@@ -55,7 +56,7 @@ Halves pair_tokens(const std::uint32_t* words) {
 
 void store(std::uint32_t* words, Halves halves) { std::memcpy(words, &halves, sizeof(halves)); }
 
-/// As turn_pairs, of a full tile: two lines at a time give four dims of each pair of tokens.
+/// Like turn_pairs, for a full tile: two lines at once give four dims of each pair of tokens.
 void turn_full_pairs(const std::uint32_t* keys, int value_dim, int padded_dim, std::uint32_t* values) {
     int dim = 0;
     for (; dim + 4 <= value_dim; dim += 4, keys += 2 * kTileTokens)
@@ -110,7 +111,7 @@ HeadView read_split(const Kernels& kernels, const LayerSpec& layer, DType stored
     const LayerLayout layout(layer, model_dtype, kSplitTokens, 0);
     const std::int64_t first_tile = tokens.begin / kSplitTokens * kSplitTokens / kTileTokens;
     HeadView view{};
-    // One block of all tiles up to the split's last; only those of the split are there.
+    // One block for all tiles up to the split's last; only the tiles of the split are filled.
     view.base = reinterpret_cast<std::uint8_t*>(reinterpret_cast<std::uintptr_t>(memory) -
                                                 std::uintptr_t(first_tile * layout.key_tile_bytes));
     view.blocks = &first_block;

@@ -29,6 +29,9 @@ WeighJob::WeighJob(Worker& worker, const WeighQuery& query)
     blocks_ = &sequence.blocks;
     stored_ = sequence.pending_length, seen_ = std::min(query_.position + 1, stored_);
     require(seen_ > 0, "weigh: sequence " + std::to_string(query_.sequence_id) + " has no tokens up to the query");
+    for (const std::int64_t layer : query_.layers)
+        require(!worker_.cache_.layers()[layer].index() || query_.position < stored_,
+                "weigh: a query behind the sequence's last token picks none of its tokens");
     stride_ = (stored_ + kSplitTokens - 1) / kSplitTokens * kSplitTokens;
     first_block_ = query_.offset / query_.block;
     num_blocks_ = (query_.offset + seen_ - 1) / query_.block - first_block_ + 1;
@@ -86,7 +89,7 @@ void WeighJob::add_items() {
     require(num_attending_ > 0, "weigh: none of the layers attends");
 }
 
-/// Queries as long as latents, of layers whose K is multiplied here.
+/// Queries as long as latents, in layers whose K is multiplied here.
 void WeighJob::absorb() {
     HeadProductJob job(worker_.kernels_, worker_.pool_.num_threads());
     for (std::size_t layer = 0; layer < query_.layers.size(); ++layer) {
@@ -100,7 +103,7 @@ void WeighJob::absorb() {
     }
 }
 
-/// What an index layer picks for the query, as in its step: the same scores, in the same order.
+/// Picks for the query as its step did: the same scores, in the same order.
 void WeighJob::pick(std::size_t layer) {
     const LayerSpec& spec = spec_of(layer);
     const std::int64_t floats = score_floats(spec.num_heads, spec.index()->block);
@@ -180,7 +183,7 @@ void WeighJob::score(const Item& item, int thread) {
     if (spec.picked_by >= 0) hide_unpicked(item, thread);
 }
 
-/// Of single tokens that were picked, in the order of what was picked; then each goes to its token's place.
+/// For picked single tokens: weights in the order of the picks; then each moves to its token's place.
 void WeighJob::score_picked(const Item& item, int thread) {
     const LayerSpec& spec = spec_of(item.layer);
     const DType dtype = worker_.cache_.dtype();
@@ -232,7 +235,7 @@ void WeighJob::score_split(const Item& item, const HeadView& view, std::int64_t 
     });
 }
 
-/// Of blocks that were picked where they lie, those that were not count nothing.
+/// For picked blocks, read in place: tokens of other blocks count as zero.
 void WeighJob::hide_unpicked(const Item& item, int thread) {
     const std::size_t index = std::ranges::find(query_.layers, spec_of(item.layer).picked_by) - query_.layers.begin();
     const Index& picker = *spec_of(index).index();
@@ -248,7 +251,7 @@ void WeighJob::hide_unpicked(const Item& item, int thread) {
     }
 }
 
-/// A row's scores to its part of the weights, or to its max and sum.
+/// Turns a row's scores into its part of the weights, or into its max and sum.
 void WeighJob::finish(const Item& item, std::int64_t head, int thread) {
     const LayerSpec& spec = spec_of(item.layer);
     float* const row = rows_[thread].data() + head * stride_;
@@ -278,7 +281,7 @@ void WeighJob::finish(const Item& item, std::int64_t head, int thread) {
     }
 }
 
-/// Sums of the blocks' weights, from that of token `begin` on; returns the sum of all.
+/// Adds up the weights of blocks, from token `begin` on; returns their sum.
 double WeighJob::add_blocks(const float* weights, std::int64_t begin, std::int64_t end, int thread) {
     std::vector<double>& sums = sums_[thread];
     double total = 0;

@@ -273,7 +273,7 @@ void Worker::abandon_step() {
     in_step_ = false;
 }
 
-/// Some layers have advanced states by rows that they lacked: the others do, too.
+/// Some layers have advanced states by rows that they lacked, so the others must too.
 void Worker::settle_others() {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i)
         for (std::size_t layer = 0; layer < cache_.layers().size(); ++layer)

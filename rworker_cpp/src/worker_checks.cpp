@@ -8,13 +8,13 @@
 namespace rworker {
 namespace {
 
-/// Places of the modes in a mini-batch: append last, read first.
+/// Order of the modes in a mini-batch: read first, append last.
 int order_of(SpanMode mode) {
     constexpr int kOrder[] = {3, 1, 2, 0};
     return kOrder[int(mode)];
 }
 
-/// With floats behind filters and bias that kernels may read, and a bias of zeros where there is none.
+/// Adds floats after filters and bias that kernels may read, and zeros as a missing bias.
 std::shared_ptr<const StateSpec> padded(StateSpec state) {
     if (state.filters.empty()) state.filters.resize(state.channels(), 1.0f);
     state.filters.resize(state.filters.size() + 16);
@@ -43,7 +43,7 @@ WorkerConfig checked(WorkerConfig config) {
     return config;
 }
 
-/// Messages are made only where something is wrong: there are thousands of spans.
+/// Messages are made only for errors, since there are thousands of spans.
 void check_order(std::span<const std::vector<Span>> mini_batches) {
     for (std::size_t i = 0; i < mini_batches.size(); ++i) {
         const std::string name = "mini_batches[" + std::to_string(i) + "]: ";

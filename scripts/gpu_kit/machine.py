@@ -1,4 +1,4 @@
-"""The machine that a report is of."""
+"""Describes the machine of a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def machine() -> dict[str, Any]:
-    """Return what it is and what is installed."""
+    """Return the machine's hardware and installed packages."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "python": sys.version.split()[0],

@@ -1,4 +1,4 @@
-"""Model folders of configurations alone, and tiny checkpoints of random weights with texts that vary."""
+"""Model folders that hold only a configuration, and tiny checkpoints with random weights and varied texts."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_FILES, MOST_BYTES = 8, 16 << 20
-"""Of a report that is attached to an issue."""
+"""Limits of a report that is attached to an issue."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows of the report, which a part writes one by one: what a part that is stopped had measured is not lost."""
+"""Rows of the report. A part writes them one by one, so a stopped part keeps its measured rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report. ``value`` is None where there is a reason, ``note``, in its place."""
+    """One line of the report. ``value``: None if ``note`` gives a reason instead."""
 
     name: str
     value: float | str | None
@@ -20,7 +20,7 @@ class Row:
 
 
 class Part:
-    """What a part's process knows: its settings, and the file that its rows go to."""
+    """The settings of a part's process, and the file of its rows."""
 
     def __init__(self, file: Path, device: str, quick: bool) -> None:
         self.device, self.quick = device, quick
@@ -29,7 +29,7 @@ class Part:
         self._rows: list[Row] = []
 
     def add(self, name: str, value: float | str | None, unit: str = "", note: str = "") -> None:
-        """Add a row, and write all so far."""
+        """Add a row, and write all rows."""
         self._rows.append(Row(name, value, unit, note))
         self._file.write_text(json.dumps([asdict(row) for row in self._rows], indent=1))
         print(f"  {name}: {'-' if value is None else value} {unit} {note}".rstrip(), flush=True)

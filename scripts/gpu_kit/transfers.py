@@ -43,7 +43,7 @@ def add(part: Part, name: str, size: int, lanes: int, repeats: int) -> None:
 
 
 class Way:
-    """One mini-batch's buffers and streams; the host answers with what came down, as it is."""
+    """The buffers and streams of one mini-batch. The host returns unchanged what the device sent."""
 
     def __init__(self, size: int, on_gpu: bool) -> None:
         self._gpu = CudaDevice(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
@@ -56,7 +56,7 @@ class Way:
             self._device, self._host = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """Queue the copy down."""
+        """Queue the copy to the host."""
         if not self._gpu:
             self._host.copy_(self._device)
             return
@@ -64,7 +64,7 @@ class Way:
         self._sent.record(self._down)
 
     def answer(self) -> None:
-        """Wait for it, and queue the copy up."""
+        """Wait for it, and queue the copy back."""
         if not self._gpu:
             self._device.copy_(self._host)
             return
@@ -74,7 +74,7 @@ class Way:
         self._arrived.record(self._up)
 
     def end(self) -> None:
-        """Wait until it is there."""
+        """Wait until the copy back has ended."""
         while self._gpu and not self._arrived.query():
             pass
 

@@ -28,7 +28,7 @@ template <>
     return BFloat16(nan ? 0x7fc0u : rounded);
 }
 
-/// `value` as it is after a visit to memory.
+/// `value` rounded to T and back.
 template <typename T>
 float round_to(float value) {
     return load(as<T>(value));

@@ -51,7 +51,7 @@ SourceRows<T> source_of(const Rows<T>& x, std::size_t width, std::size_t block, 
     const bool gated = activation != Activation::none;
     const std::size_t stride = width * (gated ? 2 : 1);
     check(x.ndim() == 2 && std::size_t(x.shape(1)) == stride, "x must be [rows, width], or twice as wide with gates");
-    check(block > 0 && (block & (block - 1)) == 0 && width % block == 0, "block must be a power of two within width");
+    check(is_block(block, width), "block must divide the width and have no other factors than 2, 3, 5 and 7");
     const T* first = x.data();
     return {gated ? first + width : first, gated ? first : nullptr, stride, stride, width, block, activation};
 }
@@ -64,7 +64,7 @@ IntegerWeights make_weights(const Codes& codes, const Numbers& scales, const std
     check(codes.ndim() == 2 && codes.shape(0) > 0 && codes.shape(1) > 0, "codes must be [columns, width]");
     const auto columns = std::size_t(codes.shape(0)), width = std::size_t(codes.shape(1));
     check(width <= MOST_WIDTH, "more than 130000 elements in a row");
-    check(block > 0 && (block & (block - 1)) == 0 && width % block == 0, "block must be a power of two within width");
+    check(is_block(block, width), "block must divide the width and have no other factors than 2, 3, 5 and 7");
     check(scales.ndim() == 1 && std::size_t(scales.shape(0)) == columns, "scales must be [columns]");
     check(!bias || (bias->ndim() == 1 && std::size_t(bias->shape(0)) == columns), "bias must be [columns]");
     const float* own_bias = bias ? bias->data() : nullptr;

@@ -1,5 +1,5 @@
-// Compiled once for each instruction set, whose name is SWORKER_ISA. Nothing of std:: is called here: the linker may keep
-// such a function's copy with wide instructions for all files.
+// Compiled once per instruction set, named by SWORKER_ISA. It calls nothing of std::, since the linker may keep such a
+// function's copy with wide instructions for all files.
 #include "integer_kernels.hpp"
 
 #include "integer_rows.hpp"

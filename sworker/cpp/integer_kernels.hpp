@@ -15,7 +15,7 @@ constexpr std::size_t PANEL = 32;
 constexpr std::size_t QUAD = 4;
 /// Rows that one pass over a panel multiplies. Codes of so many rows lie as [width / QUAD, rows, QUAD].
 constexpr std::size_t MOST_ROWS = 12;
-/// Elements in one vector of the row kernels; scratch is padded to a multiple of it.
+/// Elements in one vector of the row kernels; scratch is padded to a multiple of this number.
 constexpr std::size_t LANES = 16;
 /// Rows whose largest element is smaller count as zeros.
 constexpr float LEAST_PEAK = 1e-30f;
@@ -23,7 +23,7 @@ constexpr float LEAST_PEAK = 1e-30f;
 enum class Activation { none, silu, gelu_tanh };
 
 /// Rows [rows, width] that are rotated and quantized: x, or activation(gate) · x, rounded to T after each operation.
-/// `block`: elements that one Hadamard matrix mixes, a power of two that divides the width.
+/// `block`: neighbouring elements that are mixed, see `is_block`.
 template <typename T>
 struct SourceRows {
     const T* x;
@@ -67,7 +67,7 @@ struct IntegerKernels {
     /// Rotate a row into `y`, of the width padded to LANES; return its largest magnitude, NaN where one is NaN.
     float (*rotate_float32)(const SourceRows<float>&, std::size_t row, float* y);
     float (*rotate_bfloat16)(const SourceRows<BFloat16>&, std::size_t row, float* y);
-    /// Quantize `y` to codes of -127 to 127 by its row's peak, for the product; the width is padded to QUAD.
+    /// Quantize `y` for the product to codes of -127 to 127 by its row's peak; the width is padded to QUAD.
     void (*quantize)(const float* y, std::size_t width, float peak, const CodePlace&);
     /// The same to plain int8, as weights are stored.
     void (*quantize_plain)(const float* y, std::size_t width, float peak, std::int8_t* codes);
@@ -75,6 +75,21 @@ struct IntegerKernels {
     void (*scale_float32)(const Scaling<float>&);
     void (*scale_bfloat16)(const Scaling<BFloat16>&);
 };
+
+/// Elements that one Hadamard matrix mixes; a block may have several such parts, which reflections mix.
+constexpr std::size_t hadamard_part(std::size_t block) {
+    return block & -block;
+}
+
+/// A block divides the width. Its size has the factors 2, 3, 5 and 7; parts that are mixed fill whole vectors.
+constexpr bool is_block(std::size_t block, std::size_t width) {
+    if (block == 0 || width % block != 0) return false;
+    std::size_t parts = block / hadamard_part(block);
+    const bool is_wide = parts == 1 || hadamard_part(block) % LANES == 0;
+    for (std::size_t factor = 3; factor <= 7; factor += 2)
+        while (parts % factor == 0) parts /= factor;
+    return is_wide && parts == 1;
+}
 
 /// The scale of a row whose largest magnitude is `peak`.
 inline float scale_of(float peak) {

@@ -10,7 +10,7 @@ namespace {
 
 using Code = std::int16_t;
 
-/// Columns whose sums are in registers at once, half a panel: four vectors, each of the two halves of four quads.
+/// Columns whose sums fit the registers at once, half a panel: four vectors, each of the two halves of four quads.
 constexpr std::size_t HALF = PANEL / 2;
 constexpr std::size_t VECTORS = 4;
 

@@ -49,7 +49,7 @@ void multiply_rows(const PanelProduct& job) {
     store<ROWS>(total, job.sums);
 }
 
-/// Few rows: odd quads have sums of their own, so that an addition need not wait for the one before it.
+/// Few rows: odd quads have separate sums, so that an addition need not wait for the previous one.
 template <std::size_t ROWS>
 void multiply_few(const PanelProduct& job) {
     __m512i even[ROWS][2], odd[ROWS][2];

@@ -14,7 +14,7 @@ typedef std::int32_t I32x16 __attribute__((vector_size(64)));
 constexpr float ROUNDER = 12582912.0f;
 constexpr std::int32_t ROUNDER_BITS = 0x4B400000;
 
-/// e^x within 2 units of rounding, in one order of operations; x is held within ±87.
+/// e^x within 2 units of rounding, with a fixed order of operations; x is clipped to ±87.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 87.0f ? 87.0f : x;
@@ -92,7 +92,7 @@ inline void rotate_lanes(F32x16* v, std::size_t count, std::size_t block) {
     }
 }
 
-/// One stage of butterflies between vectors that are `apart` vectors apart.
+/// One stage of butterflies between vectors `apart` vectors from each other.
 inline void mix_vectors(F32x16* v, std::size_t count, std::size_t apart) {
     for (std::size_t first = 0; first < count; first += 2 * apart)
         for (std::size_t i = first; i < first + apart; ++i) {
@@ -115,6 +115,25 @@ inline void mix_vectors_twice(F32x16* v, std::size_t count, std::size_t apart) {
         }
 }
 
+/// Reflect each set of PARTS vectors that are `apart` vectors apart: twice their mean, less each of them.
+template <int PARTS>
+void reflect_vectors(F32x16* v, std::size_t count, std::size_t apart) {
+    for (std::size_t first = 0; first < count; first += PARTS * apart)
+        for (std::size_t i = first; i < first + apart; ++i) {
+            F32x16 sum = v[i];
+            for (int part = 1; part < PARTS; ++part) sum = sum + v[i + part * apart];
+            sum = sum * (2.0f / PARTS);
+            for (int part = 0; part < PARTS; ++part) v[i + part * apart] = sum - v[i + part * apart];
+        }
+}
+
+/// Mix the `blocks` neighbours of Hadamard blocks that lie `apart` vectors apart; `blocks` has the factors 3, 5 and 7.
+inline void mix_blocks(F32x16* v, std::size_t count, std::size_t apart, std::size_t blocks) {
+    for (; blocks % 3 == 0; blocks /= 3, apart *= 3) reflect_vectors<3>(v, count, apart);
+    for (; blocks % 5 == 0; blocks /= 5, apart *= 5) reflect_vectors<5>(v, count, apart);
+    for (; blocks % 7 == 0; blocks /= 7, apart *= 7) reflect_vectors<7>(v, count, apart);
+}
+
 inline float peak_of(const F32x16* v, std::size_t count) {
     I32x16 most = {};
     for (std::size_t i = 0; i < count; ++i) {
@@ -126,16 +145,17 @@ inline float peak_of(const F32x16* v, std::size_t count) {
     return __builtin_bit_cast(float, peak);
 }
 
-/// Multiply each block of the row by the Hadamard matrix, without its factor of 1 / sqrt(block).
+/// Multiply each block of the row by its matrix, without the factor of 1 / sqrt(hadamard_part(block)).
 template <typename T>
 float rotate(const SourceRows<T>& source, std::size_t row, float* y) {
     read_row(source, row, y);
     F32x16* v = reinterpret_cast<F32x16*>(y);
-    const std::size_t count = (source.width + LANES - 1) / LANES;
-    rotate_lanes(v, count, source.block);
+    const std::size_t count = (source.width + LANES - 1) / LANES, block = source.block & -source.block;
+    rotate_lanes(v, count, block);
     std::size_t apart = 1;
-    for (; apart * 2 * LANES < source.block; apart *= 4) mix_vectors_twice(v, count, apart);
-    if (apart * LANES < source.block) mix_vectors(v, count, apart);
+    for (; apart * 2 * LANES < block; apart *= 4) mix_vectors_twice(v, count, apart);
+    if (apart * LANES < block) mix_vectors(v, count, apart);
+    if (block < source.block) mix_blocks(v, count, block / LANES, source.block / block);
     return peak_of(v, count);
 }
 

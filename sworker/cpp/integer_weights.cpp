@@ -7,7 +7,7 @@
 
 namespace sworker {
 
-/// Rows are multiplied in blocks of nearly the same size: those of 16 rows are two of 8, not one of 12 and one of 4.
+/// Rows are multiplied in blocks of nearly equal size: 16 rows are two blocks of 8, not of 12 and 4.
 struct RowBlocks {
     std::size_t rows;
     std::size_t count = (rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -40,7 +40,7 @@ void scale_block(const IntegerKernels& kernels, const Scaling<BFloat16>& job) {
     kernels.scale_bfloat16(job);
 }
 
-/// Codes of all rows, block by block. `peaks` are read where they are given, and written where they are not.
+/// Codes of all rows, block by block. `peaks` are read if they are given, else written.
 template <typename T>
 const char* quantize_blocks(const SourceRows<T>& source, std::size_t rows, const float* peaks, float* own_peaks,
                             const Runner& runner) {
@@ -76,7 +76,7 @@ IntegerWeights::IntegerWeights(const std::int8_t* codes, std::size_t columns, st
       scales_(panels() * PANEL),
       bias_(bias ? panels() * PANEL : 0) {
     for (std::size_t column = 0; column < columns; ++column) {
-        scales_[column] = scales[column] / float(block);
+        scales_[column] = scales[column] / float(hadamard_part(block));
         if (bias) bias_[column] = bias[column];
     }
     parallel_for(panels(), threads, [&](std::size_t index) { pack_panel(index, codes); });
@@ -106,7 +106,7 @@ std::size_t IntegerWeights::num_bytes() const {
     return codes_.size() + 4 * (starts_.size() + scales_.size() + bias_.size());
 }
 
-/// `done(row, rows, panel, sums)`: what becomes of the sums of a block of rows and a panel.
+/// `done(row, rows, panel, sums)`: handles the sums of a block of rows and a panel.
 template <typename Done>
 void IntegerWeights::multiply_panels(const char* codes, std::size_t rows, const Runner& runner,
                                      const Done& done) const {

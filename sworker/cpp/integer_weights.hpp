@@ -9,7 +9,7 @@
 
 namespace sworker {
 
-/// Memory of whole cache lines, as vectors of 64 bytes want it.
+/// Whole cache lines of memory, as vectors of 64 bytes need it.
 template <typename T>
 struct LineAllocator {
     using value_type = T;
@@ -28,7 +28,7 @@ struct LineAllocator {
 template <typename T>
 using Lines = std::vector<T, LineAllocator<T>>;
 
-/// The kernels in use, and on how many threads.
+/// The kernels in use, and their number of threads.
 struct Runner {
     const IntegerKernels* kernels;
     unsigned threads;
@@ -50,7 +50,7 @@ public:
     /// out [rows, columns] = rows · weights.
     template <typename T>
     void multiply(const SourceRows<T>& source, std::size_t rows, T* out, const Runner& runner) const;
-    /// The largest magnitude of each rotated row: what ranks compare before they quantize their parts of it.
+    /// The largest magnitude of each rotated row; ranks compare it before they quantize their parts of the row.
     template <typename T>
     void find_peaks(const SourceRows<T>& source, std::size_t rows, float* peaks, const Runner& runner) const;
     /// The exact sums, int32 [rows, columns], of rows quantized by `peaks`.

@@ -1,5 +1,5 @@
-// Plain loops; compiled once for each instruction set, whose name is SWORKER_ISA. Nothing of std:: is called here: the
-// linker may keep such a function's copy with wide instructions for all files.
+// Plain loops, compiled once per instruction set, named by SWORKER_ISA. They call nothing of std::, since the linker
+// may keep such a function's copy with wide instructions for all files.
 #include "row_kernels.hpp"
 
 #include "floats.hpp"
@@ -19,7 +19,7 @@ float sum_of(float (&lanes)[LANES]) {
     return lanes[0];
 }
 
-/// Sixteen sums side by side, then pairwise: the same order whatever the registers hold.
+/// Sixteen parallel sums, then pairwise: the order does not depend on the registers.
 template <typename T>
 float mean_square(const T* x, std::size_t dim) {
     float lanes[LANES] = {};
@@ -62,7 +62,7 @@ void rotate(const Rotation<T>& job) {
                         job.sin + row * job.dim, job.out + (row * job.heads + head) * job.dim, job.dim / 2);
 }
 
-/// Sums of `COLUMNS` neighbouring columns, each in the order that a lone one has.
+/// Sums of `COLUMNS` neighbouring columns, each in the order of a single column.
 template <std::size_t COLUMNS>
 void multiply_columns(const float* __restrict__ x, const float* __restrict__ weight, std::size_t width,
                       float* __restrict__ out) {

@@ -33,8 +33,8 @@ struct Rotation {
     std::size_t rows, heads, dim, row_stride;
 };
 
-/// out = x · weightᵀ; x [rows, width], weight [columns, width], out [rows, columns]. Each sum has one order of additions,
-/// whatever is computed beside it.
+/// out = x · weightᵀ; x [rows, width], weight [columns, width], out [rows, columns]. Each sum has a fixed order of
+/// additions, whatever is computed beside it.
 struct OrderedProduct {
     const float* x;
     const float* weight;

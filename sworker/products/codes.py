@@ -82,30 +82,38 @@ def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
     return IntegerCodes(codes, scales, block)
 
 
-def block_of(width: int, num_heads: int) -> int:
-    """Return the block size for rows of ``width``.
+def block_of(width: int, num_heads: int, is_cut: bool) -> int:
+    """Return how many neighbours in rows of ``width`` are mixed: as many as the kernels can, at most MOST_BLOCK.
 
-    It divides a rank's share for every number of ranks that the heads allow.
+    ``is_cut``: ranks have parts of a row each. Blocks divide these for every number of ranks that the heads allow.
     """
     # Numbers of ranks for which a rotation must stay within each rank's part of a row
-    degrees = range(1, 17)
-    shares = [width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0]
-    common = math.gcd(*shares)
-    # Most elements that one Hadamard matrix mixes
-    most_block = 256
-    return min(common & -common, most_block)
+    degrees = range(1, 17) if is_cut else (1,)
+    common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
+    most = 4096  # elements that are mixed
+    block = min(common & -common, most)
+    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels reflect whole vectors
+        while common % (block * factor) == 0 and block * factor <= most:
+            block *= factor
+    return block
 
 
 def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Undo the rotation of ``rows``, float32 [rows, width]. A Hadamard matrix is its own inverse up to a factor."""
-    mixed = rows.reshape(len(rows), -1, block)
+    """Undo the rotation of ``rows``, float32 [rows, width]: each of its stages is its own inverse but for a factor."""
+    part = block & -block
+    mixed, apart = rows, block
+    for factor in (7, 5, 3):
+        while apart // part % factor == 0:
+            apart //= factor
+            parts = mixed.unflatten(-1, (-1, factor, apart))
+            mixed = (parts.sum(-2, keepdim=True) * (2 / factor) - parts).flatten(-3)
     apart = 1
-    while apart < block:
+    while apart < part:
         pairs = mixed.unflatten(-1, (-1, 2, apart))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         mixed = torch.stack((first + second, first - second), -2).flatten(-3)
         apart *= 2
-    return (mixed / block).reshape(rows.shape)
+    return (mixed / part).reshape(rows.shape)
 
 
 def set_codes(linear: Any, codes: IntegerCodes) -> None:

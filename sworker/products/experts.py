@@ -15,10 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fastdecode import _sworker
 from fastdecode.sworker.adapters.experts import EXPERTS_NAME, experts_forward
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
-from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
 from fastdecode.sworker.products.codes import EXPERTS, IntegerCodes, Ranks, block_of, quantized
-from fastdecode.sworker.products.gated import ACTIVATIONS
-from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
+from fastdecode.sworker.products.kernels import activation_of, array, as_rows, integer_isa
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +34,14 @@ def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
         module.__dict__[EXPERTS] = {}
         for part in PARTS:
             weight = getattr(module, part)
-            codes = [_quantized(each, module.is_transposed, num_heads) for each in weight.data]
+            block = block_of(weight.shape[1 if module.is_transposed else 2], num_heads, part == "down_proj")
+            codes = [quantized(each.T if module.is_transposed else each, block) for each in weight.data]
             module.__dict__[EXPERTS][part] = codes
             setattr(module, part, PackedWeight.of(weight, _unpacker(codes, weight.dtype, module.is_transposed)))
             maps.let_go(weight)
             del weight
         count += 1
     logger.info("experts of %d layers in int8", count)
-
-
-def _quantized(weight: torch.Tensor, is_transposed: bool, num_heads: int) -> IntegerCodes:
-    own = weight.T if is_transposed else weight
-    return quantized(own, block_of(own.shape[1], num_heads))
 
 
 def _unpacker(codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool) -> Callable[[], torch.Tensor]:
@@ -92,13 +86,12 @@ class ExpertProducts:
         self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
         self._rank = codes["down_proj"][0].rank
         self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
-        self._width = codes["gate_up_proj"][0].codes.shape[1]
         self.codes = codes  # weights without memory, once packed
         self._gates, self._downs = (_packed(codes[part]) for part in PARTS)
         for part, packed in zip(PARTS, (self._gates, self._downs), strict=True):
             own = _standing_for(packed, codes[part], self._dtype, module.is_transposed)
             setattr(module, part, own)
-        self._activation = self._proven_activation(module)
+        self._activation = "" if module.has_bias else activation_of(module._apply_gate, self._dtype)
 
     def forward(self, experts: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` [rows, hidden] through each row's experts ``index``, int64 [rows, k], weighted."""
@@ -115,7 +108,7 @@ class ExpertProducts:
             found += experts.down_proj_bias[chosen[order]]
         in_order = torch.empty_like(found)
         in_order[order] = found * weights.reshape(-1)[order, None].to(found.dtype)
-        return _sum_in_order(in_order.view(len(rows), k, -1)).to(rows.dtype)
+        return _sum_in_order(in_order.view(len(rows), k, found.shape[1])).to(rows.dtype)
 
     def _multiplied(
         self, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
@@ -145,22 +138,6 @@ class ExpertProducts:
         sums = rank.sum(sums)
         for expert, own in groups:
             self._downs[expert].scale(sums.numpy()[own], peaks.numpy()[own], out[own], self._isa, threads)
-
-    def _proven_activation(self, experts: Any) -> str:
-        """Return the kernels' activation that equals the module's own; "" if none does."""
-        if self._rank or experts.has_bias:
-            return ""
-        x = as_rows(torch.randn(PROOF_ROWS, self._width, generator=torch.Generator()).to(self._dtype))
-        group, columns = [(0, slice(0, len(x)))], self._num_columns["down_proj"]
-        gates = self._multiplied(self._gates, group, x, self._num_columns["gate_up_proj"])
-        with torch.inference_mode():
-            inner = experts._apply_gate(gates).contiguous()
-            wanted = self._multiplied(self._downs, group, inner, columns)
-            for activation in ACTIVATIONS:
-                found = self._multiplied(self._downs, group, gates, columns, activation)
-                if equal_within_rounding(found, wanted):
-                    return activation
-        return ""
 
 
 def integer_experts_forward(

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
+from fastdecode.sworker.model.prepack import PROOF_ROWS
+from fastdecode.sworker.products.kernels import activation_of, mostly_equal
 from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
 
 logger = logging.getLogger(__name__)
 
-ACTIVATIONS = ("silu", "gelu_tanh")
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "gate_up_proj", "down_proj"))
 """Names of a module's gate, up and down layers."""
 
@@ -76,14 +76,14 @@ class GatedLayers:
 
     def _proven(self, module: Any, first: IntegerProduct, second: IntegerProduct) -> str | None:
         """Return the activation for which two calls equal the module's own code; None if none does."""
-        dtype = first.dtype
-        rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(dtype)
+        function = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+        rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(first.dtype)
         try:
             with torch.inference_mode():
+                activation = activation_of(lambda pairs: function(pairs[:, :1]) * pairs[:, 1:], first.dtype)
                 wanted = type(module).forward(module, rows)
-                for activation in ACTIVATIONS:
-                    if equal_within_rounding(_forward(first, second, activation)(rows), wanted):
-                        return activation
+                if activation and mostly_equal(_forward(first, second, activation)(rows), wanted):
+                    return activation
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             logger.info("%s is left as it is: %s", type(module).__name__, error)
             return None

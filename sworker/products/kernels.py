@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ import torch
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.model.prepack import equal_within_rounding
 
 logger = logging.getLogger(__name__)
+
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)), (8192, 3))
 """Widths and row counts that are tested: every count of one pass, and several passes."""
@@ -64,6 +68,36 @@ def _is_exact(isa: str, width: int, num_rows: int) -> bool:
     weights.add_up(rows, np.full(num_rows, 127.0, np.float32), sums, "none", isa, 1)
     # float64 holds these integers exactly
     return bool((sums == rows.astype(np.float64) @ codes.T.astype(np.float64)).all())
+
+
+def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
+    """Return the kernels' activation that equals the model's own; "" if none does.
+
+    ``gated``: rows [n, 2] of a gate and a value → [n, 1]. No product takes part, so that all ranks find the same.
+    """
+    pairs = torch.randn(256, 2, generator=torch.Generator()) * torch.tensor([4.0, 1.0])
+    rows = torch.stack((pairs[:, 0], pairs[:, 1].abs()), -1).to(dtype)
+    try:
+        wanted = gated(rows).reshape(-1).abs()
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # of another form
+        return ""
+    x, found = as_rows(rows), torch.empty(len(rows))
+    one = _sworker.IntegerWeights(np.ones((1, 1), np.int8), np.ones(1, np.float32), None, 1, 1)
+    for activation in ACTIVATIONS:
+        one.find_peaks(array(x), found.numpy(), activation, integer_isa(), 1)  # of one element: its magnitude
+        if equal_within_rounding(found.to(dtype), wanted):
+            return activation
+    return ""
+
+
+def mostly_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return whether three rows in four differ by no more than rounding.
+
+    Another rounding before rows are quantized gives few of them another code.
+    """
+    pairs = zip(found.flatten(0, -2), wanted.flatten(0, -2), strict=True)
+    equal = [equal_within_rounding(*pair) for pair in pairs]
+    return sum(equal) * 4 >= len(equal) * 3
 
 
 def as_rows(rows: torch.Tensor) -> torch.Tensor:

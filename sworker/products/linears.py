@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.sworker.adapters.index import plan_of_picked_heads
+from fastdecode.sworker.adapters.latents import plan_of_latent_heads
 from fastdecode.sworker.model.checkpoints import Codes
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 from fastdecode.sworker.model.prepack import SharedProduct
@@ -40,18 +43,27 @@ def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[
     ``published``: codes from the checkpoint, by weight name; they are kept and not rotated.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    maps, num_heads = FileMaps(), num_attention_heads(hf_config)
+    maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)
     kept = expert_counts(hf_config)
     layers = [(name, module) for name, module in model.named_modules() if _is_quantized(name, module, kept)]
     for name, linear in layers:
         weight, own = linear.weight, published.get(f"{name}.weight")
-        codes = IntegerCodes(*own(), 1) if own else quantized(weight, block_of(linear.in_features, num_heads))
+        block = block_of(linear.in_features, num_heads, name in cut)
+        codes = IntegerCodes(*own(), 1) if own else quantized(weight, block)
         set_codes(linear, codes)
         if owners[id(weight)] == 1:
             linear.weight = _stand_in(weight, codes)
             maps.let_go(weight)
     num_kept = sum(f"{name}.weight" in published for name, _ in layers)
     logger.info("%d linear layers in int8, %d of them as the checkpoint has them", len(layers), num_kept)
+
+
+def layers_with_cut_inputs(model: Any) -> set[str]:
+    """Return the names of layers of which a rank has a part of the inputs, whatever the number of ranks."""
+    plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
+    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    styles = {name: plan.get(name) or plan.get(re.sub(r"\b\d+\b", "*", name)) or "" for name in names}
+    return {name for name, style in styles.items() if style.startswith("rowwise")}
 
 
 def _stand_in(weight: torch.Tensor, codes: IntegerCodes) -> PackedWeight:
@@ -182,7 +194,7 @@ class IntegerProduct(SharedProduct):
             self._weights.multiply(array(x), array(out), activation, self._isa, threads)
         else:
             self._multiply_with_ranks(self._rank, array(x), array(out), activation, threads)
-        return out.view(*rows.shape[:-1], -1).to(rows.dtype)
+        return out.view(*rows.shape[:-1], self.num_outputs).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
         """Multiply with one scale per row over all ranks, and one sum, so that the bits equal those of one rank."""

@@ -44,7 +44,7 @@ def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     own = weight.detach().float().contiguous()
     _sworker.multiply_in_order(x.numpy(), own.numpy(), out.numpy(), torch.get_num_threads())
     found = out if bias is None else out + bias.float()
-    return found.view(*rows.shape[:-1], -1).to(rows.dtype)
+    return found.view(*rows.shape[:-1], len(weight)).to(rows.dtype)
 
 
 def order_products(model: torch.nn.Module, hf_config: Any) -> int:

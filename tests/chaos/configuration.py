@@ -131,6 +131,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     forces_drafts = rng.random() < 0.7
     if hybrid:  # whose states need more memory than so many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
+    settings |= _draw_integers(seed, kind)
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
 
 
@@ -188,6 +189,16 @@ def _with_states(seed: int, settings: dict[str, Any], architecture: str) -> dict
     if "prefill_workers" not in settings and random.Random(f"state on {seed}").random() < 0.5:
         kept |= {"state_on": "s", "state_memory": "1GiB"}
     return kept | {"mamba_ssm_cache_dtype": dtype}
+
+
+def _draw_integers(seed: int, kind: str) -> dict[str, Any]:
+    """Products of integers for one round in four, by a generator of its own. Ranks then have 16 bits and codes, too."""
+    rng = random.Random(f"integers {seed}")
+    if rng.random() >= 1 / 4:
+        return {}
+    cache = {"kv_cache_dtype": rng.choice(("auto", "bfloat16", "int8", "int4"))}
+    ranks = {"dtype": rng.choice(("float32", "bfloat16", "float16"))} | cache if kind == "ranks" else {}
+    return {"quantization": "int8"} | ranks
 
 
 def _draw_drafts(rng: random.Random, architecture: str) -> dict[str, Any]:

@@ -113,9 +113,11 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
     if "kv_shard_tokens" in settings:
         asks |= {str(number): _ask(rng, number, 48 + rng.randrange(64)) for number in range(0, 12, 4)}
     kind = kinds[seed % len(kinds)]
+    settings |= random.Random(f"integers {seed}").choice(({}, {}, {"quantization": "int8"}))
     if "rank" in kind:
         settings |= {"tensor_parallel_size": 2}
-        if "both" not in kind:  # numbers of ranks add their sums in different orders, which 16 bits and codes round
+        # Numbers of ranks add sums of floats in different orders, which 16 bits and codes round.
+        if "both" not in kind and "quantization" not in settings:
             settings |= {"dtype": "float32", "kv_cache_dtype": "auto"}
     if "prefill" in kind:
         settings |= {"prefill_workers": "spawn:1", "prefill_threads": 1}

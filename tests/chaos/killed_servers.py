@@ -94,6 +94,7 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Load:
     flags += ["--dtype", rng.choice(("float32", "bfloat16")), "--kv-cache-dtype", rng.choice(("auto", "auto", "int8"))]
     flags += ["--block-size", rng.choice(("16", "32")), "--max-num-seqs", rng.choice(("8", "24"))]
     flags += rng.choice(([], ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']))
+    flags += random.Random(f"integers {seed}").choice(([], [], ["--quantization", "int8"]))
     return Load(seed, kinds[seed % len(kinds)], folder, tuple(flags), {f"{n}": _ask(rng, n) for n in range(12)})
 
 

@@ -20,6 +20,7 @@ from fastdecode.engine.engine import LLMEngine
 LONG_POSITIONS = 4096
 ALONE = (
     "dtype", "kv_cache_dtype", "block_size", "max_model_len", "latent_absorption", "mamba_ssm_cache_dtype",
+    "quantization",
 )  # fmt: skip
 """Settings that the reference has as well."""
 

@@ -11,13 +11,19 @@ LEAST_PEAK = 1e-30
 
 
 def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Butterflies in float32, those of neighbours first."""
-    apart = 1
-    while apart < block:
+    """Butterflies in float32, those of neighbours first; then reflections over 3, 5 and 7 parts."""
+    apart, part = 1, block & -block
+    while apart < part:
         pairs = rows.unflatten(-1, (-1, 2, apart))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         rows = torch.stack((first + second, first - second), -2).flatten(-3)
         apart *= 2
+    for factor in (3, 5, 7):
+        while block // apart % factor == 0:
+            parts = rows.unflatten(-1, (-1, factor, apart))
+            total = sum(parts[..., index, :] for index in range(factor)) * torch.tensor(2 / factor)
+            rows = (total[..., None, :] - parts).flatten(-3)
+            apart *= factor
     return rows
 
 
@@ -38,7 +44,7 @@ def multiplied(
     codes, scales = codes_and_scales(rows, block)
     weight_codes, weight_scales = codes_and_scales(weight, block)
     sums = (codes @ weight_codes.T).float()  # exact in float64, rounded once
-    product = sums * (weight_scales / block) * scales[:, None]
+    product = sums * (weight_scales / (block & -block)) * scales[:, None]
     return (product if bias is None else product + bias.float()).to(dtype)
 
 
@@ -76,8 +82,8 @@ def experts_multiplied(
         rows = gated(*x[own].chunk(2, -1), activation) if activation else x[own]
         codes, scales = codes_and_scales(rows, part[expert].block)
         weights = torch.from_numpy(packed[expert].unpack()).double()
-        sums = (codes @ weights.T).float()
-        out[own] = (sums * (part[expert].scales / part[expert].block) * scales[:, None]).to(x.dtype)
+        sums, block = (codes @ weights.T).float(), part[expert].block
+        out[own] = (sums * (part[expert].scales / (block & -block)) * scales[:, None]).to(x.dtype)
     return out
 
 
@@ -88,7 +94,7 @@ def compute(product: Any, rows: torch.Tensor, activation: str = "none") -> torch
         x = gated(*x.chunk(2, -1), activation)
     codes, scales = codes_and_scales(x, product.block)
     weights = torch.from_numpy(product._weights.unpack()).double()
-    found = (codes @ weights.T).float() * (product._scales / product.block) * scales[:, None]
+    found = (codes @ weights.T).float() * (product._scales / (product.block & -product.block)) * scales[:, None]
     if product._bias is not None:
         found = found + product._bias
     return found.to(rows.dtype).view(*rows.shape[:-1], -1)

@@ -226,9 +226,8 @@ def test_kv_dtype_prompts_and_latency_reach_the_plan(tmp_path: Path) -> None:
     assert int8["num_r_workers_exact"] / base["num_r_workers_exact"] == pytest.approx((128 + 4) / 256)
     prompts = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--prompt-len", "512")
     assert prompts["output_tokens_per_second"] < base["output_tokens_per_second"]
-    assert prompts["kv_load_limit"] == (1024 + 32) * (512 + (512 + 16) / 2), (
-        "and one micro-batch whose prompts are computed"
-    )
+    peak = (1024 + 32) * (512 + (512 + 16) / 2)  # with one micro-batch whose prompts are computed
+    assert peak <= prompts["kv_load_limit"] <= 1.05 * peak  # and the fullest R-worker's share
     assert plan(tmp_path, *NAMES, "--latency-limit", "300")["sequence_seconds"] <= 300
     hidden = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--overlapped-transport")
     assert hidden["step_seconds"] < base["step_seconds"]

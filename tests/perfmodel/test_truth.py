@@ -58,6 +58,7 @@ def test_the_barrier_of_random_placement(r_workers: int, each: int) -> None:
 def test_r_workers_without_a_sequence_help_nobody() -> None:
     assert barrier(1, 5.0, 0.5) == 1.0
     assert barrier(40, 0.25, 0.0) == 4.0 and barrier(40, 4.0, 0.0) == 1.0
+    assert barrier(4, 6.75, 0.0) == 7 / 6.75, "one of four has seven of 27"
     assert math.isclose(barrier(2, 1.0, 1.0), 1.0 + NormalDist().inv_cdf(1.625 / 2.25))
 
 

@@ -104,7 +104,7 @@ REFUSED = refused([
     ("enable_sleep_mode?", NO_SLEEP),
     ("hf_token~", "set the environment variable HF_TOKEN", True),
     ("kv_transfer_config", "give prefill_workers"),
-    ("kv_events_config", "nothing publishes them: /metrics tells of caches and hits"),
+    ("kv_events_config", "nothing publishes them: /metrics counts caches and hits"),
     ("ec_transfer_config enable_mm_embeds? mm_encoder_only?", "only text is run"),
     ("weight_transfer_config", "weights stay as they are while an engine runs"),
     ("kv_cache_dtype_skip_layers*", "all layers have one kv_cache_dtype"),

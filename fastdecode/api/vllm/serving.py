@@ -19,7 +19,7 @@ WITHOUT_EFFECT = without_effect({
         enable_offline_docs? enable_flash_late_interaction?+ trust_request_mm_kwargs? fingerprint_mode
         fingerprint_value""",
     "a template never sees the tools of such a request": "exclude_tools_when_tool_choice_none?",
-    "usage always tells of cached tokens": "enable_prompt_tokens_details?",
+    "usage always counts cached tokens": "enable_prompt_tokens_details?",
 })  # fmt: skip
 
 REFUSED = refused([

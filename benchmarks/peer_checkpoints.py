@@ -1,0 +1,105 @@
+"""A bfloat16 Llama written as its peers read it: W8A8 of compressed-tensors, and GGUF in Q8_0."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+"""GGUF's names of a layer's parts."""
+
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+"""Its names of the rest."""
+
+
+def tensors_of(folder: str) -> dict[str, torch.Tensor]:
+    """Return all weights of a checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def write_w8a8(plain: str, root: Path) -> str:
+    """Write int8 weights with a scale per output, for rows that are quantized as they come; return the folder."""
+    if (root / "config.json").exists():
+        return str(root)
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors_of(plain).items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = tensor
+            continue
+        scales = tensor.float().abs().amax(1, keepdim=True) / 127
+        packed[name] = (tensor.float() / scales).round().clamp(-127, 127).to(torch.int8)
+        packed[f"{name}_scale"] = scales.to(torch.bfloat16)
+    each = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": each | {"strategy": "channel", "dynamic": False},
+        "input_activations": each | {"strategy": "token", "dynamic": True},
+    }
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    config = json.loads((Path(plain) / "config.json").read_text())
+    config["quantization_config"] = settings | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    root.mkdir(parents=True, exist_ok=True)
+    save_file(packed, root / "model.safetensors", {"format": "pt"})
+    (root / "config.json").write_text(json.dumps(config))
+    return str(root)
+
+
+def write_gguf(plain: str, file: Path) -> str:
+    """Write Q8_0 without a tokenizer, which llama.cpp's benchmark does not need; return the file's name."""
+    import gguf
+
+    if file.exists():
+        return str(file)
+    config = json.loads((Path(plain) / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, "llama")
+    _write_sizes(writer, config)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in tensors_of(plain).items():
+        part = name.removesuffix(".weight")
+        if (kind := part.rpartition(".")[2]) in heads:  # llama.cpp rotates neighbours, transformers halves
+            halves = tensor.view(heads[kind], 2, -1, tensor.shape[1])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        kind = gguf.GGMLQuantizationType.Q8_0 if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
+        data = gguf.quants.quantize(tensor.float().numpy(), kind)
+        writer.add_tensor(_gguf_name(part), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(file)
+
+
+def _write_sizes(writer: Any, config: dict[str, Any]) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+
+
+def _gguf_name(part: str) -> str:
+    if part in OUTER:
+        return f"{OUTER[part]}.weight"
+    layer, _, leaf = part.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{NAMES[leaf]}.weight"
