@@ -32,11 +32,11 @@ class PartSpec:
 
 
 PARTS = (
-    PartSpec("a", "Exactness: transformers' generate on the same device", "gpu_kit.exactness", 200, 120),
-    PartSpec("b", "The S-part over bare products", "gpu_kit.s_part", 90, 60),
-    PartSpec("c", "A layer's way there and back", "gpu_kit.transfers", 30, 30),
-    PartSpec("d", "End to end, beside the device alone", "gpu_kit.end_to_end", 180, 120),
-    PartSpec("e", "Packed checkpoints", "gpu_kit.packed", 60, 90),
+    PartSpec("a", "Exactness: transformers' generate on the same device", "gpu_kit.exactness", 230, 120),
+    PartSpec("b", "The S-part over bare products", "gpu_kit.s_part", 70, 60),
+    PartSpec("c", "A layer's way there and back", "gpu_kit.transfers", 20, 30),
+    PartSpec("d", "End to end, beside the device alone", "gpu_kit.end_to_end", 170, 90),
+    PartSpec("e", "Packed checkpoints", "gpu_kit.packed", 50, 60),
 )
 
 

@@ -20,7 +20,7 @@ from gpu_kit.models import ARCHITECTURES, engine_settings, prompts, tiny_model
 from gpu_kit.rows import Part, part_of_arguments
 
 NUM_TOKENS = 24
-TESTS_SECONDS = 150
+TESTS_SECONDS = 110
 
 
 def main() -> None:
