@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KIT = ROOT / "dist" / "gpu-kit"
 MOST_BYTES = 60 << 20
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-PACKAGES = ("greenlet", "msgspec", "psutil", "pyzmq", "tqdm", "torchao")
+PACKAGES = ("accelerate", "greenlet", "msgspec", "psutil", "pyzmq", "tqdm", "torchao")
 """FastDecode's dependencies beside torch and transformers, and the package that packs plain weights."""
 
 FOR_TESTS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "pytest-timeout", "pytest-xdist", "execnet",
