@@ -44,7 +44,8 @@ class Zoo:
     def __getitem__(self, name: str) -> tuple[Path, list[list[int]]]:
         if name not in self._found:
             zoo: Any = latent_zoo if name.startswith("deepseek") else model_zoo
-            model = zoo.build_model(name, max_position_embeddings=2048, tie_word_embeddings=name == "gemma2")
+            published = {"topk_method": "noaux_tc"} if zoo is latent_zoo else {"tie_word_embeddings": name == "gemma2"}
+            model = zoo.build_model(name, max_position_embeddings=2048, **published)
             path = self._folder / name
             model.save_pretrained(path)
             self._found[name] = path, model_zoo.generate(model, prompts()).tokens
@@ -133,6 +134,7 @@ def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch
     ("settings", "message"),
     [
         ({"lora_modules": ["a=nowhere"]}, "lora_modules: merge the adapter into a checkpoint first, or leave"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: one rank computes the whole model with --model-impl vllm"),
         ({"quantization": "int8"}, "quantization: vLLM multiplies a packed checkpoint as it is packed, or leave"),
         ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and llama has none"),
     ],

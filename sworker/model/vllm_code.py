@@ -30,8 +30,8 @@ from fastdecode.sworker.model.loader import (
     one_clear_error,
     resolve_dtype,
 )
+from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
 from fastdecode.sworker.model.refusals import refuse
-from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.run.pipeline import attend
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
@@ -80,13 +80,21 @@ class Latents(LatentRows):
     def _heads(self) -> torch.Tensor:
         return self._weights
 
+    @torch.no_grad()
+    def expand_as(self, projection: Any) -> bool:
+        """Return whether K and V of random latents are those of ``projection``, vLLM's ``kv_b_proj``."""
+        rows = torch.randn(PROOF_ROWS, self.kv_lora_rank, generator=torch.Generator())
+        rows = rows.to(self._weights.device, self._weights.dtype)
+        wanted = projection(rows)[0].unflatten(-1, (len(self._weights), -1)).transpose(0, 1)
+        return equal_within_rounding(rows @ self._weights.mT, wanted)
 
-def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
+
+def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
     """Load the model that ``config`` names by vLLM's loader; ConfigError, ModelLoadError or UnsupportedModelError."""
     _check_settings(config)
     with one_clear_error(config.model):
-        vllm_config = _vllm_config(config, hf_config, rank)
-        code, digest = _load(vllm_config, hf_config, rank)
+        vllm_config = _vllm_config(config, hf_config)
+        code, digest = _load(vllm_config, hf_config)
         _hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
     layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
     return LoadedCode(code, layout, layout.absorbed, digest)
@@ -110,10 +118,6 @@ def _check_settings(config: EngineConfig) -> None:
         "lora_modules": (config.lora_modules, "merge the adapter into a checkpoint first"),
         "quantization": (config.quantization, "vLLM multiplies a packed checkpoint as it is packed"),
         "model": (Path(config.model).suffix == ".gguf", "GGUF files are loaded by transformers"),
-        "tensor_parallel_size": (
-            config.tensor_parallel_size > 1 and (config.prefill_workers or config.journal),
-            "ranks have neither prefill workers nor a journal there",
-        ),
     }
     for name, (given, why) in refused.items():
         if given:
@@ -126,7 +130,7 @@ def _version(distribution: str) -> str:
     return ""
 
 
-def _vllm_config(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Any:
+def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
     """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     from vllm.engine.arg_utils import EngineArgs
@@ -147,13 +151,11 @@ def _vllm_config(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Any
         seed=config.seed,
         enforce_eager=True,
         kv_cache_memory_bytes=1,
-        tensor_parallel_size=rank.size if rank else 1,
-        distributed_executor_backend="external_launcher" if rank else None,
     )
     return arguments.create_engine_config()
 
 
-def _load(vllm_config: Any, hf_config: Any, rank: Rank | None) -> tuple[VllmCode, str]:
+def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
     """Return the loaded module's code and the digest of its weights, which is taken before kernels pack them."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -163,7 +165,7 @@ def _load(vllm_config: Any, hf_config: Any, rank: Rank | None) -> tuple[VllmCode
     model_config, device = vllm_config.model_config, torch.device(vllm_config.device_config.device)
     vllm_config.kernel_config.ir_op_priority.set_default()
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype):
-        _begin_distributed(model_config.is_moe, rank)
+        _begin_distributed(model_config.is_moe)
         with device:
             module: Any = initialize_model(vllm_config)
         get_model_loader(vllm_config.load_config).load_weights(module, model_config)
@@ -174,10 +176,10 @@ def _load(vllm_config: Any, hf_config: Any, rank: Rank | None) -> tuple[VllmCode
     return VllmCode(module, vllm_config, int(hf_config.get_text_config().vocab_size), *sizes), digest
 
 
-def _begin_distributed(has_experts: bool, rank: Rank | None) -> None:
-    """Set up vLLM's groups of ranks once in this process: those of ours, or this process alone.
+def _begin_distributed(has_experts: bool) -> None:
+    """Set up vLLM's groups of ranks once in this process, each of this process alone.
 
-    They are set up again for the first model with experts, which have a group that dense models are not given.
+    Set them up again for the first model with experts, since dense models get no group of experts.
     """
     from vllm.distributed import parallel_state
 
@@ -185,10 +187,8 @@ def _begin_distributed(has_experts: bool, rank: Rank | None) -> None:
         if parallel_state._EP is not None or not has_experts:
             return
         parallel_state.destroy_model_parallel()
-    index, size = (rank.index, rank.size) if rank else (0, 1)
-    store = f"file://{tempfile.mkdtemp()}/store"
-    parallel_state.init_distributed_environment(size, index, store, index, "gloo")
-    parallel_state.initialize_model_parallel(size)
+    parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
+    parallel_state.initialize_model_parallel(1)
 
 
 def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool) -> None:
@@ -213,6 +213,8 @@ def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: boo
     for layer in layers:
         if type(layer) is MLAAttention:
             rows = Latents(layer)
+            if not rows.expand_as(layer.kv_b_proj):
+                refuse(hf_config, "expands latents in another way than its weights of each head say")
             rows.absorbs_here = not r_workers_absorb
             layer.forward = partial(_latent_attention, layer, rows)
         else:
