@@ -13,7 +13,6 @@ from fastdecode.api.outputs import RequestOutput
 ENGINE: dict[str, Any] = {
     "quantization": "int8", "dtype": "bfloat16", "device": "cpu", "s_threads": 1, "r_threads": 1,
     "r_workers": "inproc:1", "kv_cache_memory": "64MiB", "max_model_len": 256, "max_num_seqs": 8,
-    "max_num_batched_tokens": 16,
 }  # fmt: skip
 PROMPTS = ("def read(path):", "import os\n\n", "class Tree:\n    def __init__(self, ", "x = [1, 2, 3]\nfor ")
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

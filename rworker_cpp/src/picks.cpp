@@ -119,7 +119,7 @@ void share_picks(std::span<const std::uint32_t* const> parts, std::int64_t most,
         return total;
     };
     if (count_down_to(kLeastRank) <= most) return;
-    std::uint32_t least = kLeastRank, above = kLocalRank;  // this many equal `least` are picked, since too few exceed it
+    std::uint32_t least = kLeastRank, above = kLocalRank;  // this many equal `least` are picked: too few exceed it
     while (least < above) {
         const std::uint32_t middle = least + (above - least + 1) / 2;
         if (count_down_to(middle) >= most)

@@ -16,4 +16,4 @@ def load_code(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Loaded
         return transformers_code.load(config, hf_config, rank)
     from fastdecode.sworker.model import vllm_code  # vLLM takes seconds to import
 
-    return vllm_code.load(config, hf_config, rank)
+    return vllm_code.load(config, hf_config)

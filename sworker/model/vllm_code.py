@@ -21,7 +21,6 @@ import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.sworker.adapters.latents import LatentRows
 from fastdecode.sworker.model.code import LoadedCode, bytes_of
 from fastdecode.sworker.model.held import weights_digest
 from fastdecode.sworker.model.loader import (
@@ -31,7 +30,6 @@ from fastdecode.sworker.model.loader import (
     resolve_dtype,
 )
 from fastdecode.sworker.model.refusals import refuse
-from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.run.pipeline import attend
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
@@ -68,26 +66,13 @@ class VllmCode:
         return VllmCode(module, self._vllm_config, self._vocab_size, bytes_of(module), self.num_parameters)
 
 
-class Latents(LatentRows):
-    """Latent attention (MLA) of vLLM, with K and V of each head, which vLLM's loader has separated."""
-
-    def __init__(self, layer: Any) -> None:
-        self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
-        self.qk_nope_head_dim, self.qk_rope_head_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim
-        self._weights = torch.cat((layer.W_UK_T, layer.W_UV.mT), 1)
-        layer.W_UK_T = layer.W_UV = None  # only vLLM's own attention multiplies them
-
-    def _heads(self) -> torch.Tensor:
-        return self._weights
-
-
-def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
+def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
     """Load the model that ``config`` names by vLLM's loader; ConfigError, ModelLoadError or UnsupportedModelError."""
     _check_settings(config)
     with one_clear_error(config.model):
-        vllm_config = _vllm_config(config, hf_config, rank)
-        code, digest = _load(vllm_config, hf_config, rank)
-        _hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
+        vllm_config = _vllm_config(config, hf_config)
+        code, digest = _load(vllm_config, hf_config)
+        _hand_over_attention(vllm_config, hf_config)
     layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
     return LoadedCode(code, layout, layout.absorbed, digest)
 
@@ -107,13 +92,10 @@ def _check_settings(config: EngineConfig) -> None:
     if not first <= ".".join(version.split(".")[:2]) < beyond:
         raise ConfigError(f"model_impl: vllm needs {installed} {first}, and {version} is installed")
     refused = {
+        "latent_absorption": (config.latent_absorption == "r", "latents (MLA) are not handed over there"),
         "lora_modules": (config.lora_modules, "merge the adapter into a checkpoint first"),
         "quantization": (config.quantization, "vLLM multiplies a packed checkpoint as it is packed"),
         "model": (Path(config.model).suffix == ".gguf", "GGUF files are loaded by transformers"),
-        "tensor_parallel_size": (
-            config.tensor_parallel_size > 1 and (config.prefill_workers or config.journal),
-            "ranks have neither prefill workers nor a journal there",
-        ),
     }
     for name, (given, why) in refused.items():
         if given:
@@ -126,7 +108,7 @@ def _version(distribution: str) -> str:
     return ""
 
 
-def _vllm_config(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Any:
+def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
     """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     from vllm.engine.arg_utils import EngineArgs
@@ -147,13 +129,11 @@ def _vllm_config(config: EngineConfig, hf_config: Any, rank: Rank | None) -> Any
         seed=config.seed,
         enforce_eager=True,
         kv_cache_memory_bytes=1,
-        tensor_parallel_size=rank.size if rank else 1,
-        distributed_executor_backend="external_launcher" if rank else None,
     )
     return arguments.create_engine_config()
 
 
-def _load(vllm_config: Any, hf_config: Any, rank: Rank | None) -> tuple[VllmCode, str]:
+def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
     """Return the loaded module's code and the digest of its weights, which is taken before kernels pack them."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -163,7 +143,7 @@ def _load(vllm_config: Any, hf_config: Any, rank: Rank | None) -> tuple[VllmCode
     model_config, device = vllm_config.model_config, torch.device(vllm_config.device_config.device)
     vllm_config.kernel_config.ir_op_priority.set_default()
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype):
-        _begin_distributed(model_config.is_moe, rank)
+        _begin_distributed(model_config.is_moe)
         with device:
             module: Any = initialize_model(vllm_config)
         get_model_loader(vllm_config.load_config).load_weights(module, model_config)
@@ -174,10 +154,10 @@ def _load(vllm_config: Any, hf_config: Any, rank: Rank | None) -> tuple[VllmCode
     return VllmCode(module, vllm_config, int(hf_config.get_text_config().vocab_size), *sizes), digest
 
 
-def _begin_distributed(has_experts: bool, rank: Rank | None) -> None:
-    """Set up vLLM's groups of ranks once in this process: those of ours, or this process alone.
+def _begin_distributed(has_experts: bool) -> None:
+    """Set up vLLM's groups of ranks once in this process, each of this process alone.
 
-    They are set up again for the first model with experts, which have a group that dense models are not given.
+    Set them up again for the first model with experts, since dense models get no group of experts.
     """
     from vllm.distributed import parallel_state
 
@@ -185,38 +165,24 @@ def _begin_distributed(has_experts: bool, rank: Rank | None) -> None:
         if parallel_state._EP is not None or not has_experts:
             return
         parallel_state.destroy_model_parallel()
-    index, size = (rank.index, rank.size) if rank else (0, 1)
-    store = f"file://{tempfile.mkdtemp()}/store"
-    parallel_state.init_distributed_environment(size, index, store, index, "gloo")
-    parallel_state.initialize_model_parallel(size)
+    parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
+    parallel_state.initialize_model_parallel(1)
 
 
-def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool) -> None:
+def _hand_over_attention(vllm_config: Any, hf_config: Any) -> None:
     """Give every attention layer a ``forward`` that leaves it to us; UnsupportedModelError for another kind."""
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     found = vllm_config.compilation_config.static_forward_context
     layers = [layer for layer in found.values() if isinstance(layer, AttentionLayerBase)]
     for layer in layers:
         kind = type(layer)
-        if kind is Attention and (what := _unknown_rule(layer)):
+        if kind is not Attention:
+            refuse(hf_config, f"has layers of vLLM's class {kind.__name__}, of which only Attention is handed over")
+        if what := _unknown_rule(layer):
             refuse(hf_config, what)
-        if kind is MLAAttention and not (hasattr(layer, "W_UK_T") and hasattr(layer, "W_UV")):
-            refuse(hf_config, "has latents whose weights vLLM packs for its own kernels on this processor")
-        if kind not in (Attention, MLAAttention) or getattr(layer, "indexer", None) is not None:
-            known = "Attention and MLAAttention"
-            refuse(hf_config, f"has layers of vLLM's class {kind.__name__}, of which only {known} are handed over")
-    latent = [layer for layer in layers if type(layer) is MLAAttention]
-    if r_workers_absorb and not latent:
-        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
-    for layer in layers:
-        if type(layer) is MLAAttention:
-            rows = Latents(layer)
-            rows.absorbs_here = not r_workers_absorb
-            layer.forward = partial(_latent_attention, layer, rows)
-        else:
-            layer.forward = partial(_attention, layer, _rule(layer))
+        layer.forward = partial(_attention, layer, _rule(layer))
 
 
 def _unknown_rule(layer: Any) -> str:
@@ -264,15 +230,4 @@ def _attention(
     )
     with _own_context():
         o, _none = attend(layer, q, k, v, None, **rule)
-    return o.reshape(len(query), -1)
-
-
-def _latent_attention(
-    layer: Any, latents: Latents, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, *_: Any, **__: Any
-) -> torch.Tensor:
-    """Stand as ``MLAAttention.forward``: ``query`` [T, heads, nope + rope], ``latent`` [T, rank] → o [T, heads · v]."""
-    q = query.reshape(len(query), layer.num_heads, -1).transpose(0, 1)[None]
-    rows, none = latents.expand_kv(latent[None, None], rotary.reshape(1, 1, len(query), -1))
-    with _own_context():
-        o, _none = attend(latents, q, rows, none, None, scaling=layer.scale)
     return o.reshape(len(query), -1)
