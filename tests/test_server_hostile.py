@@ -136,7 +136,7 @@ def test_large_values_are_no_harm(server: RunningServer, body: bytes) -> None:
         ({"messages": [{"role": "user", "content": "hi"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
         ({"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2}, "logprobs must be true"),
-        ({"messages": [{"role": "user", "content": "hi"}], "echo": True}, "echo is not supported: only completions"),
+        ({"messages": [{"role": "user", "content": "hi"}], "echo": True}, "not supported: only /v1/completions"),
         (
             {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 60},
             "max_completion_tokens is too",
