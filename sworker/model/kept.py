@@ -109,7 +109,8 @@ def why_not_kept(packed: Packed, model: torch.nn.Module) -> str:
     modules = dict(model.named_modules())
     for name, layout in packed.layouts.items():
         module = modules.get(name.removesuffix(".weight"))
-        if not layout.is_linear or not isinstance(module, torch.nn.Linear) or not multiplies_alone(type(module)):
+        kind: Any = type(module)
+        if not layout.is_linear or not isinstance(module, torch.nn.Linear) or not multiplies_alone(kind):
             return f"{name} is no plain linear layer's (experts, or a layer that the model names otherwise)"
     return ""
 

@@ -21,7 +21,6 @@ import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.sworker.adapters.latents import LatentRows
 from fastdecode.sworker.model.code import LoadedCode, bytes_of
 from fastdecode.sworker.model.held import weights_digest
 from fastdecode.sworker.model.loader import (
@@ -30,7 +29,6 @@ from fastdecode.sworker.model.loader import (
     one_clear_error,
     resolve_dtype,
 )
-from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
 from fastdecode.sworker.model.refusals import refuse
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.run.pipeline import attend
@@ -68,34 +66,13 @@ class VllmCode:
         return VllmCode(module, self._vllm_config, self._vocab_size, bytes_of(module), self.num_parameters)
 
 
-class Latents(LatentRows):
-    """Latent attention (MLA) of vLLM, with K and V of each head, which vLLM's loader has separated."""
-
-    def __init__(self, layer: Any) -> None:
-        self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
-        self.qk_nope_head_dim, self.qk_rope_head_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim
-        self._weights = torch.cat((layer.W_UK_T, layer.W_UV.mT), 1)
-        layer.W_UK_T = layer.W_UV = None  # only vLLM's own attention multiplies them
-
-    def _heads(self) -> torch.Tensor:
-        return self._weights
-
-    @torch.no_grad()
-    def expand_as(self, projection: Any) -> bool:
-        """Return whether K and V of random latents are those of ``projection``, vLLM's ``kv_b_proj``."""
-        rows = torch.randn(PROOF_ROWS, self.kv_lora_rank, generator=torch.Generator())
-        rows = rows.to(self._weights.device, self._weights.dtype)
-        wanted = projection(rows)[0].unflatten(-1, (len(self._weights), -1)).transpose(0, 1)
-        return equal_within_rounding(rows @ self._weights.mT, wanted)
-
-
 def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
     """Load the model that ``config`` names by vLLM's loader; ConfigError, ModelLoadError or UnsupportedModelError."""
     _check_settings(config)
     with one_clear_error(config.model):
         vllm_config = _vllm_config(config, hf_config)
         code, digest = _load(vllm_config, hf_config)
-        _hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
+        _hand_over_attention(vllm_config, hf_config)
     layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
     return LoadedCode(code, layout, layout.absorbed, digest)
 
@@ -115,6 +92,7 @@ def _check_settings(config: EngineConfig) -> None:
     if not first <= ".".join(version.split(".")[:2]) < beyond:
         raise ConfigError(f"model_impl: vllm needs {installed} {first}, and {version} is installed")
     refused = {
+        "latent_absorption": (config.latent_absorption == "r", "latents (MLA) are not handed over there"),
         "lora_modules": (config.lora_modules, "merge the adapter into a checkpoint first"),
         "quantization": (config.quantization, "vLLM multiplies a packed checkpoint as it is packed"),
         "model": (Path(config.model).suffix == ".gguf", "GGUF files are loaded by transformers"),
@@ -191,34 +169,20 @@ def _begin_distributed(has_experts: bool) -> None:
     parallel_state.initialize_model_parallel(1)
 
 
-def _hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool) -> None:
+def _hand_over_attention(vllm_config: Any, hf_config: Any) -> None:
     """Give every attention layer a ``forward`` that leaves it to us; UnsupportedModelError for another kind."""
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     found = vllm_config.compilation_config.static_forward_context
     layers = [layer for layer in found.values() if isinstance(layer, AttentionLayerBase)]
     for layer in layers:
         kind = type(layer)
-        if kind is Attention and (what := _unknown_rule(layer)):
+        if kind is not Attention:
+            refuse(hf_config, f"has layers of vLLM's class {kind.__name__}, of which only Attention is handed over")
+        if what := _unknown_rule(layer):
             refuse(hf_config, what)
-        if kind is MLAAttention and not (hasattr(layer, "W_UK_T") and hasattr(layer, "W_UV")):
-            refuse(hf_config, "has latents whose weights vLLM packs for its own kernels on this processor")
-        if kind not in (Attention, MLAAttention) or getattr(layer, "indexer", None) is not None:
-            known = "Attention and MLAAttention"
-            refuse(hf_config, f"has layers of vLLM's class {kind.__name__}, of which only {known} are handed over")
-    latent = [layer for layer in layers if type(layer) is MLAAttention]
-    if r_workers_absorb and not latent:
-        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
-    for layer in layers:
-        if type(layer) is MLAAttention:
-            rows = Latents(layer)
-            if not rows.expand_as(layer.kv_b_proj):
-                refuse(hf_config, "expands latents in another way than its weights of each head say")
-            rows.absorbs_here = not r_workers_absorb
-            layer.forward = partial(_latent_attention, layer, rows)
-        else:
-            layer.forward = partial(_attention, layer, _rule(layer))
+        layer.forward = partial(_attention, layer, _rule(layer))
 
 
 def _unknown_rule(layer: Any) -> str:
@@ -266,15 +230,4 @@ def _attention(
     )
     with _own_context():
         o, _none = attend(layer, q, k, v, None, **rule)
-    return o.reshape(len(query), -1)
-
-
-def _latent_attention(
-    layer: Any, latents: Latents, query: torch.Tensor, latent: torch.Tensor, rotary: torch.Tensor, *_: Any, **__: Any
-) -> torch.Tensor:
-    """Stand as ``MLAAttention.forward``: ``query`` [T, heads, nope + rope], ``latent`` [T, rank] → o [T, heads · v]."""
-    q = query.reshape(len(query), layer.num_heads, -1).transpose(0, 1)[None]
-    rows, none = latents.expand_kv(latent[None, None], rotary.reshape(1, 1, len(query), -1))
-    with _own_context():
-        o, _none = attend(latents, q, rows, none, None, scaling=layer.scale)
     return o.reshape(len(query), -1)
