@@ -45,7 +45,7 @@ class Journal:
         self.kept: dict[str, Kept] = {}
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
-        """Return an earlier engine's output for the same request; None if there is none, or if it was returned before."""
+        """Return an earlier engine's output for the same request; None if there is none, or on a second call."""
         return None
 
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
@@ -59,7 +59,7 @@ class Journal:
         """Record ``request`` and its replayed tokens."""
 
     def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
-        """Record a committed step: new tokens and ends of ``requests``. ``notes``: cache ids and cached token counts."""
+        """Record a committed step: new tokens and ends of ``requests``; cache ids and cached tokens in ``notes``."""
 
     def settle(self) -> None:
         """Make the records of ``grew`` survive this process, so that clients may get the tokens."""

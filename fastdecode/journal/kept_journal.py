@@ -174,7 +174,7 @@ class KeptJournal(Journal):
         self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
 
     def _found(self) -> list[Past]:
-        """Return the recorded requests by age; none if the fingerprint differs. Make this run follow the recorded one."""
+        """Return the recorded requests, oldest first; none if the fingerprint differs. Set the previous run's name."""
         records = self._newest()
         if not records:
             return []
@@ -195,7 +195,7 @@ class KeptJournal(Journal):
         return max(found, key=_age, default=([], Chain()))[0]
 
     def _write_anew(self, pasts: list[Past]) -> None:
-        """Rewrite the journal with ``pasts`` and kept data. Drop ended requests if they would fill half of the place."""
+        """Rewrite the journal with ``pasts`` and kept data. Drop ended requests if the journal gets too large."""
         self._began = msgspec.structs.replace(self._began, edition=self._began.edition + 1)
         growth, most = self._place.growth_bytes, self._place.most_bytes
         data = self._encoded_anew(pasts)

@@ -74,7 +74,7 @@ class RemotePrefills(Companion):
         self._logits.clear()
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return the logits of arrived prompts by sequence id: [vocab_size], in the model's dtype; a step's end drops them."""
+        """Return the logits of arrived prompts by sequence id: [vocab_size], in the model's dtype."""
         return {sequence_id: self._logits[sequence_id] for sequence_id in sequence_ids}
 
     def wait(self, timeout_seconds: float) -> None:
