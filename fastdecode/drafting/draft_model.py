@@ -147,7 +147,7 @@ class DraftModelDrafter:
         return whole
 
     def _pass(self, parts: Sequence[tuple[Draft, list[int]]], growing: Sequence[Draft]) -> None:
-        """Run one step of the draft model: cache the tokens of ``parts``, and sample a token for each of ``growing``."""
+        """Run one step of the draft model: cache the tokens of ``parts``; sample a token for each of ``growing``."""
         cache, backend = self.cache, self.s_worker.backend
         sampled = {each.sequence_id for each in growing}
         chunks = [cache.chunk(each, tokens, each.sequence_id in sampled) for each, tokens in parts]
