@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import PlanError
-from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Variant
+from fastdecode.perfmodel.lab.cli.variants.variant import BY_LIMITS, Line, PlanCase, Variant
 from fastdecode.perfmodel.lab.planner import Planner
 from fastdecode.perfmodel.sizing import Plan
 
@@ -99,6 +99,9 @@ class CopyVariant(Variant[ReplicaPlan]):
 
 def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
     planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
+    if case.plan.r_workers_set_by == BY_LIMITS:  # not a pool that is there
+        enough = max(case.plan.num_r_workers, planner.memory_r_workers(case.plan.in_flight))
+        planner = replace(planner, num_r_workers=enough)
     plan = planner.plan(case.plan.mini_batch_size)
     return CopiesNeed(
         plan.num_r_workers, planner.memory_r_workers(plan.in_flight), plan.num_hosts, plan.output_tokens_per_second,
