@@ -1,4 +1,4 @@
-"""LLM: offline generation, in vLLM's shape."""
+"""LLM: offline generation with the interface of vLLM's class of that name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdecode.sworker.model.tokenizer import HFTokenizer
 
 
 class LLM:
-    """A loaded model that generates; a context manager that accepts every engine flag with underscores."""
+    """A loaded model that generates text; a context manager. Arguments: every engine flag, with underscores."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         if model is not None:
@@ -29,7 +29,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
-        """Return the model of ``EngineArgs(…)``."""
+        """Return an LLM with the settings ``engine_args``, an ``EngineArgs(…)``."""
         return cls(**vars(engine_args))
 
     def __getattr__(self, name: str) -> Any:
@@ -44,9 +44,9 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **vllms: Any,
     ) -> list[RequestOutput]:
-        """Return finished outputs in the order of ``prompts``.
+        """Generate for all ``prompts``; return the finished outputs in the order of ``prompts``.
 
-        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params``: one for all, or one each; None uses the
+        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params``: one for all, or one each. None uses the
         model's generation_config.json. Bad input raises before anything runs. After a failure or Ctrl-C the engine has
         no request of this call. ``lora_request`` must be None. ``prompt_token_ids``: prompts as token ids, alone or
         with their texts in ``prompts``. ``use_tqdm``: also a function that makes the progress bar. ``vllms``: other
@@ -126,7 +126,7 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine; the name is vLLM's."""
+        """The engine that runs this model, under the name that vLLM gives it."""
         return self.engine
 
     def reset_prefix_cache(self, **vllms: Any) -> bool:
@@ -139,7 +139,7 @@ class LLM:
         return True
 
     def close(self) -> None:
-        """Free the R-workers; may be called twice."""
+        """Close the engine and free its R-workers; may be called twice."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -74,7 +74,7 @@ TEXTS = {
     "kv_cache_memory": "such as 4GiB, per R-worker",
     "kv_cache_dtype": "float32, float16, bfloat16, int8 or int4",
     "model": "folder, GGUF file, or id on the Hugging Face hub",
-    "r_workers": "which R-workers keep KV caches and compute attention",
+    "r_workers": "which R-workers hold the KV cache",
     "reasoning_parser": "form of the model's thoughts, such as qwen3",
     "schedule": "sls, stall-free, fcfs, request-level, hybrid or prefill-first",
     "served_model_name": "what clients call the model",

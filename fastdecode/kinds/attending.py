@@ -34,7 +34,7 @@ class Attending(LayerKind, frozen=True):
     picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)] = -1
 
     def __post_init__(self) -> None:
-        # integers become floats, since fingerprints are made from the text
+        # As text, 1 and 1.0 would give different layout fingerprints, so integers become floats
         for name in ("scale", "soft_cap"):
             force_setattr(self, name, float(getattr(self, name)))
         for name in ("sinks", "alibi_slopes"):
@@ -42,17 +42,17 @@ class Attending(LayerKind, frozen=True):
 
     @property
     def query_dim(self) -> int:
-        """Elements of q that are sent per token and head."""
+        """Number of elements of q that the S-worker sends per token and query head."""
         return self.key_head_dim
 
     @property
     def output_dim(self) -> int:
-        """Elements of o that are sent per token and head."""
+        """Number of elements of o that an R-worker returns per token and query head."""
         return self.value_head_dim
 
     @property
     def stored_value_dim(self) -> int:
-        """Elements of V that are sent and stored per token and KV head."""
+        """Number of elements of V that are sent and cached per token and KV head."""
         return 0 if self.values_in_keys else self.value_head_dim
 
     @property
@@ -62,7 +62,7 @@ class Attending(LayerKind, frozen=True):
 
     @property
     def partial_shape(self) -> Shape:
-        """Per head the largest score, the sum of weights, and o: float32."""
+        """(Query heads, 2 + output_dim): each head has its largest score, the sum of its weights, and o, as float32."""
         return self.num_heads, 2 + self.output_dim
 
     @property

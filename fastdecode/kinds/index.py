@@ -37,11 +37,11 @@ class Index(LayerKind, frozen=True, tag="index"):
     pick_local: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # fingerprints are made from the text
+        force_setattr(self, "scale", float(self.scale))  # the text of 1 and of 1.0 would give different fingerprints
 
     @property
     def query_dim(self) -> int:
-        """Elements of q that are sent per token and head."""
+        """Number of elements of q that the S-worker sends per token and head, with the head's weight if it has one."""
         return self.key_head_dim + (0 if self.pick_block else 2)
 
     @property
@@ -50,7 +50,7 @@ class Index(LayerKind, frozen=True, tag="index"):
 
     @property
     def partial_shape(self) -> Shape:
-        """Per head that picks by itself the ranks of scores, best first: uint32 as bits."""
+        """(Heads that pick separately, elements): each head's ranked scores, best first, as the bits of uint32."""
         return (self.num_heads if self.pick_block else 1), self.picks
 
     @property

@@ -13,15 +13,15 @@ import numpy as np
 from msgspec import Meta
 
 MAX_HEAD_DIM = 1088
-"""Most elements of a key or value in one head."""
+"""Largest number of elements that one head's key or value may have."""
 
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 12
 MAX_NUMBER = float(np.finfo(np.float32).max)
-"""Largest finite number of R-workers, which compute in float32."""
+"""Largest number that R-workers can represent, since they compute in float32."""
 
 MAX_PICK_BLOCK = 512
-"""Most tokens of a block that an index picks whole: one split (``SPLIT_TOKENS``)."""
+"""Largest ``pick_block`` of an index layer, in tokens: one split of the R-worker's attention (``SPLIT_TOKENS``)."""
 
 Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
 HeadDim = Annotated[int, Meta(ge=1, le=MAX_HEAD_DIM)]
@@ -29,7 +29,7 @@ Number = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Numbers = Annotated[tuple[Number, ...], Meta(max_length=MAX_HEADS)]
 
 Shape = tuple[int, int]
-"""Heads of a row, and elements of each head."""
+"""The shape of one token's row: (number of heads, elements per head)."""
 
 Way = Literal[
     "ranges", "ranks", "parking", "prefill workers", "tsp", "gpu", "scratch", "early-exit drafts", "sessions", "copies",
@@ -63,36 +63,36 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
-        """Shapes of a row of q, k, v and o."""
+        """The shapes (heads, elements per head) of one token's row of q, k, v and o, in this order."""
         raise NotImplementedError
 
     @property
     def partial_shape(self) -> Shape:
-        """Shape of a row of partial results of a sequence in ranges, 4 bytes an element."""
+        """The shape of a row of partial results, 4 bytes an element, for sequences cached on several R-workers."""
         raise NotImplementedError
 
     @property
     def reads(self) -> int:
-        """The earlier layer that picks the tokens its queries see; -1 if they see all."""
+        """Number of the earlier index layer that picks the tokens this layer's queries see; -1 if they see all."""
         return -1
 
     def reading(self, index: int) -> Self:
-        """Return the layer with its queries limited to the picks of layer ``index``, if it supports that."""
+        """Return a copy of this layer whose queries see only the picks of layer ``index``, if it supports that."""
         return self
 
     @property
     def block_tokens(self) -> int:
-        """Tokens that the block size must divide; 0 for any block size."""
+        """A number of tokens that the cache's block size must divide; 0 allows any block size."""
         return 0
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of which ranges must be multiples, so that attention chunks begin alike in each."""
+        """If a sequence is split among R-workers, each part but the last has a multiple of this many tokens."""
         return 1
 
     @property
     def kv_elements(self) -> int:
-        """Elements of K and V that one cached token holds."""
+        """Number of elements of K and V together that the cache holds per token in this layer."""
         return 0
 
     def multiply_adds(self) -> int:
@@ -100,15 +100,15 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return 0
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
-        """Return the bytes of one cached token's K, and of its V, of one head, with scales."""
+        """Return (bytes of K, bytes of V) of one cached token in one KV head, including quantization scales."""
         return 0, 0
 
     def token_bytes(self, kv_dtype: str) -> int:
-        """Return the bytes of one cached token's K and V with scales, over all heads."""
+        """Return the bytes of one cached token's K and V in all KV heads of this layer, with quantization scales."""
         return sum(self.head_bytes(kv_dtype))
 
     def sequence_bytes(self, row_bytes: int) -> int:
-        """Return the bytes of a sequence in addition to its tokens, in rows of ``row_bytes``; 0 without a state."""
+        """Return the bytes of one sequence's recurrent state, padded to rows of ``row_bytes``; 0 without a state."""
         return 0
 
     def weight_bytes(self, item_bytes: int) -> int:
@@ -117,11 +117,11 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def weight_rows(self) -> Shape | None:
-        """Shape of one head's weights that an R-worker multiplies with; None if it has none."""
+        """The shape of one head's weights that R-workers multiply with; None if they need no weights of this layer."""
         return None
 
     def absorbed(self) -> Self:
-        """Return the layer with queries in the form in which they are scored, as prefill workers send them."""
+        """Return a copy of this layer with absorbed queries, which R-workers score against cached rows directly."""
         return self
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return f"{type(self).__name__}({known})"
 
     def rewinds(self, num_rows: int) -> bool:
-        """Return whether a sequence can go back by ``num_rows`` rows that a step has written."""
+        """Return whether the last ``num_rows`` tokens that a step wrote can be removed from a sequence again."""
         return True
 
     def cannot(self, way: Way) -> str | None:
@@ -138,5 +138,5 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return None
 
     def cannot_lie_in(self, block_size: int) -> str | None:
-        """Return why such a layer cannot be cached in blocks of ``block_size`` tokens; None if it can."""
+        """Return why this layer cannot be cached in blocks of ``block_size`` tokens; None if it can."""
         return None

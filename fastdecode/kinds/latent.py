@@ -14,16 +14,16 @@ from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.kind import HeadDim, Shape
 
 FRAME_BYTES = 1 << 22
-"""Most bytes of weights sent or prepared at a time; one head takes fewer."""
+"""Most bytes of weights that are sent to an R-worker in one frame. One head's weights take fewer bytes."""
 
 Weights = Callable[[], np.ndarray]
-"""Makes K above V of each head, [num_heads, nope_dim + value_dim, rank], in the model's dtype."""
+"""Returns the K and V projections of all heads, [num_heads, nope_dim + value_dim, rank], in the model's dtype."""
 
 
 class Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes of K and V of a latent layer that R-workers multiply (``--latent-absorption r``).
+    """Sizes of a latent layer's K and V projections if R-workers multiply with them (``--latent-absorption r``).
 
-    A head's query is [nope_dim + rope]; its first part times K becomes as long as a latent. A head's output over
+    A head's query is [nope_dim + rope]. Its nope part times K has as many elements as a latent. A head's output over
     latents times V becomes [value_dim].
     """
 
@@ -60,7 +60,7 @@ class Latent(Attending, frozen=True, tag="latent"):
         return row_bytes(self.key_head_dim, kv_dtype), 0
 
     def weight_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of K and V that an R-worker keeps, with outputs padded to lines of 16."""
+        """Return the bytes of the K and V projections that an R-worker keeps, each output padded to 16 elements."""
         if self.absorption is None:
             return 0
         rank = self.value_head_dim
@@ -79,7 +79,7 @@ class Latent(Attending, frozen=True, tag="latent"):
 
 
 def weight_parts(weights: Weights) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the weights in C-contiguous pieces of at most FRAME_BYTES: the first head of each, and its heads' rows."""
+    """Yield (index of the first head, weight rows of the heads in this piece); a piece has at most FRAME_BYTES."""
     rows = weights()
     count = max(1, FRAME_BYTES // max(rows[0].nbytes, 1))
     for first in range(0, len(rows), count):

@@ -34,14 +34,14 @@ class KVLayout:
     weights: Mapping[int, Weights] = field(default_factory=dict, compare=False, repr=False)
 
     def weight_parts(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the weights in C-contiguous pieces: the layer and first head of each, and its heads' rows."""
+        """Yield (layer number, index of the first head, C-contiguous weight rows of the heads in this piece)."""
         for layer, weights in self.weights.items():
             for first, rows in weight_parts(weights):
                 yield layer, first, rows
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that an R-worker keeps in addition to its cache, over all layers."""
+        """Bytes of model weights that an R-worker keeps in addition to its cache, for all layers together."""
         return sum(layer.weight_bytes(ITEM_BYTES[self.model_dtype]) for layer in self.layers)
 
     @property
@@ -51,7 +51,7 @@ class KVLayout:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of which ranges must be multiples, so that chunks begin alike in each; 1 without chunks."""
+        """If a sequence is split among R-workers, each part but the last has a multiple of this many tokens."""
         return math.lcm(*(layer.chunk_tokens for layer in self.layers))
 
     @property
@@ -61,7 +61,7 @@ class KVLayout:
 
     @property
     def kept_apart(self) -> tuple[Recurrent, ...]:
-        """The layers that keep a state per sequence."""
+        """The recurrent layers, which keep one state per sequence instead of a row per token."""
         return tuple(layer for layer in self.layers if isinstance(layer, Recurrent))
 
     def cannot(self, way: Way) -> str | None:
@@ -95,7 +95,7 @@ class KVLayout:
         return next((reason for layer in self.layers if (reason := layer.cannot_lie_in(block_size))), None)
 
     def rewinds(self, num_rows: int) -> bool:
-        """Return whether sequences can go back by ``num_rows`` rows that a step has written."""
+        """Return whether the last ``num_rows`` tokens that a step wrote can be removed from a sequence again."""
         return all(layer.rewinds(num_rows) for layer in self.layers)
 
     def sequence_bytes(self, layer: int) -> int:
@@ -104,24 +104,24 @@ class KVLayout:
 
     @property
     def state_dtype(self) -> str:
-        """The dtype of the matrices in states."""
+        """The dtype of the matrices in recurrent layers' states."""
         return next((layer.dtype for layer in self.kept_apart), "float32")
 
     def with_state_dtype(self, dtype: str) -> KVLayout:
-        """Return the layout with state matrices in ``dtype``, a key of ``WIRE_DTYPE``."""
+        """Return a copy of the layout whose state matrices are in ``dtype``, a key of ``WIRE_DTYPE``."""
         return self._with_states(dtype=dtype)
 
     def keeping(self, num_rows: int) -> KVLayout:
-        """Return the layout with states that can go back behind a step with 2 to ``num_rows`` rows of a sequence.
+        """Return a copy of the layout whose states can be rolled back after a step of 2 to ``num_rows`` tokens.
 
-        Second copies can also go back behind a single row.
+        States of second copies can also be rolled back after a single token.
         """
         return self._with_states(kept_rows=num_rows)
 
     def outliving(self) -> KVLayout:
-        """Return the layout with decoding sequences' states that can go back behind each step.
+        """Return a copy of the layout in which decoding sequences' states can be rolled back after each step.
 
-        So an unfinished step does not spoil them.
+        So the states survive a step that the S-worker does not finish.
         """
         rows = max((layer.kept_rows for layer in self.kept_apart), default=0)
         return self._with_states(kept_rows=max(1, rows), keeps_single=True)
@@ -134,18 +134,18 @@ class KVLayout:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V with scales that one token takes in the cache, over all layers."""
+        """Bytes of K and V, with quantization scales, that one token takes in the cache for all layers together."""
         return sum(layer.token_bytes(self.kv_dtype) for layer in self.layers)
 
     @property
     def room_bytes_per_token(self) -> int:
-        """Bytes of a block per token.
+        """Bytes of a cache block, divided by its number of tokens.
 
-        If no layer attends, this is a row of states (see rworker/state_places.hpp).
+        If no layer attends, this is the bytes of one row of a state (see rworker/state_places.hpp).
         """
         return self.kv_bytes_per_token or self._state_row_bytes
 
     @property
     def _state_row_bytes(self) -> int:
-        """Bytes of a row of states: the widest of all layers."""
+        """Bytes of one row of a state: the largest ``state_row_bytes`` of all recurrent layers."""
         return max((layer.state_row_bytes for layer in self.kept_apart), default=0)

@@ -26,7 +26,7 @@ CANNOT: dict[Way, str] = {
     "states there, memory here": "it is for states that the S-worker keeps (state_on s); leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
 }
-"""Features that states do not support, and why."""
+"""For each engine feature that recurrent states do not support, the reason."""
 
 
 class Recurrent(LayerKind, frozen=True, tag="recurrent"):
@@ -67,11 +67,11 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     keeps_single: bool = False
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # fingerprints are made from the text
+        force_setattr(self, "scale", float(self.scale))  # the text of 1 and of 1.0 would give different fingerprints
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
-        """See :class:`LayerKind`. Rows are sent as k."""
+        """See :class:`LayerKind`. A token's inputs to the recurrence are sent in place of k; q and v are empty."""
         return (1, 0), (1, self.row_elements), (1, 0), (self.num_heads, self.value_head_dim)
 
     @property
@@ -81,8 +81,8 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
 
     @property
     def state_row_bytes(self) -> int:
-        """Bytes of a row of the state, in whole cache lines."""
-        # Rows of states are multiples of this cache line
+        """Bytes of one row of a sequence's state, rounded up to whole cache lines."""
+        # R-workers align each row of a state to a cache line of this many bytes
         line_bytes = 64
         return -(-self.value_head_dim * WIRE_DTYPE[self.dtype].itemsize // line_bytes) * line_bytes
 

@@ -1,4 +1,4 @@
-"""The kept sequences of a session that all ranks' parts of an R-worker hold with the same tokens."""
+"""The sequences of a continued session that all ranks' R-workers hold in their caches with the same tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import Verb
 
 Parts = Sequence[Mapping[int, HeldSequence]]
-"""For each rank, the sequences that its part holds, by cache id."""
+"""For each rank, the sequences that the rank's part of one logical R-worker holds, by cache id."""
 
 
 def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence]]:
@@ -21,10 +21,10 @@ def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence
 
 
 def common(parts: Parts, block_size: int) -> tuple[HeldSequence, ...]:
-    """Return the sequences that every part has, cut to the tokens that all have.
+    """Return the sequences that every rank's part holds, cut to the tokens that all parts hold.
 
-    Two share a block only if they do in every part. A step that one part had begun and another had not may have
-    separated them in one.
+    Two sequences share a block in the result only if they share it in every part. A step that only some parts had
+    begun may have separated the two in those parts.
     """
     numbers: dict[tuple[int, ...], int] = {}
     found = []
@@ -37,7 +37,7 @@ def common(parts: Parts, block_size: int) -> tuple[HeldSequence, ...]:
 
 
 def levelling(part: Mapping[int, HeldSequence], kept: Sequence[HeldSequence]) -> tuple[tuple[int, int, int, int], ...]:
-    """Return CONTROL records that leave ``part`` with exactly ``kept``."""
+    """Return the CONTROL records that free and truncate sequences of ``part`` until it holds exactly ``kept``."""
     lengths = {each.cache_id: each.num_tokens for each in kept if each.num_tokens}
     gone = [(int(Verb.RELEASE), name, 0, 0) for name in part if name not in lengths]
     longer = [name for name, length in lengths.items() if part[name].num_tokens > length]

@@ -1,4 +1,4 @@
-"""How ranks notice the loss of another: a connection to rank 0, which ends with its process."""
+"""Detects lost ranks: each rank has a connection to rank 0, which closes when either process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lifelines:
-    """Rank 0's ends of the other ranks' connections."""
+    """Rank 0's end of the connection to each other rank; a connection that closes shows that its rank is lost."""
 
     def __init__(self, host: str) -> None:
         """Listen at a free port of ``host``."""
@@ -27,7 +27,7 @@ class Lifelines:
         self._closed = False
 
     def accept(self, count: int, timeout_seconds: float) -> None:
-        """Wait for the ``count`` other ranks."""
+        """Wait until the ``count`` other ranks have connected."""
         self._listener.settimeout(timeout_seconds)
         most_name_bytes = 512
         for _ in range(count):
@@ -39,8 +39,8 @@ class Lifelines:
         self._listener.close()
 
     def describe(self, error: Exception | None = None) -> str:
-        """Return which ranks are gone."""
-        # From an error of the group to the news of who is gone
+        """Return a message that names the ranks whose connections have closed."""
+        # Most seconds between an error of torch.distributed and the closing of the lost rank's connection
         naming_seconds = 1.0
         deadline = time.monotonic() + naming_seconds
         while not self.lost and time.monotonic() < deadline:
@@ -50,7 +50,7 @@ class Lifelines:
         return f"tensor parallelism has failed, and the job with it: start it again ({error or 'it failed before'})"
 
     def close(self) -> None:
-        """Let the other ranks end; may be called twice."""
+        """Tell the other ranks that the job ends normally; may be called twice."""
         self._closed = True
         self._listener.close()
         for line in self._lines:
@@ -64,8 +64,8 @@ class Lifelines:
         if self._closed:
             return
         self.lost.append(name)
-        # How long rank 0 may take to end in order once a rank is lost, on a machine that is busy; it may stand in a
-        # layer that never ends
+        # Seconds that rank 0 may take to end normally once a rank is lost, even on a busy machine. After them it is
+        # ended, since it may wait for ever within a layer.
         first_ending_seconds = 20.0
         time.sleep(first_ending_seconds)
         if not self._closed:
@@ -88,7 +88,7 @@ def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
     def watch() -> None:
         with contextlib.suppress(OSError):
             line.recv(1)
-        # How long another rank may take once rank 0 is lost
+        # Seconds that this rank may take to end normally once rank 0 is lost
         ending_seconds = 3.0
         if not over.wait(ending_seconds):
             os._exit(1)

@@ -1,4 +1,4 @@
-"""What all ranks do between layers: each for its own R-workers; then they compare the results."""
+"""Operations that all ranks run between layers: each on its own R-workers; then the ranks compare results."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Group(AttentionBackend, Protocol):
 
     @property
     def num_newcomers(self) -> int:
-        """R-workers that have joined and are not admitted yet."""
+        """Number of R-workers that have joined this rank's group and are not admitted yet."""
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
         """See ``AttentionBackend.admit``. ``most``: how many to admit now; the others follow later."""
 
     def break_off(self) -> None:
-        """Close, but let R-workers keep what they hold for a later S-worker."""
+        """Close the group, but let its R-workers keep their cached sequences for a later S-worker."""
 
     def give_up(self, worker: int) -> None:
-        """Drop R-worker ``worker`` and what it holds, between steps; it may join again."""
+        """Drop R-worker ``worker`` and its cached sequences, between steps; it may join again."""
 
 
 class Member:
@@ -50,7 +50,7 @@ class Member:
     def __init__(self, rank: Rank, pool: Group, in_turn: bool = False) -> None:
         """``in_turn``: open the first rank's group before the others'.
 
-        Of two jobs that want the same R-workers, the one that gets the first of these gets all.
+        If two jobs want the same R-workers, the job that gets the first R-worker gets all of them.
         """
         self.rank, self.pool, self._in_turn = rank, pool, in_turn
         self._seconds_ahead = [np.inf] * rank.size
@@ -82,7 +82,7 @@ class Member:
         self._compare(begin)
 
     def end_step(self) -> StepReport:
-        """Return the groups' reports as one.
+        """End the step in all groups; return their reports combined into one.
 
         R-workers lost in one group are dropped in the others. Raise WorkerLostError on all ranks if one group has none
         left.
@@ -91,7 +91,7 @@ class Member:
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
-        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]  # one clock, if all are on one machine
+        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]  # one clock if under 1 s
         report = combined([read_report(message, ahead[rank]) for rank, message in enumerate(messages)])
         self._gone.update(report.lost)
         for worker in report.lost:
@@ -101,7 +101,7 @@ class Member:
         return report
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
-        """The mean of what the groups answer for their heads."""
+        """Return each row's block weights as the mean over the heads of all groups; None if a group lost the row."""
 
         def weigh() -> Message:
             found = self.pool.weigh(rows, queries)
@@ -110,7 +110,7 @@ class Member:
         return mean_weights(self._exchange(weigh))
 
     def export(self, worker: int, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        """Return this rank's part of a sequence; ``import_`` gives it to another R-worker of the group."""
+        """Return this rank's heads of the cached sequence as bytes; ``import_`` sends them to another R-worker."""
 
         def take() -> dict[str, Any]:
             self._exported = self.pool.export(worker, sequence_id, start, num_tokens)
@@ -120,7 +120,7 @@ class Member:
         return np.zeros(0, np.uint8) if self._exported is None else self._exported
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, start: int) -> None:
-        """Import what ``export`` returned last."""
+        """Store the bytes that ``export`` returned last as sequence ``sequence_id`` of R-worker ``worker``."""
 
         def give() -> dict[str, Any]:
             if self._exported is None:
@@ -132,7 +132,7 @@ class Member:
         self._exported = None
 
     def admit(self, vacant: Sequence[int]) -> dict[int, RWorkerInfo]:
-        """Admit as many newcomers as every group has."""
+        """Admit joined R-workers, the same number in every group; return their descriptions by index."""
         count = min(each["count"] for each in self._compare(lambda: {"count": self.pool.num_newcomers}))
         if not count:
             return {}
@@ -147,13 +147,13 @@ class Member:
         self.pool.dismiss(worker)
 
     def _open_groups(self, ranks: Sequence[int], layout: KVLayout) -> list[dict[str, Any]]:
-        """Open the groups of ``ranks``; return their descriptions."""
+        """Open the R-worker groups of ``ranks``; return the descriptions of all R-workers of each rank."""
         opens = self.rank.index in ranks
         answers = self._compare(lambda: {"infos": list(map(asdict, self.pool.open(layout)))} if opens else {})
         return [answers[rank] for rank in ranks]
 
     def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
-        """Return what each R-worker holds in all groups of a continued session; this group drops the rest."""
+        """Return the sequences that each R-worker holds in all groups; free all others in this rank's group."""
         parts = [read_held(infos) for infos in several]
         held = [common(each, infos[0]["block_size"]) for each, infos in zip(parts, several, strict=True)]
         controls = tuple(levelling(each[self.rank.index], kept) for each, kept in zip(parts, held, strict=True))
@@ -167,7 +167,7 @@ class Member:
         return [each.told for each in self._exchange(lambda: Message("done", do()))]
 
     def _exchange(self, make: Callable[[], Message], soon: bool = False) -> list[Message]:
-        """Return the message of ``make`` on each rank; raise an error of any on all.
+        """Call ``make`` on each rank; return all ranks' messages. If it fails on any rank, raise the error on all.
 
         ``soon``: see ``Rank.all_gather``.
         """
@@ -184,7 +184,7 @@ class Member:
 
 
 def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
-    """Return a logical R-worker from its parts, each ``asdict``: the least of their resources, and all KV ports."""
+    """Return one logical R-worker for ``partners``, its part in each rank: least resources, and all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
     return replace(
         infos[0],

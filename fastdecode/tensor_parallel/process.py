@@ -1,4 +1,4 @@
-"""The process of a rank: ``python -m fastdecode.tensor_parallel.process SETTINGS PARENT`` (JSON, and its starter)."""
+"""A rank's process: ``python -m fastdecode.tensor_parallel.process SETTINGS PARENT`` (JSON, parent's process id)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdecode.core.parent import die_with
 
 
 def main() -> None:
-    """Follow rank 0; Ctrl-C is handled only by rank 0."""
+    """Run as a rank that follows rank 0. Ignore Ctrl-C, which only rank 0 handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(int(sys.argv[2]))
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")

@@ -19,7 +19,7 @@ from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_messages import Message, step_message, weigh_message
 
 Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
-"""CONTROL records for each R-worker."""
+"""For each R-worker, its CONTROL records: four integers each, as in ``StepPlan``."""
 
 
 class TensorParallelBackend:
@@ -49,7 +49,7 @@ class TensorParallelBackend:
         return r_workers
 
     def begin_prompts(self, num_tokens: int) -> None:
-        """Let the other ranks attend prompts of ``num_tokens`` tokens; this is their last preparation."""
+        """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens, their last preparation."""
         self._tell(Message("prompts", {"num_tokens": num_tokens}))
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -67,9 +67,9 @@ class TensorParallelBackend:
 
     @contextlib.contextmanager
     def lead(self, step: ScheduledStep, overlap: bool, by: str = "model") -> Iterator[None]:
-        """Compute the layers of ``step`` on all ranks within the context; Ctrl-C waits for them.
+        """Compute the layers of ``step`` on all ranks within the context. Ctrl-C takes effect after the layers.
 
-        ``by``: what computes them, see ``step_message``.
+        ``by``: the part of the model that computes the layers, see ``step_message``.
         """
         with interrupts_deferred(), self._talking():
             step = replace(step, controls=self._untold or step.controls)
@@ -125,7 +125,7 @@ class TensorParallelBackend:
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
         self._check()
-        # How often the ranks are asked for R-workers that have joined
+        # Seconds between two questions to the other ranks about R-workers that have joined
         admit_seconds = 0.2
         if self.pool.join_listener is None or time.monotonic() < self._asked + admit_seconds:
             return {}
@@ -141,14 +141,14 @@ class TensorParallelBackend:
             self._member.dismiss(worker)
 
     def forget(self, sequence_id: int) -> None:
-        """Free what the ranks keep of an aborted prompt."""
+        """Free the keys and values that all ranks keep for the aborted prompt of sequence ``sequence_id``."""
         if not self._broken:
             self._tell(Message("forget", {"sequence_id": sequence_id}))
 
     def close(self) -> None:
         """See ``AttentionBackend.close``.
 
-        Ranks that could not open their R-workers have closed theirs, and may get another backend.
+        Ranks that could not open their R-workers have closed these already, and may get another backend.
         """
         with interrupts_deferred():
             with contextlib.suppress(RankLostError):
@@ -160,7 +160,7 @@ class TensorParallelBackend:
             self.pool.close()
 
     def _tell_controls(self) -> None:
-        """Send the controls of a step without layers, if one has begun."""
+        """Send the other ranks the controls of the current step if it has no layers; no effect outside a step."""
         if self._untold is not None:
             step = ScheduledStep((MiniBatch.of([]),), self._untold)
             self._untold, self._open = None, True
@@ -179,13 +179,13 @@ class TensorParallelBackend:
     def _talking(self) -> Iterator[None]:
         """Raise RankLostError if a rank is lost within the context.
 
-        A failure within the layers also ends the job, and so does any unexpected error, since other ranks do not know
-        of it.
+        A failure within the layers, or any unexpected error, also ends the job, since the other ranks do not know of
+        the failure.
         """
         self._check()
         try:
             yield
-        except RuntimeError as error:  # an error of torch.distributed
+        except RuntimeError as error:  # torch.distributed raises it if a rank is gone
             self._broken = True
             raise RankLostError(self._lifelines.describe(error)) from error
         except FastDecodeError:

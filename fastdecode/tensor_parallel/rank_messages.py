@@ -28,7 +28,7 @@ HEADER_LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """A message. ``kind``: the action. ``told``: its data as JSON. Arrays are of ``DTYPES``."""
+    """A message between ranks. ``kind``: the action. ``told``: data for JSON. ``DTYPES`` lists dtypes of arrays."""
 
     kind: str
     told: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Message:
 
     @staticmethod
     def decode(data: bytes) -> Message:
-        """Return the inverse of ``encode``."""
+        """Return the message that ``encode`` turned into ``data``."""
         start = HEADER_LENGTH_BYTES + int.from_bytes(data[:HEADER_LENGTH_BYTES], "little")
         header = json.loads(data[HEADER_LENGTH_BYTES:start])
         arrays = []
@@ -57,10 +57,10 @@ class Message:
 def step_message(
     step: ScheduledStep, computes: bool, overlap: bool = True, by: str = "model", kind: str = "step"
 ) -> Message:
-    """Return ``step`` as a message for every rank.
+    """Return the message that sends ``step`` to every rank.
 
-    ``computes``: the model's part too, not only the R-workers' controls. ``by``: what computes it: the "model", its
-    "first layers" (``EarlyExitDrafter``), or "random" numbers.
+    ``computes``: the ranks compute the step's layers; False: they only send the R-workers' controls. ``by``: the source
+    of q, k, v: the "model", its "first layers" (``EarlyExitDrafter``), or "random" numbers.
     """
     arrays = [np.array(list(controls), np.int64).reshape(-1, 4) for controls in step.controls]
     for mini_batch in step.mini_batches:
@@ -72,7 +72,7 @@ def step_message(
 
 
 def read_step(message: Message) -> ScheduledStep:
-    """Return the inverse of ``step_message``."""
+    """Return the step that ``step_message`` put into ``message``."""
     num_workers = message.told["num_workers"]
     controls = tuple(tuple(map(tuple, array.tolist())) for array in message.arrays[:num_workers])
     num_mini_batches = (len(message.arrays) - num_workers - message.told["num_taps"]) // 3
@@ -82,12 +82,12 @@ def read_step(message: Message) -> ScheduledStep:
 
 
 def weigh_message(rows: Sequence[WeighedRow]) -> Message:
-    """Return the message that asks every rank to weigh its own heads."""
+    """Return the message that asks each rank for the attention weights of ``rows`` in the rank's own heads."""
     return Message("weigh", {"rows": [asdict(row) for row in rows]})
 
 
 def read_rows(message: Message) -> list[WeighedRow]:
-    """Return the rows of ``weigh_message``."""
+    """Return the rows that ``weigh_message`` put into ``message``."""
     rows = message.told["rows"]
     return [
         WeighedRow(
@@ -98,13 +98,13 @@ def read_rows(message: Message) -> list[WeighedRow]:
 
 
 def mean_weights(ranks: Sequence[Message]) -> list[np.ndarray | None]:
-    """Return the mean over the heads of all ranks; a row is None if one rank could not weigh it."""
+    """Return each row's block weights, averaged over all ranks; None for a row that one rank could not weigh."""
     several = zip(*(message.arrays for message in ranks), strict=True)
-    return [sum(parts).astype(np.float32) / len(parts) if all(map(len, parts)) else None for parts in several]
+    return [np.mean(parts, axis=0).astype(np.float32) if all(map(len, parts)) else None for parts in several]
 
 
 def report_message(report: StepReport, now: float) -> Message:
-    """Return the report of a rank's R-workers on a step. ``now``: this rank's clock."""
+    """Return the message for ``report``, a rank's R-workers' report on a step. ``now``: the rank's clock, seconds."""
     told = {
         "now": now,
         "lost": report.lost,
@@ -117,7 +117,7 @@ def report_message(report: StepReport, now: float) -> Message:
 
 
 def read_report(message: Message, seconds_ahead: float) -> StepReport:
-    """Return the inverse of ``report_message``. ``seconds_ahead``: this rank's clock minus the other's."""
+    """Return the report in ``message``. ``seconds_ahead``: this rank's clock minus the sender's, in seconds."""
     times = iter(message.arrays)
     workers = []
     for (transfer, num_bytes, free, leaving), start, end in zip(message.told["workers"], times, times, strict=True):
@@ -127,7 +127,7 @@ def read_report(message: Message, seconds_ahead: float) -> StepReport:
 
 
 def combined(reports: Sequence[StepReport]) -> StepReport:
-    """Return the ranks' reports as one: times of the slowest, bytes of all, the fewest free blocks."""
+    """Return the ranks' reports as one: the slowest rank's times, the sum of bytes, the fewest free blocks."""
     workers = []
     for parts in zip(*(report.workers for report in reports), strict=True):
         slowest = max(parts, key=lambda part: float((part.busy_end - part.busy_start).sum()))

@@ -1,4 +1,4 @@
-"""The ranks' roles, from the launcher of this process, and each rank's settings."""
+"""This process's rank, found in the launcher's environment variables, and each rank's settings."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class RankPlace:
 
     @property
     def name(self) -> str:
-        """The rank's name in messages."""
+        """The rank's name in log and error messages."""
         return f"rank {self.index} (process {os.getpid()} on {socket.gethostname()})"
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
     """Return this process's place among ``size`` ranks of a launcher; None if they are not started yet.
 
-    A launcher that started one process has started no ranks. So jobs of one task, and containers with WORLD_SIZE 1,
-    leave that to the engine. Raise ConfigError if the number differs, or the meeting point is unknown.
+    If a launcher started one process only (one task, or WORLD_SIZE 1), the engine itself starts the ranks. Raise
+    ConfigError if the launcher's number of ranks differs from ``size``, or rank 0's address is unknown.
     """
-    # Starts the tasks of a step of a Slurm job
+    # The name of Slurm's launcher, which starts the tasks of a job step
     srun = "srun of Slurm"
-    # Launchers of ranks, and the variables in which each tells a process its rank, their number, and both here
+    # Launchers, and the variables in which each gives a process its rank, the number of ranks, and both on its machine
     starters = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         "mpirun of Open MPI": (
@@ -79,9 +79,9 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
 
 
 def _tasks_of_step(environment: Mapping[str, str]) -> str:
-    """Return the number of tasks that srun started with this process; "1" in a batch script, which runs alone.
+    """Return the number of tasks in this process's Slurm step; "1" in a batch script, which is a single process.
 
-    In a batch script SLURM_NTASKS is the job's, and there is no step.
+    In a batch script there is no step, and SLURM_NTASKS is the number of tasks of the whole job.
     """
     in_step = any(environment.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEPID"))
     if environment.get("SLURM_JOB_ID") and not in_step:
@@ -114,9 +114,9 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
 
 
 def cores_of(config: EngineConfig, index: int, size: int) -> EngineConfig:
-    """Return the settings with the cores of a rank started here.
+    """Return ``config`` with the cores of rank ``index`` of ``size`` ranks on this machine.
 
-    It gets its share of the S-worker's and the R-workers' cores.
+    The rank gets 1 / ``size`` of the S-worker's cores and of the R-workers' cores.
     """
     changes: dict[str, Any] = {}
     s_cores, r_cores = config.s_core_list or usable_cores(), config.r_core_list or usable_cores()

@@ -1,4 +1,4 @@
-"""The ranks of a job: starting or finding them, and the work of those after the first."""
+"""Starts or finds the ranks of a job, and runs every rank except rank 0."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from fastdecode.tensor_parallel.rank_place import RankPlace, cores_of, find_plac
 
 MEETING_SECONDS = 300.0
 END_SECONDS = 5.0
-"""Most seconds for a started rank to end."""
+"""Most seconds that a started rank's process may take to end before it is killed."""
 
 logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Rank 0's view of all ranks: ``rank``, its ``config``, and whether all are ``on_one_machine``."""
+    """Rank 0's view of all ranks. ``config``: rank 0's settings. ``on_one_machine``: whether all ranks share one."""
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
@@ -67,7 +67,7 @@ class Ranks:
         self.config = settings_of(own, 0, size, place.local_size if place else size)
 
     def backend(self, pool: AttentionBackend) -> TensorParallelBackend:
-        """Return ``pool`` and those of the other ranks as one backend."""
+        """Return one backend over ``pool``, rank 0's R-workers, and the R-workers of the other ranks."""
         member = Member(self.rank, pool, self.config.stands_by)  # type: ignore[arg-type]
         return TensorParallelBackend(member, self._lifelines)
 
@@ -78,7 +78,7 @@ class Ranks:
         """
         try:
             self.rank.broadcast(Message("run", asdict(run)).encode())
-        except RuntimeError as error:  # an error of torch.distributed
+        except RuntimeError as error:  # torch.distributed raises it if a rank is gone
             raise RankLostError(self._lifelines.describe(error)) from error
 
     def close(self) -> None:
@@ -129,19 +129,19 @@ class Ranks:
 
 
 def follow(config: EngineConfig) -> None:
-    """On a rank other than the first, serve it until it ends and raise SystemExit. Call this before anything else."""
+    """If this process is not rank 0, serve rank 0 until it ends, then raise SystemExit. Call this first."""
     place = find_place(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     if place is not None and place.index:
         serve(config, place)
 
 
 def begin_ranks(config: EngineConfig) -> Ranks | None:
-    """Return the ranks for ``config``, on the first of them; None for a single rank."""
+    """Start or find the ranks that ``config`` asks for; return them. Call this on rank 0. None for one rank."""
     return Ranks(config) if config.tensor_parallel_size > 1 else None
 
 
 def serve(config: EngineConfig, place: RankPlace) -> None:
-    """Serve as a rank after the first; raise SystemExit at the end."""
+    """Serve rank 0 as the rank at ``place``; raise SystemExit when rank 0 ends."""
     ending = contextlib.ExitStack()
     try:
         meeting = Rendezvous(place.index, place.size, place.host, place.port, False)
@@ -164,14 +164,14 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
 
 
 COMPARED = ("admit", "end", "export", "import", "reserve", "weigh")
-"""Kinds of messages after which all ranks compare results (``Member``)."""
+"""Kinds of messages after whose action all ranks compare results (``Member``)."""
 
 
 class Follower:
-    """A rank after the first: its part of the model, its R-workers, and the messages from rank 0."""
+    """A rank other than rank 0: its part of the model, its R-workers, and its answers to rank 0's messages."""
 
     def __init__(self, config: EngineConfig, rank: Rank, on_one_machine: bool) -> None:
-        """``on_one_machine``: whether all ranks are."""
+        """``on_one_machine``: whether all ranks run on the same machine."""
         self._rank, self._cleanup = rank, contextlib.ExitStack()
         set_threads(pin_s_worker(config))
         model = SModel(config, rank)
@@ -199,9 +199,9 @@ class Follower:
             self._computes["first layers"] = self._s_worker.beside(first, model.layout, pool)
 
     def _join(self, config: EngineConfig, part: str, layout: KVLayout) -> tuple[Member, list[RWorkerInfo]]:
-        """Open this rank's R-workers for the run that rank 0 names; return them and all logical ones.
+        """Open this rank's R-workers for the run that rank 0 names; return (this rank's member, logical R-workers).
 
-        A standby job tries repeatedly. These R-workers are asked once rank 0 has the session, and must then accept.
+        A standby job tries repeatedly. This rank asks its R-workers after rank 0 has the session, so they must accept.
         """
         while (message := Message.decode(self._rank.broadcast())).kind == "run":
             cores = config.r_core_list or usable_cores()
@@ -216,13 +216,13 @@ class Follower:
         raise RankLostError("rank 0 ended before it was ready")
 
     def run(self) -> None:
-        """Do what rank 0 says until the connection ends."""
+        """Carry out rank 0's messages until the connection to rank 0 ends."""
         with self._cleanup:
             while (message := Message.decode(self._rank.broadcast())).kind != "close":
                 try:
                     self._do[message.kind](self, message)
                 except FastDecodeError:
-                    if message.kind not in COMPARED:  # otherwise all ranks know of it, and the first one decides
+                    if message.kind not in COMPARED:  # for COMPARED kinds all ranks get the error, and rank 0 decides
                         raise
 
     def _step(self, message: Message) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.hardware import profile
 
 from fastdecode.cli.main import main
 from fastdecode.perfmodel.known_models import BUILT_IN, HUB_NAMES, known_name
@@ -14,6 +16,7 @@ from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.model_config import find_shape, read_shape
 from fastdecode.perfmodel.model_sizes import FORMATS, KEPT_PACKED, format_of
 from fastdecode.perfmodel.presets import find_gpu
+from fastdecode.perfmodel.profile_json import write_profile
 
 MACHINE = ["--gpu", "rtx-5090", "--cpu", "threadripper-7995wx"]
 CONFIG = {
@@ -112,3 +115,33 @@ def test_the_list_of_models_and_the_table_of_sessions(tmp_path: Path, capsys: py
         "streamed": None,
     }
     assert "KV over PCIe" in capsys.readouterr().out
+
+
+def test_a_table_s_best_is_the_way_with_most_tokens_per_second(capsys: pytest.CaptureFixture[str]) -> None:
+    """One session at a time on the GPU gives more than four over slow R-workers, and the table says which memory."""
+    home = ["--gpu", "rtx-4090", "--cpu", "ryzen-9950x"]
+    assert main(["plan", "--table", "--model", "llama-3-8b", *home]) == 0
+    out = capsys.readouterr().out
+    rows = {tuple(line.split()[:2]): line for line in out.splitlines() if re.match(r" +[\d,]+ +\d+ ", line)}
+    assert "in turns 39.6/s" in rows["32,768", "4"] and rows["32,768", "4"].endswith("  GPU alone, in turns")
+    assert rows["8,192", "1"].endswith("  GPU alone") and rows["131,072", "1"].endswith("  FastDecode")
+    assert "GPU memory" in rows["131,072", "1"] and "host memory" in rows["131,072", "32"]
+    assert rows["262,144", "1"].split()[2:] == ["context", "context", "context", "-"]
+    assert "llama-server" not in out and "Host memory: " in out and "assumed for ryzen-9950x" in out
+    for line in rows.values():
+        rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d.,]+)/s", line)]
+        first = line.endswith(("GPU alone", "in turns"))
+        assert not rates or max(rates) == (rates[0] if first else rates["in turns" in line])
+
+
+def test_a_table_without_a_gpu_or_with_too_little_memory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--table", "--model", "llama-3-8b", "--cpu", "ryzen-9950x"]
+    assert main(words) == 2 and "gpu is needed" in capsys.readouterr().err
+    assert main([*words, "--gpu", "rtx-4090", "--kv-cache-memory", "10MB"]) == 1
+    assert "one R-worker's memory holds 76 cached tokens" in capsys.readouterr().err
+    path = tmp_path / "profile.json"
+    path.write_text(write_profile(profile()))
+    assert main(["plan", "--table", "--profile", str(path)]) == 2
+    assert "table: it compares with the GPU alone; name one with --gpu" in capsys.readouterr().err

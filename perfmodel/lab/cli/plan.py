@@ -13,7 +13,7 @@ from fastdecode.perfmodel.lab.cli.model_list import model_lines
 from fastdecode.perfmodel.lab.cli.plan_answer import answer_of, plan_figures
 from fastdecode.perfmodel.lab.cli.plan_emit import FORMATS, emit
 from fastdecode.perfmodel.lab.cli.plan_text import plan_text
-from fastdecode.perfmodel.lab.cli.session_table import session_cells, table_lines
+from fastdecode.perfmodel.lab.cli.session_table import session_table, table_lines
 from fastdecode.perfmodel.lab.cli.shape_inputs import check_state_flags
 from fastdecode.perfmodel.lab.cli.variants.prefill_workers import add_prefill_flags
 from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_speculation_flags
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot,))
     check_state_flags(args)
     if args.table:
-        cells = list(session_cells(args))
-        print("\n".join(table_lines(iter(cells))))
-        write_json({"table": [asdict(cell) for cell in cells]}, args.output_json)
+        table = session_table(args)
+        print("\n".join(table_lines(table)))
+        write_json({"table": [asdict(row.cell) for row in table.rows]}, args.output_json)
         return 0
     answer = answer_of(args)
     print(emit(answer.case, answer.found) if args.emit else plan_text(answer))

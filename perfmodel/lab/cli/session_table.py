@@ -8,22 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastdecode.core.errors import PlanError
+from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
 from fastdecode.perfmodel.lab.cli.planner_inputs import PlanInputs
 from fastdecode.perfmodel.lab.cli.shape_inputs import named_shape
 from fastdecode.perfmodel.lab.cli.variants.variant import with_enough_gpus
-from fastdecode.perfmodel.lab.gpu_only import GpuServer
+from fastdecode.perfmodel.lab.gpu_only import GpuServer, usable_bytes
 
 SESSIONS = (1, 4, 8, 32)
+CONTEXTS = (8192, 32768, 131072, 262144)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Milliseconds per token of each of ``sessions`` sessions over ``context`` cached tokens.
-
-    Return None if memory or the model does not allow it.
-    """
+    """Milliseconds per token of each of ``sessions`` sessions over ``context`` cached tokens; None: it does not fit."""
 
     context: int
     sessions: int
@@ -32,43 +30,103 @@ class Cell:
     streamed: float | None
 
 
-def session_cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield the cells of the table, by context and sessions."""
+@dataclass(frozen=True)
+class Row:
+    """A printed row. ``in_turns``: tokens/s of the GPU alone if some sessions wait until others have left its memory.
+
+    ``in_turns`` is 0 if no session fits, or all fit. ``beyond``: the model does not allow the context.
+    """
+
+    cell: Cell
+    in_turns: float = 0.0
+    beyond: bool = False
+
+
+@dataclass(frozen=True)
+class SessionTable:
+    """The table, and in ``memory`` two lines about the memory of both sides."""
+
+    rows: tuple[Row, ...]
+    memory: str
+
+
+def session_table(args: argparse.Namespace) -> SessionTable:
+    """Return the table, by context and sessions. Raise ConfigError without a GPU, PlanError if nothing can be planned.
+
+    No PlanError depends on the context: the weights are too large, or an R-worker's memory.
+    """
     args = with_enough_gpus(args)
     longest = named_shape(args.model).max_context if args.model else 0
-    contexts = (8192, 32768, 131072, 262144)
-    for context in contexts:
-        inputs = _inputs(args, context) if not longest or context <= longest else None
-        for sessions in SESSIONS:
-            if inputs is None or inputs.server is None:
-                yield Cell(context, sessions, None, None, None)
-            else:
-                alone, streamed = _alone(inputs.server, sessions), _streamed(inputs, inputs.server, sessions)
-                yield Cell(context, sessions, alone, _fastdecode(inputs, sessions), streamed)
+    rows: list[Row] = []
+    memory = ""
+    for context in CONTEXTS:
+        if longest and context > longest:
+            rows += [Row(Cell(context, sessions, None, None, None), beyond=True) for sessions in SESSIONS]
+            continue
+        inputs = _inputs(args, context)
+        server = inputs.server
+        if server is None:
+            raise ConfigError("table: it compares with the GPU alone; name one with --gpu")
+        memory = memory or _memory_line(args, inputs, server)
+        rows += [_row(inputs, server, context, sessions) for sessions in SESSIONS]
+    return SessionTable(tuple(rows), memory)
 
 
-def table_lines(cells: Iterator[Cell]) -> Iterator[str]:
+def _row(inputs: PlanInputs, server: GpuServer, context: int, sessions: int) -> Row:
+    most = server.most_sequences
+    alone = server.step_seconds(sessions) * 1e3 if sessions <= most else None
+    cell = Cell(context, sessions, alone, _fastdecode(inputs, sessions), _streamed(inputs, server, sessions))
+    return Row(cell, most / server.step_seconds(most) if alone is None and most else 0.0)
+
+
+def _memory_line(args: argparse.Namespace, inputs: PlanInputs, server: GpuServer) -> str:
+    """Return the memory that the table took for weights and cache on the GPU, and for the cache on a host."""
+    planner = inputs.planner
+    host = planner.capacity_tokens * (planner.kv_bytes_per_token or 0) * planner.r_workers_per_host
+    gpu = f"GPU memory: {usable_bytes(server.gpu) / 1e9:.4g} GB for weights and cache."
+    if not math.isfinite(host):
+        return f"{gpu}\nHost memory: taken as enough (--kv-cache-memory)."
+    name = inputs.host_name or "host"
+    source = "as given" if args.kv_cache_memory else f"assumed for {name}; --kv-cache-memory gives an R-worker's"
+    return f"{gpu}\nHost memory: {host / 1e9:.4g} GB for the cache on each host ({source})."
+
+
+def table_lines(table: SessionTable) -> Iterator[str]:
     """Yield the printed lines of the table."""
     yield "ms per token for each session (tokens/s of all sessions), cached tokens per session as said"
     yield f"  {'context':>9s} {'sessions':>8s} {'GPU alone':>18s} {'FastDecode':>18s} {'KV over PCIe':>18s}  best"
-    for cell in cells:
-        ways = {"GPU alone": cell.gpu_alone, "FastDecode": cell.fastdecode, "KV over PCIe": cell.streamed}
-        known = {name: value for name, value in ways.items() if value is not None}
-        best = min(known, key=known.__getitem__) if known else "-"
-        texts = " ".join(f"{_text(value, cell.sessions):>18s}" for value in ways.values())
-        yield f"  {cell.context:9,} {cell.sessions:8d} {texts}  {best}"
-    yield "-: memory is too small, or the context is beyond the model's. KV over PCIe: the cache lies in the host's"
-    yield "memory and crosses the link in each step, as with llama-server --no-kv-offload and its kind."
+    for row in table.rows:
+        cell = row.cell
+        lacks = "context" if row.beyond else "host memory"
+        alone = f"in turns {row.in_turns:,.3g}/s" if row.in_turns else "context" if row.beyond else "GPU memory"
+        ways = ((cell.gpu_alone, alone), (cell.fastdecode, lacks), (cell.streamed, lacks))
+        texts = " ".join(f"{_text(value, cell.sessions) or without:>18s}" for value, without in ways)
+        yield f"  {cell.context:9,} {cell.sessions:8d} {texts}  {best_way(row)}"
+    yield "In turns: the GPU holds too few sessions, so it serves as many at once as fit; the others wait."
+    yield "Best: most tokens/s. GPU memory, host memory: it is too small. Context: it is beyond the model's."
+    yield "KV over PCIe: the cache lies in the host's memory and crosses the link in each step."
+    if table.memory:
+        yield table.memory
+
+
+def best_way(row: Row) -> str:
+    """Return the way with the most tokens per second, in words; "-" if none can run."""
+    cell = row.cell
+    steps = {"GPU alone": cell.gpu_alone, "FastDecode": cell.fastdecode, "KV over PCIe": cell.streamed}
+    rates = {name: cell.sessions * 1e3 / value for name, value in steps.items() if value is not None}
+    if row.in_turns:
+        rates["GPU alone, in turns"] = row.in_turns
+    return max(rates, key=rates.__getitem__) if rates else "-"
 
 
 def _text(milliseconds: float | None, sessions: int) -> str:
     if milliseconds is None:
-        return "-"
+        return ""
     return f"{milliseconds:,.4g} ({sessions * 1e3 / milliseconds:,.3g}/s)"
 
 
-def _inputs(args: argparse.Namespace, context: int) -> PlanInputs | None:
-    """Return inputs for sessions with ``context`` cached tokens; None if an R-worker holds none."""
+def _inputs(args: argparse.Namespace, context: int) -> PlanInputs:
+    """Return inputs for sessions with ``context`` cached tokens."""
     words: dict[str, Any] = {
         "seq_len": context + 1.0,
         "prompt_len": float(context),
@@ -81,17 +139,10 @@ def _inputs(args: argparse.Namespace, context: int) -> PlanInputs | None:
     longest = named_shape(args.model).max_context if args.model else 0
     if longest and context + 1 > longest:
         words |= {"seq_len": float(longest), "prompt_len": longest - 1.0}
-    try:
-        inputs = read_inputs(argparse.Namespace(**vars(args) | words))
-    except PlanError:
-        return None
+    inputs = read_inputs(argparse.Namespace(**vars(args) | words))
     decodes = replace(inputs.planner.workload, remote_prompts=True)
     server = replace(inputs.server, workload=decodes) if inputs.server else None
     return replace(inputs, planner=replace(inputs.planner, workload=decodes), server=server)
-
-
-def _alone(server: GpuServer, sessions: int) -> float | None:
-    return server.step_seconds(sessions) * 1e3 if sessions <= server.most_sequences else None
 
 
 def _fastdecode(inputs: PlanInputs, sessions: int) -> float | None:
