@@ -94,7 +94,7 @@ def test_another_mpirun_than_mpi4pys_is_broken(tmp_path: Path, monkeypatch: pyte
     mpirun.chmod(0o755)
     monkeypatch.setattr("fastdecode.cli.doctor.find_mpiexec", lambda: describe_mpiexec(str(mpirun)))
     broken = [finding for finding in check_mpi() if finding.level == "broken"]
-    assert len(broken) == 1 and "mpirun is of mpich and mpi4py loads openmpi" in broken[0].what and broken[0].cure
+    assert len(broken) == 1 and "mpirun belongs to mpich and mpi4py loads openmpi" in broken[0].what and broken[0].cure
 
 
 def test_a_job_of_one_rank_is_noted() -> None:

@@ -227,12 +227,22 @@ class Live {
     }
   }
 
+  // The fewest R-workers that give the same users the same speed within the limit.
+  withFewestWorkers(plan) {
+    if (this.tpot === Infinity || this.pool) return plan;
+    for (let count = Math.max(this.memoryWorkers(plan.inFlight), Math.floor(plan.workers / 2)); count < plan.workers; count += 1) {
+      const row = this.candidate(plan.size, count, plan.k);
+      if ((this.keeps(row) || !this.keeps(plan)) && row.rate >= 0.99 * plan.rate) return this.plan(plan.size, count, plan.k);
+    }
+    return plan;
+  }
+
   best() {
     const merit = (plan) => this.keeps(plan) ? [1, plan.rate * (plan.k === 2 ? 1.05 : 1)] : [0, 1 / plan.seconds];
     const found = [];
     let reason;
     for (const k of this.tpot === Infinity ? [2] : [2, 1, 3])
-      try { found.push(this.withMoreWorkers(k)); } catch (error) { reason ??= error; }
+      try { found.push(this.withFewestWorkers(this.withMoreWorkers(k))); } catch (error) { reason ??= error; }
     if (!found.length) throw reason;
     return found.reduce((best, each) => {
       const [a, b] = [merit(best), merit(each)];

@@ -1,1 +1,1 @@
-"""OpenAI batch files: a request per line in, an answer per line out; an interrupted run continues."""
+"""OpenAI batch files: one request per input line, one answer per output line; an interrupted run can continue."""

@@ -1,4 +1,4 @@
-"""A batch's two files: the requests, and the answers of this run or an earlier one."""
+"""A batch's two files: the input with requests, and the output with answers of this run or an earlier one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ class BatchInput:
     """The requests of an input file, read line by line, since it may be larger than memory."""
 
     def __init__(self, path: str) -> None:
-        """Read the file once, for ``custom_ids`` and ``problems``.
-
-        ``problems`` has a sentence for each line that gets no answer: one that is no JSON object with a custom_id, or
-        repeats a custom_id.
+        """Read the file once, and set ``custom_ids`` and ``problems``.
+        ``problems`` has a sentence for each line that gets no answer: a line that is no JSON object with a custom_id,
+        or that repeats a custom_id.
 
         Raises:
-            ConfigError: no regular file, not readable, or without a line that can be answered.
+          ConfigError: no regular file, not readable, or without a line that can be answered.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: must be a regular file: it is read twice")
@@ -44,7 +43,7 @@ class BatchInput:
         return (found for _, found in self._lines() if isinstance(found, BatchLine))
 
     def _lines(self) -> Iterator[tuple[int, BatchLine | str]]:
-        """Yield the number of each line, and its request or what is wrong with it."""
+        """Yield each line's number, with its request or a sentence that says what is wrong with the line."""
         seen: set[str] = set()
         try:
             with Path(self._path).open("rb") as file:
@@ -56,17 +55,16 @@ class BatchInput:
 
 
 class BatchOutput:
-    """The answers. Each is written at once, so that a crash loses at most the last, half-written one.
-
-    ``done``: custom_ids with an answer. ``failed``: those whose answer is an error.
+    """The output file. Each answer is written at once, so that a crash loses at most the last, half-written one.
+    ``done``: custom_ids with an answer. ``failed``: custom_ids whose answer is an error.
     """
 
     def __init__(self, path: str, custom_ids: set[str], model: str, retry_failed: bool = False) -> None:
-        """Continue ``path`` if it exists. With ``retry_failed``, answers that are errors are removed first.
+        """Open ``path``, or continue it if it exists. With ``retry_failed``, first remove answers that are errors.
 
         Raises:
-            ConfigError: no regular file, not writable, or it answers other requests than ``custom_ids`` or with another
-                model than ``model``. The file is then as it was.
+          ConfigError: no regular file, not writable, or it answers other requests than ``custom_ids`` or with another
+            model than ``model``. The file is then unchanged.
         """
         self.done: set[str] = set()
         self.failed: set[str] = set()
@@ -83,7 +81,7 @@ class BatchOutput:
             raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one output line; it survives the end of this process in any form."""
+        """Append the output line ``line``; it survives a crash of this process."""
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         self._count(line)
@@ -97,10 +95,10 @@ class BatchOutput:
         self._file.close()
 
     def _read(self, path: str, custom_ids: set[str], model: str) -> int:
-        """Return the bytes of complete answers in the file."""
+        """Return the number of bytes of complete answers in the file, and count these answers."""
         keep = 0
         self._file.seek(0)
-        # How every answer begins: of a file that ends in anything else nothing is cut off
+        # Every answer begins with this; a file whose last, incomplete line begins otherwise is not cut
         half_written = b'{"id": "batch_req-'
         for number, text in enumerate(self._file, 1):
             if text.endswith(b"\n"):
@@ -118,7 +116,7 @@ class BatchOutput:
 
 
 def _first(text: bytes, number: int, seen: set[str]) -> BatchLine | str:
-    """Return the request of a line, or what is wrong with it; add its custom_id to ``seen``."""
+    """Return the request in ``text``, or what is wrong with the line; add the request's custom_id to ``seen``."""
     try:
         line = read_line(text, number)
     except ConfigError as error:
@@ -151,18 +149,18 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
 
 
 def _same_model(one: Any, other: str) -> bool:
-    """Return whether both name the same model; folders may be written in several ways."""
+    """Return whether both names mean the same model; a folder may be written in several ways."""
     return one == other or (isinstance(one, str) and Path(one).resolve() == Path(other).resolve())
 
 
 def _without(file: BinaryIO, path: str, custom_ids: set[str]) -> BinaryIO:
-    """Return the file without the answers to ``custom_ids``. It replaces the old one once it is complete."""
+    """Replace the file by one without the answers to ``custom_ids``, once that is complete; return the new file."""
     new = f"{path}.retry"
     try:
         with file, Path(new).open("wb") as kept:
             file.seek(0)
             kept.writelines(text for text in file if json.loads(text)["custom_id"] not in custom_ids)
-        os.replace(new, path)  # noqa: PTH105 (of two names, not of a Path)
+        os.replace(new, path)  # noqa: PTH105 (takes two names, not a Path)
     except BaseException:
         with contextlib.suppress(OSError):
             Path(new).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The lines of OpenAI batch files, in and out. Their requests are those of the server."""
+"""The lines of OpenAI batch files, in and out. Their requests are those that the server accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Asked = CompletionRequest | ChatRequest | ResponsesRequest
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request. ``url`` says which kind; ``body`` is as in OpenAI's API."""
+    """One request. ``url``: the endpoint, which gives the request's kind; ``body`` is as in OpenAI's API."""
 
     custom_id: str
     url: Any
@@ -35,9 +35,8 @@ class BatchLine:
 
 
 def read_line(text: str | bytes, number: int) -> BatchLine:
-    """Return line ``number`` of an input file.
-
-    Raise ConfigError if it is no JSON object with a custom_id.
+    """Return the request in ``text``, line ``number`` of an input file.
+    Raise ConfigError if the line is no JSON object with a custom_id.
     """
     try:
         line = json.loads(text)
@@ -49,8 +48,7 @@ def read_line(text: str | bytes, number: int) -> BatchLine:
 
 
 def read_request(line: BatchLine) -> Asked:
-    """Return the request of ``line``, with every field understood.
-
+    """Return the request of ``line``, all of whose fields are known.
     Raise RequestError for an endpoint or a field that is unknown: a refusal now is better than hours of wrong work.
     """
     kinds: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
@@ -68,7 +66,7 @@ def read_request(line: BatchLine) -> Asked:
 
 
 def chat_asked(request: Asked) -> CompletionRequest | ChatRequest:
-    """Return the chat whose answer is the response; other requests unchanged. Raise RequestError."""
+    """Return a Responses request as the chat that answers it; other requests unchanged. Raise RequestError."""
     return chat_of(request, messages_of(request.input)) if isinstance(request, ResponsesRequest) else request
 
 
@@ -82,9 +80,8 @@ def answer(
     params: SamplingParams | None = None,
     sources: SourceForm | None = None,
 ) -> dict[str, Any]:
-    """Return the output line of a finished request. ``outputs``: of its prompts, in order.
-
-    ``reading``: how its answers are read. ``sources``: tells attention sources.
+    """Return the output line of a finished request. ``outputs``: the outputs of its prompts, in order.
+    ``reading``: how reasoning and tool calls are parsed. ``sources``: formats attention sources.
     """
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:
@@ -102,7 +99,7 @@ def answer(
 
 
 def refusal(line: BatchLine, error: Exception) -> dict[str, Any]:
-    """Return the output line of a request that cannot run."""
+    """Return the output line of a request that cannot run, with ``error`` and status 400."""
     return _output_line(line, 400, error_body(str(error)))
 
 

@@ -18,7 +18,7 @@ _CACHE = ("kv_cache_memory", "kv_cache_dtype", "r_workers")
 _LENGTHS = ("random_input_len", "random_output_len", "num_prompts", "request_rate")
 
 MOST_SHOWN = 15
-"""Most flags that ``--help`` of a command shows, including itself and ``--help-all``."""
+"""Most flags that a command's ``--help`` lists, including ``--help`` and ``--help-all``."""
 
 ESSENTIAL = {
     "generate": ("max_tokens", "temperature", "top_p", "stop", "n", "chat", "json", *_MODEL, *_CACHE),
@@ -74,10 +74,10 @@ TEXTS = {
     "kv_cache_memory": "such as 4GiB, per R-worker",
     "kv_cache_dtype": "float32, float16, bfloat16, int8 or int4",
     "model": "folder, GGUF file, or id on the Hugging Face hub",
-    "r_workers": "which R-workers keep KV caches and compute attention",
+    "r_workers": "which R-workers hold the KV cache",
     "reasoning_parser": "form of the model's thoughts, such as qwen3",
     "schedule": "sls, stall-free, fcfs, request-level, hybrid or prefill-first",
     "served_model_name": "what clients call the model",
     "tool_call_parser": "form of the model's tool calls, such as hermes",
 }
-"""Shorter help texts than those of ``--help-all``."""
+"""Help texts by flag that ``--help`` shows in place of the longer ones of ``--help-all``."""

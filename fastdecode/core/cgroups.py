@@ -1,5 +1,4 @@
-"""Limits of control groups, version 1 and 2, of this process's group and of all its parents.
-
+"""Limits of control groups (cgroups), version 1 and 2: of this process's group and of all its parents.
 The limit of any group on the path counts: a Slurm job's, a systemd slice's, a pod's. In a container the path may name
 groups that are not visible; these are left out. The mounted root is then the container's own group.
 """
@@ -10,18 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT, PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self")
-"""Where groups are mounted by default (``mountinfo`` may differ), and where this process finds its own."""
+"""The default mount point of cgroups (``mountinfo`` may differ), and the folder where this process finds its own."""
 
 
 def memory_limit() -> int | None:
-    """Return the lowest memory limit in bytes; None if there is none."""
+    """Return the lowest memory limit of the cgroups in bytes; None if there is none."""
     limits = [limit for limit in map(_limit, _folders("memory")) if limit is not None]
     return min(limits, default=None)
 
 
 def free_memory() -> int | None:
-    """Return the bytes that may still be allocated within every limit; None without a limit.
-
+    """Return the bytes that this process may still allocate within every cgroup limit; None without a limit.
     Page cache counts as free, since it can be reclaimed.
     """
     rooms = []
@@ -39,18 +37,20 @@ def cpu_limit() -> float | None:
 
 
 def _limit(folder: Path) -> int | None:
-    """Return a group's memory limit: the lowest of its hard limit, throttling limit, and invisible parents' limits."""
+    """Return the memory limit in bytes of the cgroup ``folder``; None without one.
+    It is the lowest of the hard limit, the throttling limit, and limits of invisible parents.
+    """
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
-    # A limit of this many bytes or more counts as none; version 1 writes the largest multiple of a page
+    # A limit of this many bytes or more counts as none: cgroup version 1 writes the largest multiple of a page
     unlimited = 1 << 60
     return min((limit for limit in found if limit is not None and limit < unlimited), default=None)
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the bytes of page cache of a group and those below it."""
+    """Return the bytes of reclaimable page cache in the cgroup ``folder`` and the groups below it."""
     stat = _stat(folder)
-    # Lines of memory.stat about the page cache, which the kernel reclaims before it refuses memory
+    # Lines of memory.stat that count page cache, which the kernel reclaims before it refuses memory
     reclaimable = ("inactive_file", "active_file")
     return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in reclaimable)  # "total_" is version 1's prefix
 
@@ -61,7 +61,7 @@ def _stat(folder: Path) -> dict[str, int]:
 
 
 def _cores(folder: Path) -> float | None:
-    """Return the quota of a group in cores; None if it has none."""
+    """Return the CPU quota of the cgroup ``folder`` in cores; None without a quota."""
     quota, _, period = _read(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -71,7 +71,7 @@ def _cores(folder: Path) -> float | None:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's group and its parents, of either version, that may limit ``controller``."""
+    """Yield the cgroup folders, from this process's group up to the root, that may limit ``controller``."""
     for mount, path in _groups(controller):
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for length in range(len(parts), -1, -1):
@@ -79,8 +79,8 @@ def _folders(controller: str) -> Iterator[Path]:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, str]]:
-    """Yield the mount points of a hierarchy, and this process's path in it."""
-    paths = {"": ""}  # keyed by version 1's controllers; "" is version 2
+    """Yield each cgroup hierarchy that may limit ``controller``: its mount point, and this process's path in it."""
+    paths = {"": ""}  # keyed by cgroup version 1's controllers; "" is version 2
     for line in _read(PROCESS / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -98,7 +98,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, str]]:
 
 
 def _mounts() -> dict[str, list[Path]]:
-    """Return the mount points of hierarchies by controller; "" is version 2."""
+    """Return the mount points of cgroup hierarchies by controller; "" is version 2."""
     found: dict[str, list[Path]] = {}
     for line in _read(PROCESS / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -111,7 +111,7 @@ def _mounts() -> dict[str, list[Path]]:
 
 
 def _number(folder: Path, *names: str) -> int | None:
-    """Return the number in the first of these files that exists; None if it holds no number."""
+    """Return the first number that one of the files ``names`` in ``folder`` holds; None if none of them does."""
     for name in names:
         if (text := _read(folder / name)).isdigit():
             return int(text)

@@ -1,4 +1,4 @@
-"""Dtypes of models and KV caches: their bytes, and how floats are sent between the sides."""
+"""Dtypes of models and KV caches: their bytes per element, and the form in which floats are sent to R-workers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 """Bits per element of each KV dtype, without scales."""
 
 KV_ROTATION: dict[str, Literal["", "hadamard"]] = {"int4": "hadamard"}
-"""The matrix that rotates keys, values and queries for caches of a dtype (kernels/rotate.hpp), if any."""
+"""The matrix that rotates keys, values and queries for each KV dtype that needs one (kernels/rotate.hpp)."""
 
 WIRE_DTYPE: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.uint16),
     "bfloat16": np.dtype(np.uint16),
 }
-"""How numpy represents each dtype between the sides: 16-bit floats are sent as their bits."""
+"""The numpy dtype in which each model dtype is sent between S-worker and R-workers: 16-bit floats as their bits."""
 
 
 def is_quantized(kv_dtype: str) -> bool:
-    """Return whether a cache of ``kv_dtype`` stores codes with scales. "auto" is the model's dtype."""
+    """Return whether a cache of ``kv_dtype`` stores integer codes with scales. "auto" means the model's dtype."""
     return KV_BITS.get(kv_dtype, 16) < 16
 
 
 def row_bytes(dim: int, kv_dtype: str) -> int:
-    """Return the bytes of one token's keys, or values, of one head.
-
+    """Return the bytes of one token's keys, or values, of one head with ``dim`` elements.
     int8 has a float32 scale; int4 has a bfloat16 scale and zero point per group.
     """
-    # Elements of a token and head that share one int4 scale and zero point
+    # Elements of one head of a token that share one int4 scale and zero point
     int4_group_dims = 64
     scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // int4_group_dims)}.get(kv_dtype, 0)
     return -(-dim * KV_BITS[kv_dtype] // 8) + scales
 
 
 def key_bytes(dim: int, kv_dtype: str) -> int:
-    """Return the bytes of one token's keys of one head; int4 keys have a fifth bit per element."""
+    """Return the bytes of one token's keys of one head with ``dim`` elements.
+    Int4 keys have a fifth bit per element.
+    """
     # Elements of an int4 key whose fifth bits share a word of 4 bytes. Rounding harms keys more than values.
     int4_fifth_bit_dims = 32
     fifth_bits = 4 * -(-dim // int4_fifth_bit_dims) if kv_dtype == "int4" else 0
@@ -59,7 +60,7 @@ def to_wire(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def from_wire(payload: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the float32 values of a payload; the inverse of :func:`to_wire`."""
+    """Return the float32 values of ``payload``, which :func:`to_wire` made with ``dtype``."""
     if dtype == "float32":
         return payload
     if dtype == "float16":

@@ -53,19 +53,19 @@ class BusyError(BackendError):
 
 
 class WorkerLostError(BackendError):
-    """An R-worker is lost with everything it held; the others continue."""
+    """An R-worker is lost, and all keys and values that it cached; the other R-workers continue."""
 
 
 class NoRWorkerError(WorkerLostError):
-    """The last R-worker is lost; it, or another one, may still join."""
+    """The last R-worker is lost; an R-worker may still join."""
 
 
 class RankLostError(FastDecodeError):
-    """A rank of tensor parallelism is lost, and the job with it."""
+    """A rank of tensor parallelism is lost, so the whole job ends."""
 
 
 class ChainError(FastDecodeError):
-    """A file of parked keys and values that is damaged, or belongs to another cache. It is not read."""
+    """A file of parked keys and values is damaged, or belongs to another cache. It is not read."""
 
 
 class SupersededError(FastDecodeError):
@@ -73,7 +73,7 @@ class SupersededError(FastDecodeError):
 
 
 class FrameError(BackendError):
-    """A message between S-worker and R-worker that violates the wire format. It changed nothing."""
+    """A message between S-worker and R-worker violates the wire format. The receiver has ignored it."""
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Add the file name ``path`` to an OSError; that of a full disk has none."""
+    """Add the file name ``path`` to an OSError that has none, as for a full disk."""
     try:
         yield
     except OSError as error:

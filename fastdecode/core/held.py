@@ -1,4 +1,4 @@
-"""An R-worker's account of the sequences that it holds, for a later S-worker."""
+"""Descriptions of the sequences that R-workers hold, from which a later engine continues."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class HeldSequence:
-    """A sequence ``cache_id`` of ``num_tokens`` tokens in ``blocks``, numbered by the R-worker.
-
-    Sequences that share a block name the same one. ``least``: fewest tokens that a sequence with a state can be cut to;
-    above ``num_tokens`` if the state is spoilt.
+    """A sequence of ``num_tokens`` cached tokens, which an R-worker holds as ``cache_id``.
+    ``blocks``: the R-worker's numbers of its blocks; sequences that share a block have the same number. ``least``:
+    fewest tokens that a sequence with a recurrent state can be cut to; above ``num_tokens`` if the state is invalid.
     """
 
     cache_id: int
@@ -21,12 +20,12 @@ class HeldSequence:
 
     @property
     def is_spoilt(self) -> bool:
-        """True if it is useless, since an unfinished step has written its state."""
+        """True if the sequence is useless, since an unfinished step has overwritten its recurrent state."""
         return self.least > self.num_tokens
 
 
 class Named(NamedTuple):
-    """R-workers know the tokens of a sequence from ``start`` on as ``cache_id``, which stands for no other tokens."""
+    """The tokens of a sequence from ``start`` on are cached as ``cache_id``, an id never used for other tokens."""
 
     cache_id: int
     sequence_id: int
@@ -34,14 +33,16 @@ class Named(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """The first ``num_tokens`` tokens of a sequence in its prompt, or in its recomputation, are cached."""
+    """The first ``num_tokens`` tokens of a sequence that computes, or recomputes, its prompt are cached."""
 
     sequence_id: int
     num_tokens: int
 
 
 class KnownTokens(NamedTuple):
-    """Tokens of a sequence from its first on. R-workers may have cached those from ``start`` on."""
+    """A sequence's token ids, beginning with its first token.
+    R-workers may have cached the tokens from ``start`` on.
+    """
 
     sequence_id: int
     start: int

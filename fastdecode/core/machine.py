@@ -13,16 +13,16 @@ from pathlib import Path
 from fastdecode.core import cgroups
 
 KV_CACHE_SHARE = 0.40
-"""Part of the free memory that all R-workers of a machine take together by default."""
+"""Share of the free memory that all R-workers of a machine together use for KV cache by default."""
 
 SCRATCH_SHARE = 1 / 8
-"""Part of the free memory for prompts in progress on the S-worker by default."""
+"""Share of the free memory that the S-worker uses for prompts in progress by default."""
 
 STATE_SHARE = 0.40
-"""Part of the free memory for states on the S-worker by default, after its model is loaded."""
+"""Share of the free memory that the S-worker uses for recurrent states by default, after its model is loaded."""
 
 DRAFT_CACHE_SHARE = 1 / 8
-"""Part of the free memory for the KV cache of a draft model."""
+"""Share of the free memory that is used for the KV cache of a draft model."""
 
 CAN_BIND = hasattr(os, "sched_setaffinity")
 """Whether this system binds processes to cores: Linux does, macOS does not."""
@@ -39,13 +39,15 @@ def force_to_disk(descriptor: int) -> None:
 
 
 def advise_cache(descriptor: int, advice: str) -> None:
-    """Tell the page cache how a file is read; ``advice`` completes POSIX_FADV_. Do nothing on systems without it."""
+    """Tell the page cache how the file ``descriptor`` will be read; do nothing on systems without such advice.
+    ``advice``: the rest of the constant's name after POSIX_FADV_.
+    """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, getattr(os, f"POSIX_FADV_{advice}"))
 
 
 def usable_cores() -> list[int]:
-    """Return ``allowed_cores`` in order, cut to the cgroup's CPU quota."""
+    """Return the ``allowed_cores`` in ascending order, at most as many as the cgroup's CPU quota allows."""
     cores = sorted(allowed_cores())
     limit = cgroups.cpu_limit()
     return cores if limit is None else cores[: max(1, math.ceil(limit))]
@@ -80,7 +82,7 @@ def available_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Return the bytes of memory that this process could ever have."""
+    """Return the bytes of the machine's memory, or the cgroup's memory limit if that is lower."""
     limit = cgroups.memory_limit()
     total = _meminfo_bytes("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total if limit is None else min(total, limit)
@@ -95,7 +97,7 @@ def cpu_name() -> str:
 
 
 def cpu_identity() -> str:
-    """Return an id of this kind of processor: vendor, family, model and stepping in letters, digits and dashes."""
+    """Return an id of the processor's kind: vendor, family, model and stepping in letters, digits and dashes."""
     fields: dict[str, str] = {}
     for line in _lines("/proc/cpuinfo"):
         name, _, value = line.partition(":")
@@ -115,7 +117,7 @@ def _meminfo_bytes(key: str) -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Return the lines of a file of the Linux kernel; none on other systems."""
+    """Return the lines of a file that the Linux kernel provides; none on other systems."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -123,9 +125,8 @@ def _lines(path: str) -> list[str]:
 
 
 def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
-    """Undo Open MPI's binding to a single core if the machine has more; return what was done, or "".
-
-    Ranks of larger jobs, and ranks that a user bound to several cores, are left alone.
+    """Undo Open MPI's binding to a single core if the machine has more; return a sentence for the log, or "".
+    Ranks of larger jobs, and ranks that a user bound to several cores, are not changed.
     """
     bound = allowed_cores()
     if len(bound) > 1 or not is_trapped(environment):
@@ -142,7 +143,7 @@ def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def is_trapped(environment: Mapping[str, str]) -> bool:
-    """Return whether this is a rank of a job so small that Open MPI binds it to one core."""
+    """Return whether ``environment`` is that of a rank whose job is so small that Open MPI binds it to one core."""
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
     # Open MPI binds each rank of a job of at most this many ranks to one core, and ranks of larger jobs to a NUMA node
     most_ranks = 2

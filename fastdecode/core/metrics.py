@@ -1,4 +1,4 @@
-"""Durations of a step on each side: the S-worker's clock, the record of a step, and the trace of all steps."""
+"""Durations of a step on each side: the S-worker's clock, the record of one step, and the trace of all steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import StepReport
 
 MODEL = "s"
-"""The model computes, head and sampling included."""
+"""State of the S-worker: the model computes, head and sampling included."""
 
 WAIT = "wait"
-"""No mini-batch can resume, since its attention is not done."""
+"""State of the S-worker: it waits, since no mini-batch's attention is done."""
 
 HOST = "host"
-"""Scheduling, planning, detokenizing, bookkeeping."""
+"""State of the S-worker: scheduling, planning, detokenizing, bookkeeping."""
 
 S_LANE = 0
 
@@ -30,7 +30,7 @@ R_BUSY = "r"
 
 
 class Interval(NamedTuple):
-    """One stay in a state, in seconds of ``time.perf_counter``. Mini-batch and layer are -1 if none applies."""
+    """A period in one state, in seconds of ``time.perf_counter``. Mini-batch and layer are -1 if none applies."""
 
     state: str
     mini_batch: int
@@ -41,9 +41,8 @@ class Interval(NamedTuple):
 
 @dataclass
 class StateClock:
-    """Sums the seconds in each state; keeps every interval while ``recording``.
-
-    It entered ``state`` at ``since``, in seconds.
+    """Sums the seconds that the S-worker spends in each state; also keeps every interval while ``recording``.
+    ``state``: the current state. ``since``: its beginning, in seconds of ``time.perf_counter``.
     """
 
     recording: bool = False
@@ -55,7 +54,7 @@ class StateClock:
     since: float = field(default_factory=time.perf_counter)
 
     def enter(self, state: str, mini_batch: int = -1, layer: int = -1) -> float:
-        """Change to ``state``; return the time of the change in seconds."""
+        """Change to ``state``; return the time of the change in seconds of ``time.perf_counter``."""
         now = time.perf_counter()
         self.seconds[self.state] += now - self.since
         if self.recording:
@@ -64,20 +63,19 @@ class StateClock:
         return now
 
     def restart(self) -> None:
-        """Restart from zero, now, in the host state."""
+        """Set all sums to zero, and start in the host state now."""
         self.seconds = {MODEL: 0.0, WAIT: 0.0, HOST: 0.0}
         self.state, self._mini_batch, self._layer, self.since = HOST, -1, -1, time.perf_counter()
 
     def snapshot(self) -> dict[str, float]:
-        """Return the seconds per state up to now."""
+        """Return the seconds spent in each state until now."""
         self.enter(self.state, self._mini_batch, self._layer)
         return dict(self.seconds)
 
 
 class Pool(NamedTuple):
-    """The pool after a step:
-
-    ``num_workers`` R-workers, and how many sequences have one copy (``once``) or two (``twice``).
+    """The pool of R-workers after a step.
+    ``num_workers``: R-workers. ``once``, ``twice``: sequences with one copy, and with two copies.
     """
 
     num_workers: int = 1
@@ -90,10 +88,9 @@ ONE_WORKER = Pool()
 
 @dataclass
 class PoolChanges:
-    """Counts of changes of a pool.
-
-    R-workers ``joined``, ``left`` or were ``lost``; sequences or ranges were ``moved``, or ``doubled``: got a second
-    copy.
+    """Counts of changes of the pool of R-workers.
+    R-workers that ``joined``, ``left`` or were ``lost``; sequences or segments that ``moved`` to another R-worker, or
+    were ``doubled``, that is, got a second copy.
     """
 
     joined: int = 0
@@ -105,11 +102,10 @@ class PoolChanges:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Seconds of one step. ``wall = s + wait + host``.
-
-    ``kv_loads`` (attended KV tokens), ``r_seconds`` and ``transfer_seconds`` have an entry per R-worker; lost ones keep
-    theirs until another takes the index. ``num_starts``: requests that started for the first time.
-    ``num_prompt_tokens``: the prompts' part of ``num_tokens``. ``pool``: the pool after the step.
+    """One step's times and counts. ``wall_seconds`` is the sum of s, wait and host seconds.
+    ``kv_loads`` (attended KV tokens), ``r_seconds`` and ``transfer_seconds`` have an entry per R-worker; lost R-workers
+    keep their entry until another takes the index. ``num_starts``: requests that started for the first time.
+    ``num_prompt_tokens``: prompt tokens among ``num_tokens``. ``pool``: the pool after the step.
     """
 
     is_decode: bool
@@ -165,8 +161,7 @@ def step_record(
 
 
 class Event(NamedTuple):
-    """A stay of one lane in a state, in seconds of ``perf_counter``.
-
+    """A period of one lane in a state, in seconds of ``time.perf_counter``.
     Lane 0 is the S-worker, lane 1 + i is R-worker i.
     """
 
@@ -181,7 +176,7 @@ class Tracer:
         self.steps: list[list[Event]] = []
 
     def add(self, intervals: Sequence[Interval], report: StepReport) -> None:
-        """Add a step: the S-worker's intervals and the R-workers' busy times."""
+        """Add a step: the S-worker's intervals, and the R-workers' busy times from ``report``."""
         events = [Event(S_LANE, interval) for interval in intervals]
         for index, worker in enumerate(report.workers):
             for mini_batch, layer in np.argwhere(worker.busy_end > 0).tolist():
@@ -190,7 +185,7 @@ class Tracer:
         self.steps.append(events)
 
     def write(self, path: str) -> None:
-        """Write all steps to a file. Raise OSError if it cannot be written."""
+        """Write all steps to the file ``path``. Raise OSError if that fails."""
         events = [event for step in self.steps for event in step]
         lanes = sorted({event.lane for event in events})
         names = [
@@ -203,17 +198,17 @@ class Tracer:
 
 
 def lane_name(lane: int) -> str:
-    """Return the name of a lane in pictures."""
+    """Return the name under which traces and pictures show ``lane``."""
     return "S-worker" if lane == S_LANE else f"R-worker {lane - 1}"
 
 
 def mini_batch_name(mini_batch: int) -> str:
-    """Return the name of a mini-batch: A, B, C, …"""
+    """Return the letter that names a mini-batch in traces: A, B, C, …"""
     return chr(ord("A") + mini_batch % 26)
 
 
 def _chrome_event(event: Event) -> dict:
-    """Return a complete ("X") trace event; the format counts microseconds."""
+    """Return ``event`` as a complete ("X") event of Chrome's trace format, which counts microseconds."""
     interval = event.interval
     where = "" if interval.mini_batch < 0 else f" {mini_batch_name(interval.mini_batch)}{interval.layer}"
     return {

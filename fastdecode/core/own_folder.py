@@ -1,4 +1,4 @@
-"""Folders made by this process, which it removes again if nothing else is in them."""
+"""Folders made by this process, which it removes again if they stay empty."""
 
 from __future__ import annotations
 

@@ -11,13 +11,12 @@ from fastdecode.core.errors import BackendError
 
 
 def parent_flags() -> list[str]:
-    """Return the flags with which a child calls ``die_with`` for this process."""
+    """Return the command-line flags that make a child process call ``die_with`` for this process."""
     return ["--parent", str(os.getpid())]
 
 
 def die_with(parent: int) -> None:
-    """Kill this process when its parent, process ``parent``, ends. Raise BackendError if it has already ended.
-
+    """Kill this process when process ``parent`` ends. Raise BackendError if ``parent`` has already ended.
     A thread watches the parent. Linux's own signal comes already when the parent's starting thread ends.
     """
     try:
@@ -30,7 +29,7 @@ def die_with(parent: int) -> None:
 
 
 def _die_after(watched: int) -> None:
-    """Kill this process when its parent ends. Its process descriptor ``watched`` then becomes readable."""
+    """Kill this process when its parent ends: the parent's process descriptor ``watched`` then becomes readable."""
     poll = select.poll()
     poll.register(watched, select.POLLIN)
     poll.poll()

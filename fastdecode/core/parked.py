@@ -1,4 +1,4 @@
-"""Prefixes parked on R-workers' disks: the terms that both sides share."""
+"""Prefixes parked on R-workers' disks: types and constants that S-worker and R-workers share."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from typing import NamedTuple, Protocol
 from fastdecode.core.types import SPLIT_TOKENS
 
 PIECE_TOKENS = SPLIT_TOKENS
-"""Tokens that are written, checked and read back in one piece: a multiple of every block size."""
+"""Tokens that are written, checked and read back as one piece of a parked prefix: a multiple of every block size."""
 
 PARK_AFTER = 60.0
 """Default seconds without use after which a prefix is parked."""
 
 MARK_BYTES = 16
-"""Bytes kept of the hash of all tokens up to a block's end, by which a prefix is found."""
+"""Bytes kept of the hash of all tokens up to the end of a block. Prefixes are found by these bytes."""
 
 
 def num_marks(num_blocks: int, block_size: int) -> int:
-    """Return the pieces of a chain of ``num_blocks`` blocks, which is also its number of marks."""
+    """Return the number of pieces, and so of marks, of a chain of ``num_blocks`` blocks."""
     return -(-num_blocks * block_size // PIECE_TOKENS)
 
 
 @dataclass(frozen=True)
 class ParkPlace:
-    """Where and when an R-worker parks.
-
-    ``folder``: at most ``most_bytes`` (None: the R-worker's choice) go there. ``after_seconds``: the time without use
-    before a prefix is parked.
+    """The folder where an R-worker parks prefixes, and its limits.
+    ``most_bytes``: most bytes in ``folder``; None leaves it to the R-worker. ``after_seconds``: a prefix is parked
+    after this time without use.
     """
 
     folder: Path
@@ -38,36 +37,38 @@ class ParkPlace:
     after_seconds: float = PARK_AFTER
 
     def of(self, index: int) -> ParkPlace:
-        """Return the place for R-worker ``index`` of several."""
+        """Return the place in a subfolder for R-worker ``index``, one of several on this machine."""
         return replace(self, folder=self.folder / f"r-worker-{index}")
 
     def flags(self) -> list[str]:
-        """Return the flags of ``fastdecode r-worker`` for this place."""
+        """Return the flags that make ``fastdecode r-worker`` park in this place."""
         flags = ["--park-dir", str(self.folder), "--park-after", str(self.after_seconds)]
         return flags if self.most_bytes is None else [*flags, "--park-bytes", str(self.most_bytes)]
 
 
 class Chain(NamedTuple):
-    """A parked chain of blocks. ``marks``: the hash at the end of each piece; the last is the end of the chain."""
+    """A parked prefix of ``num_blocks`` blocks.
+    ``marks``: the hash at the end of each piece; the last names the chain.
+    """
 
     num_blocks: int
     marks: tuple[bytes, ...]
 
     @staticmethod
     def of(block_hashes: Sequence[bytes], block_size: int) -> Chain:
-        """Return the chain of all blocks with these hashes."""
+        """Return the chain of the blocks with ``block_hashes``."""
         step = PIECE_TOKENS // block_size
         whole = block_hashes[step - 1 :: step]
         return Chain(len(block_hashes), (*whole, *(block_hashes[-1:] if len(block_hashes) % step else ())))
 
     @property
     def name(self) -> bytes:
-        """The hash of all its tokens, which names it."""
+        """The hash of all tokens of the chain, which is the chain's name."""
         return self.marks[-1]
 
 
 class Progress(IntEnum):
-    """Progress of parking or waking. A request is repeated while it is under way."""
+    """The state of a request to park or to load a prefix. While it is UNDER_WAY, the caller repeats the request."""
 
     DONE = 0
     UNDER_WAY = 1
@@ -75,9 +76,9 @@ class Progress(IntEnum):
 
 
 class Parked(NamedTuple):
-    """An R-worker's answer to a request to park or wake. ``num_tokens`` tokens are parked, or loaded.
-
-    ``num_bytes``: bytes on its disk. ``dropped``: names of chains that it deleted to make room.
+    """An R-worker's answer to a request to park or to load a prefix.
+    ``num_tokens``: tokens parked or loaded. ``num_bytes``: bytes on the R-worker's disk. ``dropped``: names of chains
+    that it deleted to make room.
     """
 
     progress: Progress
@@ -87,25 +88,23 @@ class Parked(NamedTuple):
 
 
 class Parks(Protocol):
-    """The R-workers' disks; called between steps. BackendError: a refusal; WorkerLostError: the R-worker is lost.
-
-    ``patience_ms``: about how long a call may take before it returns that the request is under way.
+    """Access to the R-workers' disks, between steps.
+    Raise BackendError if an R-worker refuses, and WorkerLostError if it is lost. ``patience_ms``: about how long a call
+    may take before it returns UNDER_WAY.
     """
 
     def chains(self, worker: int, model: str) -> list[Chain]:
         """Start parking for the model that ``model`` identifies.
-
-        Return its chains on R-worker ``worker``, oldest use first.
+        Return the chains of that model on R-worker ``worker``, least recently used first.
         """
 
     def park(
         self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
     ) -> Parked:
-        """Write ``chain``, whose blocks ``sequence_id`` holds, and delete the ``superseded`` chains."""
+        """Write the blocks of ``sequence_id`` to disk as ``chain``, and delete the ``superseded`` chains."""
 
     def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
-        """Read the first ``num_blocks`` blocks of chain ``name`` as a new sequence ``sequence_id``.
-
-        They end at the end of a piece. If reading FAILED part way, the sequence has the tokens read so far and must be
-        released.
+        """Load the first ``num_blocks`` blocks of chain ``name`` as a new sequence ``sequence_id``.
+        The blocks end at the end of a piece. If loading FAILED part way, the sequence has the tokens loaded until then
+        and must be released.
         """

@@ -1,4 +1,4 @@
-"""How a sequence's cache is placed: the length of its segments, and the copies of each."""
+"""The placing of sequences' caches: the length of their segments, and the copies of each segment."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import SPLIT_TOKENS
 
 UNLIMITED = 1 << 60
-"""Tokens of a segment if sequences have only one."""
+"""Tokens of a segment if every sequence has only one segment."""
 
 LEAST_RANGE_TOKENS = 4096
-"""Least tokens of a range, if the length is chosen freely."""
+"""Fewest tokens of a segment whose length FastDecode chooses."""
 
 Size = tuple[int, int]
-"""The blocks and tokens of a range."""
+"""The size of a segment: its blocks and its tokens."""
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Longer sequences are cached in ranges of ``segment_tokens``, each on its own R-worker.
-
-    It is a multiple of the block size, or ``UNLIMITED`` if every sequence is one segment. ``copies``: R-workers that
-    hold each segment, 1 or 2.
+    """How sequences are cut into segments of ``segment_tokens`` tokens, each on its own R-worker.
+    The length is a multiple of the block size, or ``UNLIMITED`` if every sequence is one segment. ``copies``: R-workers
+    that hold each segment, 1 or 2.
     """
 
     segment_tokens: int = UNLIMITED
@@ -44,10 +43,9 @@ WHOLE = Placing()
 
 @dataclass(frozen=True)
 class AskedPlacing:
-    """The settings that determine the placing.
-
-    ``kv_shard_tokens``: the length of ranges; None to choose it. ``kv_replicas``: copies. The schedule must support
-    both.
+    """The user's settings for the placing.
+    ``kv_shard_tokens``: the length of segments; None to choose it. ``kv_replicas``: copies of each segment. The
+    schedule must support both.
     """
 
     kv_shard_tokens: int | None = None
@@ -56,23 +54,24 @@ class AskedPlacing:
 
     @staticmethod
     def of(settings: Any) -> AskedPlacing:
-        """Return the placing that an object with such settings asks for. The schedule defaults to the first one."""
+        """Return the placing that ``settings``, an object with these attributes, asks for.
+        If it has no schedule, the default is used.
+        """
         schedule = getattr(settings, "schedule", AskedPlacing.schedule)
         return AskedPlacing(settings.kv_shard_tokens, settings.kv_replicas, schedule)
 
     @property
     def uncut(self) -> Placing:
-        """The same placing if no sequence is longer than a range."""
+        """The placing asked for, with every sequence in one segment."""
         return Placing(copies=self.kv_replicas)
 
     @property
     def may_cut(self) -> bool:
-        """True if a sequence may lie on several R-workers."""
+        """True if the schedule allows segments of a sequence on several R-workers."""
         return self.schedule not in ("request-level", "hybrid")
 
     def check(self) -> None:
-        """Raise ConfigError unless ranges are whole splits and the schedule supports them.
-
+        """Raise ConfigError unless the segment length is valid and the schedule supports segments.
         Some schedules keep a sequence on one R-worker.
         """
         wanted = self.kv_shard_tokens
@@ -101,9 +100,8 @@ class AskedPlacing:
     def chosen(
         self, longest: int, num_blocks: Sequence[int], block_size: int, balanced: int | None, chunk_tokens: int = 1
     ) -> Placing:
-        """Return the placing asked for, or a chosen one for ``longest`` tokens: see :func:`choose_range_tokens`.
-
-        ``chunk_tokens``: ranges must be multiples of it. Raise ConfigError if those asked for are not.
+        """Return the placing asked for, or one chosen for sequences of ``longest`` tokens: see ``choose_range_tokens``.
+        Raise ConfigError unless the segment length asked for is a multiple of ``chunk_tokens``.
         """
         wanted = self.kv_shard_tokens
         if wanted and wanted % chunk_tokens:
@@ -116,9 +114,8 @@ class AskedPlacing:
         return Placing(wanted or UNLIMITED, self.kv_replicas)
 
     def fits_pool(self, longest: int, num_blocks: Sequence[int], block_size: int, chunk_tokens: int = 1) -> bool:
-        """Return whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in the ranges asked for.
-
-        If the length is open, any multiple of ``chunk_tokens`` may be used.
+        """Return whether R-workers with ``num_blocks`` can hold a sequence of ``longest`` tokens in segments.
+        If no length was asked for, any multiple of ``chunk_tokens`` may be used.
         """
         if not self.may_cut or (self.kv_shard_tokens is None and len(num_blocks) == 1):
             return False
@@ -133,11 +130,10 @@ def choose_range_tokens(
     balanced_kv_tokens: int | None,
     chunk_tokens: int = 1,
 ) -> int | None:
-    """Return the tokens of a range, if the user leaves it open; None if sequences need not be cut.
-
+    """Return the tokens of a segment if the user leaves them open; None if sequences need not, or cannot, be cut.
     They need not be cut if every R-worker holds a longest sequence, and reads it in less time than the S-part takes.
-    They cannot be cut if even the smallest ranges do not fit the pool. ``balanced_kv_tokens``: what an R-worker attends
-    in S time, if known. A range is a multiple of ``chunk_tokens``.
+    They cannot be cut if even the smallest segments do not fit the R-workers. ``balanced_kv_tokens``: KV tokens that an
+    R-worker attends while the S-worker computes, if known. A segment is a multiple of ``chunk_tokens``.
     """
     least = least_range_tokens(chunk_tokens)
     if len(num_blocks) == 1 or least is None:
@@ -154,22 +150,20 @@ def choose_range_tokens(
 
 
 def least_range_tokens(chunk_tokens: int) -> int | None:
-    """Return the shortest range that is a multiple of ``chunk_tokens``; None if there is none.
-
-    Ranges are powers of two.
+    """Return the tokens of the shortest segment that is a multiple of ``chunk_tokens``; None if there is none.
+    Segment lengths are powers of two.
     """
     return max(SPLIT_TOKENS, chunk_tokens) if chunk_tokens & (chunk_tokens - 1) == 0 else None
 
 
 def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:
-    """Return whether R-workers with ``num_blocks`` hold a sequence of ``longest`` tokens in ranges."""
+    """Return whether R-workers with ``num_blocks`` hold ``longest`` tokens in segments of ``range_tokens`` tokens."""
     blocks = np.array(num_blocks)
     return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))
 
 
 def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
-    """Return whether ranges of ``sizes`` fit ``capacities``, int64 [num_workers, 2], in blocks and tokens.
-
+    """Return whether segments of ``sizes`` fit R-workers of ``capacities``, int64 [num_workers, 2]: blocks, tokens.
     All sizes but one are equal.
     """
     other = max(sizes) if max(sizes) > sizes[0] else sizes[-1]
@@ -177,10 +171,9 @@ def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
 
 
 def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return how many ranges of size ``whole`` the pool holds beside one of size ``other`` on each R-worker.
-
-    The result is [num_workers], -1 where ``other`` does not fit. The order in which ranges are placed does not matter,
-    since as many always fit. ``left``: [num_workers, entries of a size].
+    """Return how many segments of size ``whole`` all R-workers hold, if one of size ``other`` is on a given R-worker.
+    The result is [num_workers], -1 where ``other`` does not fit. The order in which segments are placed does not
+    matter, since as many always fit. ``left``: free room, [num_workers, entries of a size].
     """
     slots, fits = (np.maximum(left, 0) // whole).min(axis=1), (left >= other).all(axis=1)
     beside = slots.sum() - slots + (np.maximum(left - other, 0) // whole).min(axis=1)
@@ -188,11 +181,11 @@ def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.n
 
 
 def sizes_of(num_tokens: int, segment_tokens: int, block_size: int) -> list[Size]:
-    """Return the size of each range of a sequence of ``num_tokens``."""
+    """Return the blocks and tokens of each segment of a sequence of ``num_tokens`` tokens."""
     tokens = [min(segment_tokens, num_tokens - start) for start in starts(num_tokens, segment_tokens)]
     return [(-(-each // block_size), each) for each in tokens]
 
 
 def starts(num_tokens: int, segment_tokens: int) -> range:
-    """Return the first token of each segment of a sequence of ``num_tokens``; there is at least one segment."""
+    """Return the position of the first token of each segment of a sequence of ``num_tokens``; at least one segment."""
     return range(0, max(num_tokens, 1), segment_tokens)

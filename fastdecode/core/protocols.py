@@ -22,45 +22,47 @@ class AttentionBackend(Protocol):
     """
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """Allocate caches for ``layout`` and describe the workers. Raise CapacityError if memory is too small."""
+        """Allocate caches for ``layout``, and return a description of each R-worker.
+        Raise CapacityError if memory is too small.
+        """
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Apply the controls and prepare the rows of every mini-batch. Raise BackendError if the plan is impossible."""
+        """Apply the controls of ``plan``, and prepare its rows.
+        Raise BackendError if an R-worker cannot carry it out.
+        """
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """Start one layer of one mini-batch and return at once; the buffers stay untouched until ``collect``.
-
-        ``q``: [attending rows, num_heads, query_dim]; ``k``: [rows, num_kv_heads, key_head_dim];
-        ``v``: [rows, num_kv_heads, stored_value_dim].
+        """Start one layer of a mini-batch and return at once; the arrays must stay unchanged until ``collect``.
+        ``q``: [attending rows, num_heads, query_dim]; ``k``: [rows, num_kv_heads, key_head_dim]; ``v``: [rows,
+        num_kv_heads, stored_value_dim].
         """
 
     def ready(self, mini_batch: int) -> bool:
         """Return True if ``collect`` would return without waiting."""
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        """Wait for o, [attending rows, num_heads, value_head_dim]; valid until this mini-batch's next submit."""
+        """Wait for the attention output, [attending rows, num_heads, value_head_dim].
+        Valid until the next ``submit``.
+        """
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
-        """Once all layers of the open step are done, share the attention of ``rows`` among blocks: float32 [num_blocks]
-        of each, the mean over heads and then layers, which with the share of sinks sum to 1.
-
-        None for a row when an R-worker with a part of it is lost.
+        """Return the share of each row's attention on each block of its context: float32 [num_blocks] per row.
+        All layers of the open step must be done. A share is a mean over heads, then over layers; the shares and that of
+        attention sinks sum to 1. The result is None for a row if an R-worker with part of its context is lost.
         """
 
     def end_step(self) -> StepReport:
-        """Commit the lengths of all sequences in the plan, and report."""
+        """Commit the rows of the step, so that they count as cached; return the R-workers' reports."""
 
     def abandon_step(self) -> None:
-        """Drop the rows of the step: lengths and blocks are as after ``begin_step``'s controls.
-
-        It has no effect if no step is open, so that it can follow any failure.
+        """Drop the rows of the open step: lengths and blocks are as after ``begin_step``'s controls.
+        Do nothing if no step is open, so that this call can follow any failure.
         """
 
     def export(self, worker: int, sequence_id: int, start: int = 0, num_tokens: int | None = None) -> np.ndarray:
         """Return committed keys and values of a sequence on R-worker ``worker``, as bytes: uint8 [num_bytes].
-
-        They are those of ``num_tokens`` tokens from ``start`` on; None means all. The order is by layer, then token:
-        keys [num_kv_heads, key_head_dim], then values [num_kv_heads, stored_value_dim]. They are in the KV dtype,
+        They belong to ``num_tokens`` tokens from ``start`` on; None means all. The order is by layer, then token: keys
+        [num_kv_heads, key_head_dim], then values [num_kv_heads, stored_value_dim]. They are in the KV dtype,
         independent of block size and instruction set. Raise BackendError for an unknown worker or sequence, for missing
         tokens, or while a step is open.
         """
@@ -74,76 +76,77 @@ class AttentionBackend(Protocol):
         """
 
     def admit(self, vacant: Sequence[int] = ()) -> dict[int, RWorkerInfo]:
-        """Return the R-workers that have joined, by index. Call it between steps; later plans include them.
-
-        They take the ``vacant`` indices of lost R-workers in order, then new ones. This never waits. The result is
-        empty if R-workers cannot join.
+        """Return the R-workers that have joined since the last call, by index. Call this between steps.
+        Later plans include them. They take the ``vacant`` indices of lost R-workers in order, then new ones. This never
+        waits. The result is empty if R-workers cannot join.
         """
 
     def dismiss(self, worker: int) -> None:
-        """Disconnect R-worker ``worker``, with everything it holds, between steps.
-
+        """Disconnect R-worker ``worker`` between steps; its cached tokens are lost.
         Plans still list it, without rows.
         """
 
     def close(self) -> None:
-        """Free everything; may be called twice."""
+        """Free the R-workers; may be called twice."""
 
 
 class PrefillBackend(Protocol):
     """The prefill workers of an engine, by number.
-
-    It is called from one thread. The loss of one does not stop the others.
+    They are called from one thread. The loss of one does not stop the others.
     """
 
     def open(self, model: str, max_model_len: int, vocab_size: int, layout: KVLayout, kv_heads: Sequence[int]) -> int:
         """Open a session with each prefill worker; return how many there are.
-
-        Raise BackendError if one refuses, or lacks the model that ``model`` identifies. ``layout``: the whole model's,
-        with the R-workers' KV dtype and their arithmetic ("auto" if they differ). ``kv_heads``: by layer, how many KV
-        heads each KV port of an R-worker takes.
+        Raise BackendError if one refuses, or lacks the model that ``model`` identifies. ``layout``: the whole model's
+        layout, with the R-workers' KV dtype and instruction set ("auto" if they differ). ``kv_heads``: how many KV
+        heads each KV port of an R-worker takes, by layer.
         """
 
     def submit(self, prefill: RemotePrefill, r_workers: Sequence[RWorkerInfo]) -> None:
-        """Hand out a prompt, after all its R-workers have reserved blocks. ``r_workers``: all R-workers by index."""
+        """Send a prompt to prefill workers, after all its R-workers have reserved blocks.
+        ``r_workers``: all R-workers by index.
+        """
 
     def cancel(self, job_id: int) -> None:
-        """Cancel a prompt; unknown ids are ignored."""
+        """Cancel the prompt ``job_id``; unknown ids are ignored."""
 
     def outcomes(self) -> PrefillOutcomes:
-        """Return what has happened since the last call; never waits."""
+        """Return the prompts computed or failed, and the prefill workers lost or joined, since the last call.
+        Never wait.
+        """
 
     def invite(self, address: str) -> None:
-        """Ask the worker that listens at ``address``, "host:port", to join, unless it has joined. Never waits."""
+        """Ask the prefill worker that listens at ``address``, "host:port", to join, unless it has joined.
+        Never wait.
+        """
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until ``outcomes`` has something to return, at most ``timeout_seconds``."""
 
     @property
     def jobs(self) -> list[int]:
-        """Ids of unfinished jobs."""
+        """Ids of prompts that prefill workers are computing."""
 
     def close(self) -> None:
         """Free all workers; may be called twice."""
 
 
 class PrefillPolicy(Protocol):
-    """Decides whether prefill workers compute a prompt, and which tokens each takes. It is pure."""
+    """Decides whether prefill workers compute a prompt, and which tokens each computes. It does no input or output."""
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0, num_decoding: int = 0) -> None:
-        """Set the time for the next decisions, the number of prompts that have not begun, and of decoding sequences."""
+        """Set the time for the next decisions, and how many prompts wait and how many sequences decode."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """Return the parts, in order, of a prompt's ``num_tokens`` tokens after a cached prefix of ``context_len``.
-
-        An empty result means that the S-worker computes them.
+        """Return the parts of a prompt's ``num_tokens`` tokens after ``context_len`` cached tokens, in order.
+        An empty result means that the S-worker computes the prompt.
         """
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        """Record that a prompt went to prefill workers as ``assign`` decided."""
+        """Record that the prompt ``job_id`` was sent to prefill workers in ``parts``, as ``assign`` decided."""
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
-        """Record that a prompt was ``computed``, was aborted, or failed; unknown ids are ignored."""
+        """Record that the prompt ``job_id`` was ``computed``, was aborted, or failed; unknown ids are ignored."""
 
     def joined(self, worker: int) -> None:
         """Add prefill worker ``worker``."""
@@ -153,19 +156,17 @@ class PrefillPolicy(Protocol):
 
 
 class DraftPolicy(Protocol):
-    """Decides how many draft tokens each sequence verifies in the next step. It is pure."""
+    """Decides how many draft tokens each sequence verifies in the next step. It does no input or output."""
 
     def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Return the draft tokens of each decoding sequence: int64 [n], from 0 to ``most``, int64 [n].
-
+        """Return how many draft tokens each decoding sequence gets: int64 [n], from 0 to ``most``, int64 [n].
         ``acceptance``: float64 [n], the probability that a draft token is accepted if its predecessors were.
         ``num_tokens``: rows of the step without drafts. ``kv_loads``: float64 [num_workers], attended KV tokens.
         """
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Return the probability that a sequence's next draft token is accepted, float64 [n].
-
-        ``tried``, ``kept``: float64 [n], decaying counts of its tested and accepted drafts.
+        """Return the probability that the next draft token of each sequence is accepted, float64 [n].
+        ``tried``, ``kept``: float64 [n], decaying counts of a sequence's verified and accepted drafts.
         """
 
     def observe(
@@ -177,10 +178,10 @@ class DraftPolicy(Protocol):
         wait_seconds: float,
         r_seconds: Sequence[float],
     ) -> None:
-        """Learn the duration of a decode step. ``num_tokens``: its rows, drafts included."""
+        """Learn the duration of a decode step. ``num_tokens``: rows of the step, drafts included."""
 
     def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
-        """Learn the time of drafting ``num_passes`` tokens for each of ``num_sequences`` sequences."""
+        """Learn the seconds of drafting ``num_passes`` tokens for each of ``num_sequences`` sequences."""
 
 
 class DraftRequest(NamedTuple):
@@ -207,7 +208,7 @@ class PendingControls(Protocol):
     """A scheduler's pending controls for R-workers: forks and releases."""
 
     def controls_alone(self) -> ScheduledStep:
-        """Return a step with the pending controls and no rows; the controls then count as sent."""
+        """Return a step with the pending controls and no rows; the controls no longer count as pending."""
 
     def take_back(self, step: ScheduledStep) -> None:
         """Make the controls of ``step`` pending again, since the R-workers did not receive it."""
@@ -217,14 +218,13 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences; called between steps."""
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """Return draft tokens by sequence, at most as many as requested; none without a guess.
-
-        A sequence is left out while more of its text must be computed first. A drafter that reads the sequences' own
-        caches sends the ``pending`` controls first.
+        """Return draft tokens by sequence id, at most as many as requested; none for sequences without a guess.
+        Sequences whose prompt and output are not yet computed by the drafter are left out. A drafter that reads the
+        sequences' own caches sends the ``pending`` controls first.
         """
 
     def forget(self, sequence_id: int) -> None:
-        """Drop all data of a sequence that has ended or lost its cache; unknown ones are ignored."""
+        """Drop all data of a sequence that has ended or lost its cache; unknown ids are ignored."""
 
 
 class StepTime(Protocol):

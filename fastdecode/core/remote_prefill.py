@@ -1,4 +1,4 @@
-"""Prompts for prefill workers: the jobs that the scheduler hands out, and their results."""
+"""Prompts for prefill workers: the jobs that the scheduler sends out, and their results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 
 
 class PromptKV(NamedTuple):
-    """Keys and values of one layer that a part's rows attend to: those of the prompt from position 0 on.
-
+    """Keys and values of one layer that the rows of a prompt part attend to, from the prompt's position 0 on.
     ``prefix``: uint8 [context_len, bytes], the cached tokens as R-workers store them (see ``_rworker.RWorker.export``).
     ``k``, ``v`` [rows, num_kv_heads, …]: the tokens after the prefix, in the model's dtype as numpy represents it.
     """
@@ -22,7 +21,7 @@ class PromptKV(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillPart:
-    """Tokens ``start`` to ``end`` of a prompt, computed by prefill worker ``worker``."""
+    """Tokens ``start`` to ``end`` (exclusive) of a prompt, computed by prefill worker ``worker``."""
 
     worker: int
     start: int
@@ -31,10 +30,9 @@ class PrefillPart:
 
 @dataclass(frozen=True)
 class StoredAt:
-    """R-worker ``r_worker`` stores tokens ``start`` to ``end`` of a prompt as its sequence ``cache_id``.
-
-    Positions in that sequence count from ``start``. ``ticket``: the number under which blocks are reserved for the
-    tokens; it is unique.
+    """A segment of a prompt: R-worker ``r_worker`` stores tokens ``start`` to ``end`` as its sequence ``cache_id``.
+    Positions in that sequence count from ``start``. ``ticket``: the unique number under which the R-worker reserves
+    blocks for these tokens.
     """
 
     r_worker: int
@@ -47,11 +45,10 @@ class StoredAt:
 @dataclass(frozen=True)
 class RemotePrefill:
     """A prompt for prefill workers: its tokens after a cached prefix, cut into consecutive ``parts``.
-
-    ``job_id`` and the tickets are new for every attempt, so that R-workers refuse rows of any other. ``stores`` cover
-    all tokens of ``parts``; overlapping ones are copies. ``prefix``: the holders of tokens 0 to ``context_len``, in
-    order; a holder that stores nothing has a reservation too. ``method``: one of ``PREFILL_METHODS``. Raise ValueError
-    for gaps in stores or prefix, and for a repeated ticket.
+    ``job_id`` and the tickets are new for every attempt, so that R-workers refuse rows of earlier attempts. ``stores``
+    cover all tokens of ``parts``; overlapping ones are copies. ``prefix``: the R-workers that hold tokens 0 to
+    ``context_len``, in order; one that stores no new token has a reservation too. ``method``: one of
+    ``PREFILL_METHODS``. Raise ValueError for gaps in stores or prefix, and for a repeated ticket.
     """
 
     job_id: int
@@ -77,12 +74,12 @@ class RemotePrefill:
 
     @property
     def context_len(self) -> int:
-        """The tokens of the prefix, which R-workers have cached."""
+        """The number of tokens in the prefix, which R-workers have cached."""
         return self.parts[0].start
 
 
 def _covered(places: tuple[StoredAt, ...], start: int) -> int:
-    """Return where the first gap of ``places`` after ``start`` begins."""
+    """Return the position of the first token from ``start`` on that none of ``places`` stores."""
     for each in sorted(places, key=lambda place: place.start):
         if each.start > start:
             break
@@ -92,12 +89,11 @@ def _covered(places: tuple[StoredAt, ...], start: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A prompt that prefill workers have computed, and that R-workers have stored.
-
-    ``logits`` of its last token: [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
+    """A prompt that prefill workers have computed and R-workers have stored.
+    ``logits``: of its last token, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
     slowest part. Bytes of keys and values: ``sent_bytes`` between prefill workers, ``stored_bytes`` to R-workers,
     counting each copy, ``read_bytes`` of its prefix from R-workers. ``missed``: tickets of R-workers that could not be
-    reached and lack tokens which others have.
+    reached, so that they lack tokens.
     """
 
     sequence_id: int
@@ -111,7 +107,7 @@ class Prefilled:
 
 
 class PrefillOutcomes(NamedTuple):
-    """Computed prompts, failed jobs, and prefill workers that were lost or have joined."""
+    """Computed prompts, ids of failed jobs, and prefill workers that were lost or have joined."""
 
     computed: list[Prefilled]
     failed: list[int]

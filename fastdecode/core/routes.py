@@ -1,4 +1,4 @@
-"""Which R-worker gets which rows: its spans and its Route, made once per plan from a mini-batch's chunks."""
+"""The rows of a mini-batch that each R-worker gets: its spans and its Route, made once per plan."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from fastdecode.core.types import (
 def plan_mini_batch(
     chunks: np.ndarray, reads: np.ndarray, num_workers: int
 ) -> tuple[tuple[np.ndarray, ...], MiniBatchRoutes]:
-    """Return each R-worker's SPAN [num_spans] of a mini-batch, and the routes of its rows.
-
+    """Return each R-worker's SPAN [num_spans] of a mini-batch, and the routes of the mini-batch's rows.
     ``chunks`` and ``reads``: CHUNK and READ records in the order of a ``MiniBatch``.
     """
     bounds = np.searchsorted(chunks["worker"], np.arange(num_workers + 1))
@@ -55,8 +54,7 @@ def plan_mini_batch(
 
 
 def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...]:
-    """Return the routes of every mini-batch whose R-workers have the rows of their spans consecutively.
-
+    """Return the routes of every mini-batch, where rows are in the order of the R-workers' spans.
     Raise BackendError for READ and PARTIAL spans, which do not say whose rows they are.
     """
     routes = []
@@ -70,7 +68,7 @@ def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...
 
 
 def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """Return one past the last token of each closed range in ``reads``, int64 [num_reads]."""
+    """Return the end, one past the last token, of each closed segment in ``reads``: int64 [num_reads]."""
     owners, ends = reads["chunk"], chunks["base"][reads["chunk"]]
     follows = np.flatnonzero(owners[:-1] == owners[1:])
     ends[follows] = reads["start"][follows + 1]
@@ -78,8 +76,7 @@ def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
 
 
 def node_widths(num_tokens: int) -> list[int]:
-    """Return the splits of each node that remains after merging the splits of ``num_tokens``, widest first.
-
+    """Return how many splits each node has after merging the splits of ``num_tokens`` tokens, widest first.
     Two nodes that are halves of an aligned power of two of splits are merged into one.
     """
     num_splits = -(-num_tokens // SPLIT_TOKENS)
@@ -87,14 +84,14 @@ def node_widths(num_tokens: int) -> list[int]:
 
 
 class _ByWorker(NamedTuple):
-    """Spans of an R-worker for rows that other R-workers own, and their rows, int64 [num_rows], in the same order."""
+    """Each R-worker's spans for rows that other R-workers own, and these rows, int64 [num_rows], in the same order."""
 
     spans: list[np.ndarray]
     rows: list[np.ndarray]
 
 
 def _own_spans(chunks: np.ndarray) -> np.ndarray:
-    """Return the chunks on the R-workers that attend them: SPAN [num_chunks]."""
+    """Return the span of each chunk on the R-worker that stores it: SPAN [num_chunks]."""
     spans = np.empty(len(chunks), dtype=SPAN)
     spans["sequence_id"], spans["num_rows"] = chunks["cache_id"], chunks["num_rows"]
     spans["context_len"] = chunks["context_len"] - chunks["base"]
@@ -103,10 +100,9 @@ def _own_spans(chunks: np.ndarray) -> np.ndarray:
 
 
 def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list[Route]:
-    """Return each R-worker's own rows, which are slices.
-
-    ``bounds``: int64 [num_workers + 1], where each one's chunks begin. ``has_tails``: some chunk is the tail of a
-    longer sequence.
+    """Return the route of each R-worker for the rows that it stores, which are slices.
+    ``bounds``: int64 [num_workers + 1], where each R-worker's chunks begin. ``has_tails``: some chunk is the tail of a
+    sequence with several segments.
     """
     counts, attends = chunks["num_rows"], chunks["attends"]
     q = kv = list(pairwise(_totals(counts)[bounds].tolist()))
@@ -122,13 +118,13 @@ def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list
 
 
 def _own_route(q_rows: tuple[int, int], kv_rows: tuple[int, int]) -> Route:
-    """Return the route of an R-worker with whole sequences only, from the bounds of its rows."""
+    """Return the route of an R-worker with whole sequences only, from the first and end row in q and in k and v."""
     attending = slice(*q_rows)
     return Route(attending, slice(*kv_rows), attending)
 
 
 def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> _ByWorker:
-    """Return the READ spans of closed ranges, and the rows of q that attend to them."""
+    """Return the READ spans of closed segments, and the rows of q that attend to them."""
     counts = chunks["num_rows"]
     firsts = _totals(counts * chunks["attends"])[:-1]
     owners = chunks.take(reads["chunk"])
@@ -140,8 +136,7 @@ def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) ->
 
 def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) -> _ByWorker:
     """Return the APPEND spans of second copies, and the rows of k and v that they store.
-
-    ``own``: the spans of the chunks themselves.
+    ``own``: the spans of ``chunks`` on their first R-worker.
     """
     copied = np.flatnonzero(chunks["copy"] >= 0)
     spans, firsts = own.take(copied), _totals(chunks["num_rows"])[copied]
@@ -150,7 +145,9 @@ def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) ->
 
 
 def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_workers: int) -> _ByWorker:
-    """Return ``spans`` and their rows by R-worker. ``firsts``: the first row of each span."""
+    """Return ``spans`` and their rows, grouped by R-worker. ``workers``: the R-worker of each span.
+    ``firsts``: the first row of each span.
+    """
     order = np.argsort(workers, kind="stable")
     spans, counts = spans.take(order), spans["num_rows"][order]
     ends = _totals(counts)
@@ -160,9 +157,8 @@ def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_w
 
 
 def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Merge, list[int]]:
-    """Return how rows of sequences in ranges are merged, and each R-worker's number of partial results.
-
-    An R-worker's partial results begin with those of its closed ranges; those of tails follow.
+    """Return how rows of sequences in several segments are merged, and each R-worker's number of partial results.
+    An R-worker's partial results begin with its closed segments' results; the tails' results follow.
     """
     num_rows = chunks["num_rows"]
     firsts = _totals(num_rows * chunks["attends"])
@@ -189,7 +185,7 @@ def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Mer
 
 
 def _joined(first: Rows, second: Rows) -> Rows:
-    """Return both groups of rows, the first before the second; a slice if they are consecutive."""
+    """Return the rows of ``first``, then the rows of ``second``; a slice if they are consecutive."""
     both = (np.arange(each.start, each.stop) if isinstance(each, slice) else each for each in (first, second))
     rows = np.concatenate(list(both))
     if not len(rows):
@@ -200,12 +196,12 @@ def _joined(first: Rows, second: Rows) -> Rows:
 
 
 def _totals(counts: np.ndarray) -> np.ndarray:
-    """Return the number of rows before each chunk, and of all: int64 [num_chunks + 1]."""
+    """Return the sum of ``counts`` before each entry, and of all: int64 [len(counts) + 1]."""
     totals = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=totals[1:])
     return totals
 
 
 def _pieces(values: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
-    """Return ``values`` cut at ``bounds``."""
+    """Return the slices of ``values`` between consecutive ``bounds``."""
     return [values[first:last] for first, last in pairwise(bounds.tolist())]

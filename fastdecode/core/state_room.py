@@ -1,4 +1,4 @@
-"""How many recurrent states fit the S-worker's memory, if states are kept there."""
+"""The number of recurrent states that fit the S-worker's memory, if the S-worker keeps them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from fastdecode.core.errors import CapacityError
 
 COUNTED_BLOCKS = 1
-"""Blocks of an R-worker for which a state on the S-worker counts, so that the scheduler counts it too."""
+"""R-worker blocks that the scheduler counts for a state, although the state is on the S-worker."""
 
 
 @dataclass(frozen=True)
 class StateRoom:
-    """Room for ``num_states`` states of sequences, of ``state_bytes`` each.
-
-    ``in_flight``: most states of sequences in flight; the rest may be kept for prefixes. A sequence has one more while
-    it moves between R-workers.
+    """Room on the S-worker for ``num_states`` recurrent states of ``state_bytes`` bytes each.
+    ``in_flight``: most states of sequences in flight; the rest may be kept for prefixes. A sequence has one more state
+    while it moves between R-workers.
     """
 
     num_states: int
@@ -24,7 +23,7 @@ class StateRoom:
 
     @classmethod
     def of(cls, memory_bytes: int, state_bytes: int, max_num_seqs: int, copies: int) -> StateRoom:
-        """Return the room in ``memory_bytes``. Raise CapacityError if sequences in flight need more."""
+        """Return the room in ``memory_bytes``. Raise CapacityError if sequences in flight need more memory."""
         num_states, in_flight = memory_bytes // state_bytes, max_num_seqs * copies
         if num_states < in_flight:
             most = f"at most --max-num-seqs {num_states // copies}, " if num_states >= copies else ""
@@ -38,5 +37,5 @@ class StateRoom:
 
     @property
     def kept(self) -> int:
-        """Most states of prefixes, over all R-workers."""
+        """Most states that may be kept for prefixes, over all R-workers."""
         return self.num_states - self.in_flight

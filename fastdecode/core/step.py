@@ -1,4 +1,4 @@
-"""A step as the scheduler plans it: which tokens of which sequences are in which mini-batch."""
+"""A step as the scheduler plans it: the tokens of each sequence in each mini-batch."""
 
 from __future__ import annotations
 
@@ -30,17 +30,15 @@ CHUNK = np.dtype(
     ]
 )
 """A :class:`Chunk` without its tokens, as a record. Thousands of decodes are planned as one array.
-
-``worker`` stores the rows and attends. ``copy``: the R-worker that also stores them; -1 for none.
+R-worker ``worker`` stores the rows and attends. ``copy``: the R-worker that stores the second copy; -1 for none.
 """
 
 CHUNK_FIELDS: tuple[str, ...] = CHUNK.names or ()
 
 READ = np.dtype([("chunk", "<i8"), ("worker", "<i8"), ("range_id", "<i8"), ("start", "<i8")])
-"""A closed range that a chunk attends to. ``chunk``: its index in the mini-batch; ``start``: the range's first token.
-
-R-worker ``worker``, one of the holders, attends to it as its sequence ``range_id``. It ends where the chunk's next
-range starts, or at the chunk's ``base``.
+"""A closed segment that a chunk attends to.
+``chunk``: the chunk's index in the mini-batch; ``start``: the segment's first token. R-worker ``worker`` holds the
+segment as its sequence ``range_id``. The segment ends where the chunk's next one starts, or at the chunk's ``base``.
 """
 
 NO_READS = np.zeros(0, READ)
@@ -49,14 +47,13 @@ NO_READS = np.zeros(0, READ)
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive new tokens of one sequence in a step: prompt tokens, or its last token with draft tokens.
-
-    ``attends``: on the R-worker that holds the sequence; otherwise on the S-worker, over its prompt scratch.
-    ``samples``: the last token's logits are wanted. ``last_of_prompt``: the scratch is not needed afterwards.
-    ``is_decode``: it has no prompt token. ``scored``: the logits of all its tokens are wanted. ``base``: tokens before
-    the tail, which is the range on the chunk's own worker; a chunk ends where its range does. ``reads``: worker, range
-    id and start of the closed ranges before it, in order. Ranges that no layer's window reaches may be missing.
-    ``cache_id``: the worker's name of the sequence that rows are appended to; None for ``sequence_id``. ``copy``: the
-    R-worker of the second copy, which also stores keys and values under the same id; -1 for none.
+    ``attends``: True to attend on the R-worker, False on the S-worker over its prompt scratch. ``samples``: the last
+    token's logits are wanted. ``last_of_prompt``: the scratch is not needed afterwards. ``is_decode``: the chunk has no
+    prompt token. ``scored``: the logits of all its tokens are wanted. ``base``: tokens before the tail, which is the
+    segment on the chunk's own worker; a chunk ends where its segment does. ``reads``: worker, range id and start of the
+    closed segments before the tail, in order. Segments that no layer's window reaches may be missing. ``cache_id``: the
+    id under which the worker stores the rows; None for ``sequence_id``. ``copy``: the R-worker of the second copy,
+    which also stores keys and values under the same id; -1 for none.
     """
 
     sequence_id: int
@@ -82,8 +79,7 @@ class Chunk:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return CHUNK records concatenated as bytes, since numpy concatenates records field by field, ten times slower.
-
+    """Return ``parts``, CHUNK records, concatenated as bytes: numpy is ten times slower on records, field by field.
     For the same reason, select thousands of records with ``take``, never with an index.
     """
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(CHUNK)
@@ -92,10 +88,9 @@ def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
     """The chunks that one forward pass computes, in order.
-
-    ``chunks``: CHUNK [num_chunks], sorted by R-worker; attending chunks come first, and of these the ones without
-    closed ranges. So the payload of an R-worker is one slice of the rows. ``token_ids``: int64 [num_rows], in the same
-    order. ``reads``: READ [num_reads], the closed ranges of all chunks, by chunk and in order; mostly empty.
+    ``chunks``: CHUNK [num_chunks], sorted by R-worker. Attending chunks come first, and among them chunks without
+    closed segments. So the payload of an R-worker is one slice of the rows. ``token_ids``: int64 [num_rows], in the
+    same order. ``reads``: READ [num_reads], the closed segments of all chunks, by chunk and in order; mostly empty.
     """
 
     chunks: np.ndarray
@@ -104,7 +99,7 @@ class MiniBatch:
 
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> MiniBatch:
-        """Return a mini-batch of the chunks, in this order."""
+        """Return a mini-batch of ``chunks``, in their order."""
         listed = list(chunks)
         tokens = [token for chunk in listed for token in chunk.token_ids]
         reads = [(index, *read) for index, chunk in enumerate(listed) for read in chunk.reads]
@@ -113,7 +108,9 @@ class MiniBatch:
 
     @staticmethod
     def sorted(parts: Sequence[MiniBatch]) -> MiniBatch:
-        """Return the chunks of ``parts`` as one mini-batch, sorted as ``chunks`` must be; the sort is stable."""
+        """Return all chunks of ``parts`` as one mini-batch, in the order that ``chunks`` must have.
+        The sort is stable.
+        """
         reads = NO_READS
         if any(len(part.reads) for part in parts):
             reads = np.concatenate([part.reads for part in parts])
@@ -124,16 +121,16 @@ class MiniBatch:
         return MiniBatch(chunks, tokens, reads).take(np.argsort(chunks["worker"] * 3 + rank, kind="stable"))
 
     def take(self, places: np.ndarray) -> MiniBatch:
-        """Return the chunks at ``places``, in that order, with their tokens and ranges."""
+        """Return a mini-batch of the chunks with indices ``places``, in that order."""
         chunks, reads = self.chunks.take(places), self._reads_of(places) if len(self.reads) else NO_READS
-        if len(self.token_ids) == len(self.chunks):  # one row each, if nothing is drafted
+        if len(self.token_ids) == len(self.chunks):  # one row per chunk, if there are no drafts
             return MiniBatch(chunks, self.token_ids.take(places), reads)
         counts, starts = chunks["num_rows"], np.cumsum(self.chunks["num_rows"]) - self.chunks["num_rows"]
         rows = np.repeat(starts[places] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         return MiniBatch(chunks, self.token_ids.take(rows), reads)
 
     def _reads_of(self, places: np.ndarray) -> np.ndarray:
-        """Return READ records of the chunks at ``places``, renumbered."""
+        """Return the READ records of the chunks with indices ``places``, renumbered."""
         new = np.full(len(self.chunks), -1)
         new[places] = np.arange(len(places))
         reads = self.reads.copy()
@@ -160,7 +157,7 @@ class MiniBatch:
 
     @property
     def read_ends(self) -> np.ndarray:
-        """One past the last token of each of ``reads``, int64 [num_reads]."""
+        """The end, one past the last token, of each of ``reads``: int64 [num_reads]."""
         return read_ends(self.chunks, self.reads)
 
     @cached_property
@@ -170,12 +167,12 @@ class MiniBatch:
 
     @property
     def sampled_ids(self) -> list[int]:
-        """Sequences whose last token's logits are wanted, in order."""
+        """Ids of the sequences that sample a token, in order."""
         return self.chunks["sequence_id"][self.chunks["samples"]].tolist()
 
     @property
     def num_logits(self) -> dict[int, int]:
-        """Rows of logits that each of ``sampled_ids`` samples from: one, plus one for each draft token."""
+        """Rows of logits from which each of ``sampled_ids`` samples, by id: one, plus one for each draft token."""
         drafted = self.chunks["scored"] & self.chunks["is_decode"]
         counts = np.where(drafted, self.chunks["num_rows"], 1)[self.chunks["samples"]]
         return dict(zip(self.sampled_ids, counts.tolist(), strict=True))
@@ -183,13 +180,12 @@ class MiniBatch:
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """The scheduler's answer: the mini-batches, and the controls of each R-worker.
-
-    ``num_starts``: requests that start for the first time. ``prefills``: prompts for prefill workers, to hand out once
-    the R-workers have the controls. ``arrived``: sequences whose prompts they have computed. The controls commit their
-    keys and values, and their first token is sampled in this step. ``drafts``: draft tokens after the last token of
-    decoding sequences, by sequence. ``taps``: per mini-batch, the rows whose queries are kept until the step ends,
-    int64 [num_tapped]; empty if none are.
+    """One scheduled step: the mini-batches, and the controls of each R-worker.
+    ``num_starts``: requests that start for the first time. ``prefills``: prompts to send to prefill workers once the
+    R-workers have the controls. ``arrived``: sequences whose prompts the prefill workers have computed. The controls
+    commit their keys and values, and their first token is sampled in this step. ``drafts``: draft tokens after the last
+    token of decoding sequences, by sequence. ``taps``: per mini-batch, the rows whose queries are kept until the step
+    ends, int64 [num_tapped]; empty if none are.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -202,12 +198,12 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the whole step."""
+        """The number of rows in all mini-batches."""
         return sum(len(mini_batch.token_ids) for mini_batch in self.mini_batches)
 
     @cached_property
     def kv_loads(self) -> list[int]:
-        """KV tokens that each R-worker attends in this step, over its sequences and ranges, the new tokens included."""
+        """KV tokens that each R-worker attends to in this step, the new tokens included."""
         loads = np.zeros(len(self.controls))
         for mini_batch in self.mini_batches:
             chunks, reads = mini_batch.chunks, mini_batch.reads
@@ -219,7 +215,7 @@ class ScheduledStep:
 
     @property
     def kv_load(self) -> int:
-        """KV tokens attended in this step, over all R-workers."""
+        """KV tokens that all R-workers together attend to in this step."""
         return sum(self.kv_loads)
 
     @cached_property
@@ -229,22 +225,22 @@ class ScheduledStep:
 
     @cached_property
     def num_prompt_rows(self) -> int:
-        """The number of prompt rows."""
+        """The number of prompt rows in all mini-batches."""
         return 0 if self.is_decode else sum(int(each.prompts["num_rows"].sum()) for each in self.mini_batches)
 
     @cached_property
     def scored_prompts(self) -> list[int]:
-        """Sequences with rows of a scored prompt in this step."""
+        """Ids of sequences whose prompt is scored and has rows in this step."""
         parts = [] if self.is_decode else [each.prompts for each in self.mini_batches]
         return [int(each) for part in parts for each in part["sequence_id"][part["scored"]]]
 
     @property
     def only_decodes_attend(self) -> bool:
-        """True if no prompt attends on an R-worker."""
+        """True if no prompt row attends on an R-worker."""
         return not any(bool(mini_batch.prompts["attends"].any()) for mini_batch in self.mini_batches)
 
     def to_step_plan(self) -> StepPlan:
-        """Return this step as the R-workers' plan."""
+        """Return this step as a plan for the R-workers."""
         num_workers = len(self.controls)
         parts = [plan_mini_batch(each.chunks, each.reads, num_workers) for each in self.mini_batches]
         workers = tuple(
@@ -255,8 +251,7 @@ class ScheduledStep:
 
 
 def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) -> tuple[MiniBatch, ...]:
-    """Split a step into mini-batches, each in the order of ``MiniBatch.chunks``.
-
+    """Split a step into mini-batches, whose chunks have the order of ``MiniBatch.chunks``.
     ``decodes`` are ordered by worker, longest context first, and dealt in snake order (0 1 1 0 0 1 …). So counts differ
     by at most one and loads stay close, whichever sequences come or go. Prompt chunks, longest first, go to the
     mini-batch with the fewest rows.

@@ -1,4 +1,4 @@
-"""Types shared by the S side and the R side: plans, descriptions of R-workers, and their reports."""
+"""Types shared by the S-worker and the R-workers: plans, descriptions of R-workers, and their reports."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from fastdecode.core.held import HeldSequence
 X86_ISAS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx")
 ARM_ISAS = ("neon", "neon_dot", "neon_bf16")
 ISAS = ("scalar", *X86_ISAS, *ARM_ISAS)
-"""Instruction sets of R-workers.
-
-A machine that has one also has the earlier ones of its architecture. Each rounds differently.
+"""Instruction sets that R-workers may use.
+A machine with one of them also has the earlier ones of its architecture. Each rounds differently.
 """
 
 
 def best_common_isa(isas: Collection[str]) -> str:
-    """Return the best instruction set that all machines have. ``isas``: the best one of each machine, at least one."""
+    """Return the best instruction set that all machines have. ``isas``: the best set of each machine, at least one."""
     for family in (X86_ISAS, ARM_ISAS):
         if all(isa in family for isa in isas):
             return min(isas, key=family.index)
@@ -28,18 +27,17 @@ def best_common_isa(isas: Collection[str]) -> str:
 
 
 PREFILL_METHODS = ("kvr", "tsp")
-"""How prefill workers share a prompt.
-
-"kvr": a chain that passes keys and values on (KV-Runahead). "tsp": all gather all keys and values at every layer
-(tensor/sequence parallel), for comparison.
+"""The methods by which prefill workers share a prompt.
+"kvr": a chain that passes keys and values on (KV-Runahead). "tsp": every worker gathers all keys and values at every
+layer (tensor/sequence parallel), for comparison.
 """
 
 READ_AHEAD = ("run", "run-l2", "pages")
-"""How attention prefetches tokens: one ascending run, only into the second-level cache, or eight pages at once."""
+"""The ways to prefetch cached tokens: one ascending run, the same only into the second-level cache, or eight pages."""
 
 
 class Verb(IntEnum):
-    """A control that an R-worker carries out before the step's rows."""
+    """The kinds of controls, which an R-worker carries out before the step's rows."""
 
     FORK = 0
     TRUNCATE = 1
@@ -49,22 +47,21 @@ class Verb(IntEnum):
 
 
 CONTROL = np.dtype([("verb", "<i8"), ("sequence_id", "<i8"), ("source_id", "<i8"), ("num_tokens", "<i8")])
-"""FORK makes ``sequence_id`` from the first ``num_tokens`` of ``source_id``. TRUNCATE keeps ``num_tokens``.
-
-RESERVE reserves blocks for ``num_tokens``, whose keys and values come from prefill workers under the job ``source_id``.
-COMMIT of the same job makes them the sequence's, and is refused if some are missing.
+"""A control of sequence ``sequence_id``. FORK creates it from the first ``num_tokens`` of ``source_id``.
+TRUNCATE keeps its first ``num_tokens``. RELEASE drops it. RESERVE reserves blocks for ``num_tokens``, whose keys and
+values come from prefill workers under the job ``source_id``. COMMIT of the same job appends them to the sequence, and
+is refused if some are missing.
 """
 
 SPLIT_TOKENS = 512
-"""Tokens per partial result of attention. Partial results are merged in a fixed order."""
+"""Tokens per split. Attention gives a partial result per split, and these are merged in a fixed order."""
 
 
 class SpanMode(IntEnum):
-    """What an R-worker does with the rows of a span.
-
+    """The work of an R-worker on the rows of a span.
     APPEND: store their keys and values; their queries attend on the S-worker. ATTEND: store them, then attend to all
-    tokens of the sequence. PARTIAL: the same for the tail of a longer sequence, but answer with partial results. READ:
-    store nothing, and attend to a closed range of a longer sequence, whose tail has the rows; answer with partial
+    tokens of the sequence. PARTIAL: like ATTEND, for the tail of a sequence with several segments; answer with partial
+    results. READ: store nothing, and attend to a closed segment for rows that belong to the tail; answer with partial
     results.
     """
 
@@ -76,9 +73,8 @@ class SpanMode(IntEnum):
 
 SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("mode", "<i8")])
 """``num_rows`` consecutive new tokens of one sequence that had ``context_len`` cached tokens before the step.
-
-``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the range. So in a READ
-span it is at least the range's length, which the R-worker knows.
+``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the segment. So in a READ
+span it is at least the segment's length, which the R-worker knows.
 """
 
 
@@ -96,16 +92,15 @@ class WorkerPlan:
 
 
 Rows = slice | np.ndarray
-"""Rows of an array: a slice if they are consecutive, else int64 [num_rows]."""
+"""Row indices of an array: a slice if they are consecutive, else int64 [num_rows]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The rows of a mini-batch that concern one R-worker, in the order of its spans.
-
+    """The rows of a mini-batch that one R-worker gets, in the order of its spans.
     ``q_rows``: rows of q for its READ, ATTEND and PARTIAL spans. ``kv_rows``: rows of k and v for its ATTEND, PARTIAL
-    and APPEND spans. ``o_rows``: rows of o that it fills, for its ATTEND spans. ``num_partials``: rows of partial
-    results that it answers with. Rows of q and o count over all attending rows, rows of k and v over all rows.
+    and APPEND spans. ``o_rows``: rows of the output o that it fills, for its ATTEND spans. ``num_partials``: rows of
+    partial results that it returns. Row numbers of q and o count attending rows only, those of k and v count all rows.
     """
 
     q_rows: Rows
@@ -115,39 +110,42 @@ class Route:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no rows."""
+        """True if the R-worker gets no rows."""
         return not (count_rows(self.q_rows) or count_rows(self.kv_rows))
 
 
 def count_rows(rows: Rows) -> int:
-    """Return the number of rows."""
+    """Return the number of row indices in ``rows``."""
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 MERGED = np.dtype([("row", "<i8"), ("num_rows", "<i8"), ("first_part", "<i8"), ("num_parts", "<i8")])
-"""``num_rows`` consecutive rows of a mini-batch's o from ``row`` on, merged from parts ``first_part`` on."""
+"""``num_rows`` rows of a mini-batch's output o, from ``row`` on, merged from parts ``first_part`` on.
+"""
 
 PART = np.dtype([("worker", "<i8"), ("row", "<i8"), ("stride", "<i8"), ("split", "<i8"), ("num_splits", "<i8")])
-"""Partial results ``row``, ``row`` + ``stride``, … of R-worker ``worker``: ``num_splits`` splits from ``split`` on."""
+"""A row's partial result of ``num_splits`` splits from ``split`` on, computed by R-worker ``worker``.
+The next rows' results follow at ``row`` + ``stride``, ``row`` + 2 ``stride``, …
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """How rows of o are merged from partial results.
-
-    ``merged``: MERGED [num_merged]. ``parts``: PART [num_parts], those of one MERGED record together, in token order.
+    """The merging of partial results into rows of the output o.
+    ``merged``: MERGED [num_merged]. ``parts``: PART [num_parts]; parts of one MERGED record are together, in token
+    order.
     """
 
     merged: np.ndarray
     parts: np.ndarray
 
     def with_part_of(self, worker: int) -> np.ndarray:
-        """Return which MERGED records have a part of R-worker ``worker``: bool [num_merged]."""
+        """Return whether each MERGED record has a part from R-worker ``worker``: bool [num_merged]."""
         owners = np.repeat(np.arange(len(self.merged)), self.merged["num_parts"])
         return np.isin(np.arange(len(self.merged)), owners[self.parts["worker"] == worker])
 
     def take(self, kept: np.ndarray) -> Merge:
-        """Return only the MERGED records where ``kept``, bool [num_merged], is true."""
+        """Return a Merge with only the MERGED records where ``kept``, bool [num_merged], is true."""
         merged = self.merged[kept]
         parts = self.parts[np.repeat(kept, self.merged["num_parts"])]
         merged["first_part"] = np.cumsum(merged["num_parts"]) - merged["num_parts"]
@@ -159,7 +157,7 @@ NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
 
 @dataclass(frozen=True, eq=False)
 class MiniBatchRoutes:
-    """The routes of one mini-batch: ``workers``, a Route per R-worker, and how partial results are merged."""
+    """The routes of one mini-batch: a Route per R-worker, and the merging of partial results."""
 
     workers: tuple[Route, ...]
     merge: Merge = NO_MERGE
@@ -167,10 +165,9 @@ class MiniBatchRoutes:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of every R-worker, in order; all have the same number of mini-batches.
-
-    ``routes``: the routes of each mini-batch. They are empty in a plan written by hand, without READ and PARTIAL spans.
-    There R-workers have the rows of their spans consecutively (``routes_of_spans``).
+    """One step of every R-worker, in order of index; all have the same number of mini-batches.
+    ``routes``: the routes of each mini-batch. Empty in a plan written by hand without READ and PARTIAL spans: then the
+    R-workers' rows are in the order of their spans (``routes_of_spans``).
     """
 
     workers: tuple[WorkerPlan, ...]
@@ -191,13 +188,12 @@ class KvAddress:
 @dataclass(frozen=True)
 class RWorkerInfo:
     """An R-worker's description of itself, given when it is opened.
-
-    ``read_gb_per_s``: its threads' read bandwidth in 1e9 bytes per second, measured at its start; 0 if not measured.
-    ``kv_ports``: its KV port, if it has one; with several ranks, that of each rank's part in order. ``host``: a unique
-    name of its machine; "" if unknown. ``state_blocks``: blocks of a hybrid's states per sequence. ``park_after``:
-    seconds without use after which prefixes go to its disk; None without a disk. ``held``: what it holds of the
-    continued session. ``kept_of``: the fingerprint of the S-worker that wrote it. ``epoch``: of the lease of a named
-    session; 0 without one.
+    ``read_gb_per_s``: read bandwidth of its threads in 1e9 bytes per second, measured at its start; 0 if not measured.
+    ``kv_ports``: its KV port, if it has one; with several ranks, one per rank in order. ``host``: a unique name of its
+    machine; "" if unknown. ``state_blocks``: blocks for a hybrid's states per sequence. ``park_after``: seconds without
+    use after which prefixes go to its disk; None without a disk. ``held``: sequences that it holds from the continued
+    session. ``kept_of``: the fingerprint of the S-worker that cached them. ``epoch``: the epoch of a named session's
+    lease; 0 without one.
     """
 
     name: str
@@ -217,7 +213,7 @@ class RWorkerInfo:
 
     @property
     def room_tokens(self) -> int:
-        """Tokens that one more sequence could have in its free blocks, beside a state."""
+        """Tokens that one more sequence, with its state, could have in the R-worker's free blocks."""
         blocks = {block for each in self.held for block in each.blocks}
         return (self.num_blocks - len(blocks) - self.state_blocks * (len(self.held) + 1)) * self.block_size
 
@@ -225,9 +221,8 @@ class RWorkerInfo:
 @dataclass(frozen=True)
 class WorkerReport:
     """One R-worker's work in a step.
-
     ``busy_start``, ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
-    ``time.perf_counter``; both are 0 if the worker had no rows. ``transfer_seconds``: the time from submit to o,
+    ``time.perf_counter``; both are 0 if the worker had no rows. ``transfer_seconds``: the time from submit to output,
     without busy time and time queued behind other calls, summed over the step. ``leaving``: the R-worker asks to leave.
     """
 

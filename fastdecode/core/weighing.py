@@ -1,4 +1,4 @@
-"""The attention of one query, shared among blocks of its context: questions to R-workers, and answers for users."""
+"""The attention of one query, shared among blocks of its context: requests to R-workers, and answers for users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class AttentionSource(NamedTuple):
-    """Consecutive tokens of a context, the last one included, and the share of a token's attention that they have."""
+    """Tokens ``first`` to ``last`` (inclusive) of a context, and the share ``weight`` of a row's attention on them."""
 
     first: int
     last: int
@@ -18,10 +18,9 @@ class AttentionSource(NamedTuple):
 
 @dataclass(frozen=True)
 class WeighedPart:
-    """Tokens of a sequence on one R-worker that a query sees: all of them, or a range.
-
-    ``sequence_id``: what R-worker ``worker`` calls them. ``offset``: the first one's place in the sequence.
-    ``position``: the query's, counted from there. ``num_tokens``: those up to the query.
+    """Cached tokens of a sequence on one R-worker that a query attends to: the whole sequence, or a segment.
+    R-worker ``worker`` holds them as its sequence ``sequence_id``. ``offset``: position of the first token in the whole
+    sequence. ``position``: the query's position, counted from ``offset``. ``num_tokens``: tokens up to the query.
     """
 
     worker: int
@@ -33,9 +32,8 @@ class WeighedPart:
 
 @dataclass(frozen=True)
 class WeighedRow:
-    """Row ``row`` of a mini-batch of the open step, whose attention is to be shared among blocks of ``block`` tokens.
-
-    ``layers``: ascending, with the index layers that some of them read. ``parts``: all that the row sees, in order.
+    """Row ``row`` of a mini-batch of the open step, whose attention is shared among blocks of ``block`` tokens.
+    ``layers``: in ascending order, with the index layers that they use. ``parts``: the row's whole context, in order.
     """
 
     mini_batch: int
@@ -46,18 +44,17 @@ class WeighedRow:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks from the sequence's first token to the row's own."""
+        """The number of blocks from the sequence's first token to the row's own token."""
         last = self.parts[-1]
         return (last.offset + last.num_tokens - 1) // self.block + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Weighing:
-    """A question to one R-worker about a row.
-
-    ``queries``: of each of ``layers`` [1, num_heads, query_dim] in the model's dtype. ``norms``: max and sum of scores
-    over all parts, float32 [1, heads of all layers that attend, 2]; None: R-workers take those of ``part`` and of
-    sinks. ``finds_norms``: these are asked for, without sinks, and no weights.
+    """A request to one R-worker for the attention of one row.
+    ``queries``: for each of ``layers`` [1, num_heads, query_dim] in the model's dtype. ``norms``: max and sum of scores
+    over all parts, float32 [1, heads of all attending layers, 2]; None: R-workers use the norms of ``part`` and of
+    sinks. ``finds_norms``: return these norms, without sinks, instead of weights.
     """
 
     part: WeighedPart
@@ -69,26 +66,25 @@ class Weighing:
 
     @property
     def first_block(self) -> int:
-        """The block of the part's first token."""
+        """The index of the block with the part's first token."""
         return self.part.offset // self.block
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the part's tokens touch."""
+        """The number of blocks that the part's tokens touch."""
         return (self.part.offset + self.part.num_tokens - 1) // self.block - self.first_block + 1
 
 
 class Queries(Protocol):
-    """The queries of the rows that a step taps."""
+    """The queries of the tapped rows of a step."""
 
     def of(self, mini_batch: int, row: int, layer: int) -> np.ndarray:
-        """Return the row's queries in ``layer``, as they travel: [1, num_heads, query_dim] in the model's dtype."""
+        """Return the queries of ``row`` in ``layer``, in the form sent to R-workers: [1, num_heads, query_dim]."""
 
 
 def strongest(weights: np.ndarray, count: int, block: int, num_tokens: int) -> tuple[AttentionSource, ...]:
-    """Return the ``count`` blocks with the most attention, the strongest first, equal ones in order.
-
-    ``weights``: float32 [num_blocks] of ``num_tokens`` tokens. Blocks without any are left out.
+    """Return the ``count`` blocks of ``block`` tokens with the most attention, strongest first, equal ones in order.
+    ``weights``: float32 [num_blocks], over ``num_tokens`` tokens. Blocks without attention are left out.
     """
     best = np.argsort(-weights, kind="stable")[:count]
     return tuple(

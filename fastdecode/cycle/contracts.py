@@ -17,7 +17,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class JoinedWorker:
-    """An R-worker that has joined. ``bandwidth``: relative to the others; None means their mean."""
+    """An R-worker that has joined. ``bandwidth``: relative to the other R-workers; None: their mean."""
 
     num_blocks: int
     bandwidth: float | None = None
@@ -32,22 +32,22 @@ class World(Protocol[T_co]):
         """Return this world's time in seconds."""
 
     def tell(self, step: ScheduledStep) -> None:
-        """Send the controls and rows of ``step`` to the R-workers. An error changes nothing."""
+        """Send the controls and rows of ``step`` to the R-workers. If sending fails, the R-workers are unchanged."""
 
     def compute(self, step: ScheduledStep) -> T_co:
         """Compute the rows of ``step`` and return the results."""
 
     def end_step(self) -> StepReport:
-        """Commit the step; the report says which R-workers are lost and which ask to leave."""
+        """Commit the open step; return which R-workers are lost and which ask to leave."""
 
     def abandon_step(self) -> None:
         """Drop the rows of the open step, if there is one."""
 
     def wait(self) -> None:
-        """Wait a while, or until a prompt is computed elsewhere. The last step had no rows."""
+        """Wait a short while, or until a prefill worker has computed a prompt. Called after a step without rows."""
 
     def transfer(self, transfer: Transfer) -> float:
-        """Copy cached tokens between R-workers and return the seconds. Raise WorkerLostError if one is gone."""
+        """Copy cached tokens between R-workers and return the seconds. Raise WorkerLostError if an R-worker is lost."""
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
         """Return the R-workers that have joined since the last call, by index. Fill ``vacant`` indices first.
@@ -59,39 +59,37 @@ class World(Protocol[T_co]):
         """Disconnect R-worker ``worker``."""
 
     def forget(self, sequence_id: int) -> None:
-        """Drop all S-worker data of a sequence; unknown ones are ignored."""
+        """Drop all S-worker data of sequence ``sequence_id``; unknown ids are ignored."""
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
         """Return the record of the step that has just ended: how long each side worked.
-
-        ``pool``: the R-workers after it.
+        ``pool``: the R-workers and copies after the step.
         """
 
 
 class RunningCycle(Protocol):
-    """The interface of a cycle for its requests, which fork samples and end sequences."""
+    """A running cycle as its requests see it: they fork samples and end sequences through it."""
 
     @property
     def scheduler(self) -> Scheduler: ...
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End ``sequence`` for ``reason``, wherever it is: see ``Scheduler.finish``."""
+        """End ``sequence`` for ``reason``, whether it waits or runs: see ``Scheduler.finish``."""
 
 
 class Requests(Protocol[T_contra]):
-    """The requests that receive the tokens."""
+    """The requests that receive the tokens of a cycle's steps."""
 
     def begun(self, step: ScheduledStep, now_seconds: float) -> None:
-        """Note that the R-workers have ``step``, which is computed next."""
+        """Record that the R-workers have received ``step``, which is computed next."""
 
     def accepted(self, step: ScheduledStep, computed: T_contra) -> Mapping[int, int]:
-        """Return for each sequence how many of its draft tokens are accepted."""
+        """Return how many draft tokens of each sequence are accepted, by sequence id."""
 
     def take(
         self, cycle: RunningCycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]
     ) -> int:
-        """Append the tokens of all sequences except ``spoilt``; return how many were appended.
-
+        """Append the sampled tokens to all sequences except ``spoilt``; return how many were appended.
         Samples are forked with the scheduler, and finished sequences end with ``cycle``.
         """
 

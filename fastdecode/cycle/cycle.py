@@ -1,4 +1,4 @@
-"""The loop over a scheduler's steps. Its world computes, copies and has a clock."""
+"""The loop over a scheduler's steps. A ``World`` computes them, copies cached tokens and provides the clock."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ class Companion:
     s_seconds = wait_seconds = 0.0
 
     def before(self, cycle: Cycle) -> None:
-        """Do the pending work between two steps; Ctrl-C does not interrupt it."""
+        """Do this companion's pending work between two steps; Ctrl-C does not interrupt it."""
 
     def prepare(self, cycle: Cycle) -> None:
-        """Do the pending work right before a step is scheduled; Ctrl-C may interrupt it."""
+        """Do this companion's pending work right before a step is scheduled; Ctrl-C may interrupt it."""
 
     def begun(self, step: ScheduledStep) -> None:
-        """Note that the R-workers have ``step``."""
+        """Record that the R-workers have received ``step``."""
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
-        """Handle the report of a step or of controls alone.
-
+        """Handle the R-workers' ``report`` of a step, or of controls that were sent without rows.
         Lost R-workers are already handled; leaving ones are not.
         """
 
@@ -48,7 +47,7 @@ class Companion:
         """Handle the end of a committed step; ``heard`` was called before."""
 
     def forget(self, sequence_id: int) -> None:
-        """Drop all data of a sequence that has ended or lost its cache; unknown ones are ignored."""
+        """Drop all data of a sequence that has ended or lost its cache; unknown ids are ignored."""
 
 
 class Cycle(Generic[T]):
@@ -71,8 +70,7 @@ class Cycle(Generic[T]):
         self._lost: tuple[int, ...] = ()  # since the last record; steps without rows have none
 
     def turn(self) -> ScheduledStep:
-        """Run one step with the work before and after it; return the step.
-
+        """Run one step and the companions' work around it; return the step.
         On any exception the R-workers drop the rows of the step, and the next turn computes them again.
         """
         try:
@@ -92,14 +90,14 @@ class Cycle(Generic[T]):
         return step
 
     def look_around(self) -> None:
-        """Without a step, run the companions and find out which R-workers are lost or ask to leave."""
+        """Run the companions without a step, and find out which R-workers are lost or ask to leave."""
         with interrupts_deferred():
             self._before()
             self.tell()
             self._before()  # an idle R-worker that asks to leave may go at once
 
     def tell(self) -> tuple[int, ...]:
-        """Send controls without rows; return the R-workers that turn out to be lost."""
+        """Send the pending controls without rows; return the R-workers that turn out to be lost."""
         with interrupts_deferred():
             self._tell_world(self.scheduler.controls_alone())
             try:
@@ -116,7 +114,7 @@ class Cycle(Generic[T]):
             self.tell()
 
     def lose(self, workers: Sequence[int]) -> list[int]:
-        """Handle the loss of R-workers: what only they held is recomputed elsewhere. Return the affected sequences."""
+        """Handle the loss of R-workers: tokens cached only there are recomputed. Return the affected sequence ids."""
         spoilt = self.scheduler.members.spoilt(workers) if workers else []
         for sequence_id in spoilt:
             self.forget(sequence_id)
@@ -126,12 +124,12 @@ class Cycle(Generic[T]):
         return spoilt
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End ``sequence`` for ``reason``, wherever it is: see ``Scheduler.finish``."""
+        """End ``sequence`` for ``reason``, whether it waits or runs: see ``Scheduler.finish``."""
         self.scheduler.finish(sequence, reason)
         self.forget(sequence.sequence_id)
 
     def forget(self, sequence_id: int) -> None:
-        """Have all parts drop a sequence that has ended or lost its cache."""
+        """Make the world and all companions drop a sequence that has ended or lost its cache."""
         self.world.forget(sequence_id)
         for companion in self.companions:
             companion.forget(sequence_id)
@@ -141,7 +139,7 @@ class Cycle(Generic[T]):
             companion.before(self)
 
     def _begin(self) -> ScheduledStep:
-        """Schedule a step and open it on the R-workers. If they refuse, the scheduler keeps its controls."""
+        """Schedule a step and send it to the R-workers. If they refuse it, its controls stay pending."""
         with interrupts_deferred():
             step = self.scheduler.schedule(self.world.now())
             self._forget_prompts_that_left()
@@ -169,7 +167,7 @@ class Cycle(Generic[T]):
             raise
 
     def _end(self, step: ScheduledStep, computed: T) -> None:
-        """Commit the step on all sides, and hand out its results."""
+        """Commit ``step`` on the R-workers and in the scheduler, and give its tokens to the requests."""
         try:
             report = self.world.end_step()
         except BaseException:
@@ -186,7 +184,7 @@ class Cycle(Generic[T]):
             self._record(step, report, num_output_tokens)
 
     def _hear(self, report: StepReport) -> list[int]:
-        """Handle lost and leaving R-workers; return the sequences that lost cached tokens."""
+        """Handle lost and leaving R-workers; return the ids of sequences that lost cached tokens."""
         self._lost += report.lost
         spoilt = self.lose(report.lost)
         for companion in self.companions:
@@ -194,7 +192,7 @@ class Cycle(Generic[T]):
         return spoilt
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
-        """Record the step. The scheduler learns from the step alone; the record includes the companions' time."""
+        """Record the step. The scheduler learns from the step alone; the record includes the companions' seconds."""
         report = replace(report, lost=self._lost) if self._lost else report
         record = self.world.record(step, report, num_output_tokens, self.scheduler.store.pool)
         self._lost = ()
@@ -205,7 +203,7 @@ class Cycle(Generic[T]):
             self.on_step(record)
 
     def _forget_prompts_that_left(self) -> None:
-        """Drop S-worker data of preempted prompts, since others need the scratch."""
+        """Drop the S-worker data of preempted prompts, since other prompts need their scratch memory."""
         left = self.scheduler.store.residents.left_scratch
         while left:
             self.forget(left.pop())

@@ -17,19 +17,18 @@ logger = logging.getLogger(__name__)
 
 class Membership(Companion):
     """Between steps: adds R-workers that join, moves sequences, and removes drained R-workers.
-
     Sequences move one by one as bytes, for at most the duration of the last step. So other sequences wait at most twice
-    as long for a token. ``changes``: the events of the pool.
+    as long for a token. ``changes``: counts of R-workers and sequences that joined, left, were lost or moved.
     """
 
     def __init__(self, now_seconds: float = 0.0, names: Iterable[str] = ()) -> None:
-        """``now_seconds``: the time of the world's clock. ``names``: the present R-workers, by index."""
+        """``now_seconds``: the time of the world's clock. ``names``: names of the present R-workers, by index."""
         self.changes = PoolChanges()
         self._updated = now_seconds
         self._names = dict(enumerate(names))
 
     def before(self, cycle: Cycle) -> None:
-        """Add newcomers, move sequences, and remove drained R-workers."""
+        """Add R-workers that have joined, move sequences, and remove drained R-workers."""
         now, workers = cycle.world.now(), cycle.scheduler.store.workers
         self.admit(cycle)
         if len(workers) > 1:
@@ -38,7 +37,7 @@ class Membership(Companion):
         self._updated = cycle.world.now()
 
     def admit(self, cycle: Cycle) -> bool:
-        """Add newcomers; return False if there are none."""
+        """Add R-workers that have joined; return False if there are none."""
         newcomers = cycle.world.admit(cycle.scheduler.store.workers.vacant)
         for index, newcomer in newcomers.items():
             self._join(cycle.scheduler, index, newcomer)
@@ -50,7 +49,7 @@ class Membership(Companion):
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
-        """Start draining R-worker ``worker``. Raise ConfigError if it is not there."""
+        """Start draining R-worker ``worker``. Raise ConfigError if there is no such R-worker."""
         if worker not in scheduler.store.workers.present:
             raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.store.workers.present}")
         scheduler.members.drain(worker)
@@ -76,8 +75,7 @@ class Membership(Companion):
         return self._names.get(worker) or str(worker)
 
     def _move_until(self, cycle: Cycle, deadline: float) -> None:
-        """Move sequences until ``deadline``, at least one if any is due.
-
+        """Move sequences until ``deadline`` (world seconds), at least one if a move is due.
         After a loss the scheduler is asked again, since a chosen move may have lost its room, source or sequence.
         """
         scheduler = cycle.scheduler
@@ -89,7 +87,7 @@ class Membership(Companion):
             try:
                 seconds = cycle.world.transfer(transfer)
             except WorkerLostError:
-                return  # the next step finds out which one, and continues without it
+                return  # the next step finds out which R-worker is lost
             scheduler.transfers.done(transfer, seconds)
             ends = not scheduler.transfers.stands(transfer)  # a sequence may have several segments
             self.changes.moved += transfer.is_move and ends
@@ -98,7 +96,7 @@ class Membership(Companion):
                 return
 
     def let_go(self, cycle: Cycle) -> None:
-        """Remove draining R-workers that have no work left."""
+        """Remove draining R-workers that hold no sequences any more."""
         scheduler = cycle.scheduler
         if not scheduler.store.workers.draining:
             return

@@ -17,7 +17,7 @@ from fastdecode.scheduler.places.workers import Prefix, WorkerState
 from fastdecode.scheduler.prefix.parked import Beginning, Parked, Waking
 
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05
-"""Seconds for disks in a turn with running sequences, and in a turn without."""
+"""Seconds per turn for loading and parking: while sequences run, and while none runs."""
 
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Disk:
-    """An R-worker with a disk, for as long as the scheduler has it as ``state``.
-
-    ``wishes``: sequences that wait for parked prefixes, oldest first; ``waking`` belongs to the first once it began.
-    ``parking``: the prefix being written, and its chain when writing began.
+    """The disk of an R-worker, valid while the scheduler's ``WorkerState`` at ``index`` is ``state``.
+    ``wishes``: sequences that wait for parked prefixes, oldest first. ``waking``: the loading of the first one's
+    prefix. ``parking``: the prefix being written, and its chain when writing began.
     """
 
     index: int
@@ -42,13 +41,12 @@ class _Disk:
 
 
 class Parking(Companion):
-    """Between steps: loads and parks prefixes, a little each time; loading comes first.
-
+    """Between steps: loads prefixes from R-workers' disks, then parks unused ones there, a little each time.
     ``parked_bytes``: bytes on each R-worker's disk by its last report, by index.
     """
 
     def __init__(self, parks: Parks, model: str, r_workers: Sequence[RWorkerInfo]) -> None:
-        """``model`` identifies the weights. ``r_workers``: all by index, including those that join."""
+        """``model`` identifies the weights. ``r_workers``: all R-workers by index; the list grows as others join."""
         self.parked_bytes: dict[int, int] = {}
         self._parks, self._model, self._r_workers = parks, model, r_workers
         self._disks: dict[int, _Disk] = {}
@@ -56,7 +54,7 @@ class Parking(Companion):
         self._patience_ms = int(1000 * BUSY_SECONDS)
 
     def before(self, cycle: Cycle) -> None:
-        """Work on the disks for ``BUSY_SECONDS``, or longer if nothing else is pending."""
+        """Load and park for ``BUSY_SECONDS``, or ``IDLE_SECONDS`` if no sequence runs or waits for room."""
         scheduler, now = cycle.scheduler, cycle.world.now()
         scheduler.store.parked.set_clock(now)
         self._meet(scheduler)
@@ -69,11 +67,11 @@ class Parking(Companion):
         self._work(cycle, now + seconds, -1.0)
 
     def forget(self, sequence_id: int) -> None:
-        """Allow another search for its prefix, in case the id is used again."""
+        """Search the disks again for a prefix of ``sequence_id``, in case another sequence gets this id."""
         self._looked.discard(sequence_id)
 
     def finish(self, cycle: Cycle, most_seconds: float) -> None:
-        """Park the remaining prefixes when the engine ends, for at most ``most_seconds``."""
+        """Park all unused prefixes when the engine ends, for at most ``most_seconds``."""
         self._meet(cycle.scheduler)
         for disk in self._disks.values():
             disk.next_look = 0.0
@@ -89,7 +87,7 @@ class Parking(Companion):
             self._drop(scheduler, disk)
 
     def _meet(self, scheduler: Scheduler) -> None:
-        """Start with new R-workers, and drop those that are gone or were replaced."""
+        """Add the disks of new R-workers, and drop the disks of R-workers that are lost or were replaced."""
         workers = scheduler.store.workers
         for disk in list(self._disks.values()):
             if workers[disk.index] is not disk.state:
@@ -108,7 +106,7 @@ class Parking(Companion):
                     self._refused(disk, error)
 
     def _wish(self, scheduler: Scheduler) -> None:
-        """Set aside sequences that could continue from a parked prefix."""
+        """Let waiting sequences that could continue from a parked prefix wait for that prefix to load."""
         parked = scheduler.store.parked
         if not len(parked.chains):
             return
@@ -121,9 +119,8 @@ class Parking(Companion):
                 self._disks[beginning.worker].wishes.append(sequence)
 
     def _work(self, cycle: Cycle, deadline: float, least_seconds: float) -> None:
-        """Work on all disks in turn until ``deadline`` or until nothing is left, but at least once.
-
-        ``least_seconds``: a prefix unused for so long is parked; below 0, each R-worker's own setting applies.
+        """Load and park on all disks in turn until ``deadline`` or until nothing is left, but at least once.
+        ``least_seconds``: park prefixes unused for this long; below 0, each R-worker's own setting applies.
         """
         has_work = True
         while has_work:
@@ -141,7 +138,7 @@ class Parking(Companion):
             has_work &= cycle.world.now() < deadline
 
     def _wake(self, cycle: Cycle, disk: _Disk) -> bool:
-        """Continue loading from ``disk``; return False if nothing is wanted."""
+        """Continue loading from ``disk``; return False if no sequence waits for one of its prefixes."""
         scheduler, parked = cycle.scheduler, cycle.scheduler.store.parked
         while disk.wishes and disk.waking is None:
             disk.waking = self._begin(scheduler, disk, parked)
@@ -150,9 +147,9 @@ class Parking(Companion):
         waking = disk.waking
         if waking is None:
             return False
-        disk.parking = None  # the R-worker frees this to make room
+        disk.parking = None  # the R-worker discards a partly written prefix to make room
         if scheduler.store.workers.has_controls:
-            cycle.tell()  # pending releases may be the room that it needs
+            cycle.tell()  # pending releases may free the blocks that loading needs
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         beginning = waking.beginning
@@ -173,7 +170,7 @@ class Parking(Companion):
         return True
 
     def _wish_next(self, scheduler: Scheduler, sequence: TokenSequence, before: Beginning) -> bool:
-        """Let ``sequence`` wait for its next range, perhaps on another disk; return whether there is one."""
+        """Let ``sequence`` wait for its next parked segment, perhaps on another disk; return False if there is none."""
         following = scheduler.store.parked.wanted(sequence) if scheduler.queue.is_aside(sequence) else None
         disk = self._disks.get(following.worker) if following and following.start > before.start else None
         if disk is None or disk.is_refusing:
@@ -182,7 +179,9 @@ class Parking(Companion):
         return True
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
-        """Begin to load the first wished prefix. Return None if its sequence ended, needs none, or has no room."""
+        """Begin to load the prefix that the first waiting sequence needs.
+        Return None if that sequence has ended, needs no prefix, or has no room.
+        """
         sequence = disk.wishes[0]
         if not scheduler.queue.is_aside(sequence):
             return None
@@ -200,10 +199,10 @@ class Parking(Companion):
             return False
         prefix, chain = disk.parking
         if prefix.prefix_id not in disk.state.prefixes or len(prefix.blocks) != chain.num_blocks:
-            disk.parking = None  # it was evicted meanwhile
+            disk.parking = None  # the prefix was evicted meanwhile
             return True
         if scheduler.store.workers.has_controls:
-            cycle.tell()  # perhaps the prefix itself is not there yet
+            cycle.tell()  # the fork that makes the prefix may still be pending
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         superseded = parked.chains.within(disk.index, prefix.block_hashes[:-1])
@@ -230,7 +229,7 @@ class Parking(Companion):
         disk.is_refusing = True
 
     def _drop(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
-        """Forget ``disk`` and its known files."""
+        """Forget ``disk`` and the list of prefixes parked on it."""
         scheduler.store.parked.chains.forget(disk.index)
         self.parked_bytes.pop(disk.index, None)
         self._let_go(scheduler, disk, is_gone)
@@ -238,8 +237,7 @@ class Parking(Companion):
 
     def _let_go(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
         """Start the sequences that wait for ``disk`` without their prefixes.
-
-        Release a partly loaded one unless the R-worker ``is_gone``.
+        Release a partly loaded prefix unless the R-worker ``is_gone``.
         """
         if disk.waking and not is_gone:
             scheduler.store.parked.failed(disk.waking)

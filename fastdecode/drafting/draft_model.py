@@ -1,4 +1,4 @@
-"""Draft tokens by a smaller model with its own cache."""
+"""Draft tokens from a smaller model with its own KV cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ Control = tuple[int, int, int, int]
 
 @dataclass
 class Held:
-    """A sequence's cached tokens on the draft model: the first ``num_known`` of its text, then ``drafts``.
-
-    ``num_blocks`` are reserved for it.
+    """A sequence's tokens in the draft model's cache: the first ``num_known`` of prompt and output, then ``drafts``.
+    ``num_blocks``: blocks reserved for the sequence.
     """
 
     num_known: int = 0
@@ -30,11 +29,11 @@ class Held:
 
     @property
     def num_cached(self) -> int:
-        """The number of cached tokens."""
+        """The number of tokens in the draft model's cache."""
         return self.num_known + len(self.drafts)
 
     def rewind(self, text: Draft) -> bool:
-        """Keep the tokens that agree with ``text`` without its last token; return True if some were dropped."""
+        """Keep the cached tokens that agree with ``text`` without its last token; return True if some were dropped."""
         before, most = self.num_cached, text.num_tokens - 1
         while self.drafts and self.num_known < most and text.tokens(self.num_known, 1) == self.drafts[:1]:
             del self.drafts[0]
@@ -45,7 +44,7 @@ class Held:
 
 
 class DraftCache:
-    """The draft model's cache: which tokens its R-worker holds, and its pending controls."""
+    """The scheduler's view of the draft model's cache: tokens per sequence, and controls not yet sent."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.free = num_blocks
@@ -58,7 +57,7 @@ class DraftCache:
         return len(self._held)
 
     def use(self, text: Draft) -> Held:
-        """Return a sequence's cached tokens, without those that are not its text any more."""
+        """Return the cached tokens of the sequence of ``text``, after dropping those that differ from ``text``."""
         held = self._held.setdefault(text.sequence_id, Held())
         self._held.move_to_end(text.sequence_id)
         if held.rewind(text):
@@ -66,11 +65,11 @@ class DraftCache:
         return held
 
     def chunk(self, text: Draft, token_ids: list[int], samples: bool) -> Chunk:
-        """Return the chunk of a sequence's next tokens, from its text or its drafts."""
+        """Return the chunk that appends ``token_ids`` to the cached tokens of the sequence of ``text``."""
         return Chunk(text.sequence_id, 0, self._held[text.sequence_id].num_cached, token_ids, samples=samples)
 
     def add(self, text: Draft, token_ids: list[int]) -> None:
-        """Count the tokens of ``chunk`` as cached."""
+        """Record that ``token_ids``, the next tokens or drafts of ``text``, are now cached."""
         held = self._held[text.sequence_id]
         if held.num_known < text.num_tokens:
             held.num_known += len(token_ids)
@@ -78,10 +77,9 @@ class DraftCache:
             held.drafts += token_ids
 
     def reserve(self, sequence_id: int, num_tokens: int, in_use: Collection[int], after: Sequence[int]) -> bool:
-        """Reserve blocks for ``num_tokens`` of a sequence; return False if there are too few.
-
-        When the cache is full, sequences that are not ``in_use`` lose theirs, least recently used first. For a sequence
-        with cached tokens, those ``after`` it lose theirs too, the last first.
+        """Reserve blocks for ``num_tokens`` tokens of a sequence; return False if too few blocks are free.
+        If the cache is full, drop sequences that are not ``in_use``, least recently used first. If this sequence has
+        cached tokens, then drop the sequences ``after``, the last one first.
         """
         held = self._held[sequence_id]
         more = max(0, -(-num_tokens // self.block_size) - held.num_blocks)
@@ -97,7 +95,7 @@ class DraftCache:
         return True
 
     def drop(self, sequence_id: int) -> None:
-        """Drop all tokens of a sequence; unknown ones are ignored."""
+        """Drop all cached tokens of a sequence; unknown ids are ignored."""
         held = self._held.pop(sequence_id, None)
         if held is not None:
             self.free += held.num_blocks
@@ -106,33 +104,32 @@ class DraftCache:
 
 
 class DraftModelDrafter:
-    """Runs a draft model over the texts and then over its own drafts. Its R-worker is in this process.
-
-    Prompts are new to it. It computes at most ``most_rows`` of them per step, and drafts for a sequence once it has all
-    of its text. ``cache``: its count of that R-worker's blocks.
+    """Runs a draft model over prompts and outputs, then over its own drafts. Its R-worker is in this process.
+    It computes at most ``most_rows`` prompt and output tokens per step. It drafts for a sequence once all of them are
+    cached. ``cache``: the count of the R-worker's blocks.
     """
 
     def __init__(self, s_worker: SWorker, num_blocks: int, block_size: int, most_rows: int) -> None:
-        """``s_worker``: of the draft model, over one R-worker with ``num_blocks`` blocks."""
+        """``s_worker``: runs the draft model over one R-worker with ``num_blocks`` blocks."""
         self.s_worker = s_worker
         self.cache = DraftCache(num_blocks, block_size)
         self._most_rows = most_rows
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """See ``Drafter``. Sequences whose text is still being computed are left out."""
+        """See ``Drafter``. The result omits sequences whose prompt or output is not yet fully cached."""
         drafts = self._read([Draft(each) for each in requests])
         while growing := [each for each in drafts if each.wants_more]:
             self._pass([(each, [each.token_ids[-1]]) for each in growing], growing)
         return {each.sequence_id: each.token_ids for each in drafts}
 
     def forget(self, sequence_id: int) -> None:
-        """See ``Drafter``. When nothing is cached any more, the R-worker gets the releases at once."""
+        """See ``Drafter``. When no sequence is cached any more, send the releases to the R-worker at once."""
         self.cache.drop(sequence_id)
         if not len(self.cache) and self.cache.controls:
             self._pass([], [])
 
     def _read(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Compute missing parts of the texts, shortest first; return the drafts that then have a first token."""
+        """Compute uncached prompt and output tokens, fewest first; return the drafts that now have a first token."""
         missing = {each.sequence_id: each.num_tokens - self.cache.use(each).num_cached for each in drafts}
         in_order = sorted(drafts, key=lambda each: (missing[each.sequence_id], each.sequence_id))
         ids = [each.sequence_id for each in in_order]
@@ -150,7 +147,7 @@ class DraftModelDrafter:
         return whole
 
     def _pass(self, parts: Sequence[tuple[Draft, list[int]]], growing: Sequence[Draft]) -> None:
-        """Run one step of the draft model, which caches the tokens of ``parts`` and extends each of ``growing``."""
+        """Run one step of the draft model: cache the tokens of ``parts``; sample a token for each of ``growing``."""
         cache, backend = self.cache, self.s_worker.backend
         sampled = {each.sequence_id for each in growing}
         chunks = [cache.chunk(each, tokens, each.sequence_id in sampled) for each, tokens in parts]

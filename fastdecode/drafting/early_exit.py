@@ -1,4 +1,4 @@
-"""Draft tokens by forward passes: what both such drafters share, and the early-exit drafter."""
+"""Draft tokens from forward passes: the part that such drafters share, and the early-exit drafter."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from fastdecode.sworker.sampling import SampledToken, SamplingRow
 
 @dataclass(eq=False)
 class Draft:
-    """The tokens drafted so far for ``request``.
-
-    They are drawn with the same random numbers as the model's own tokens, so that they agree if the probabilities
+    """The tokens drafted for ``request``.
+    They are drawn with the same random numbers as the model's own tokens, so that both agree if the probabilities
     nearly do. Grammars are not applied here; forbidden tokens are cut off later.
     """
 
@@ -32,7 +31,7 @@ class Draft:
 
     @property
     def wants_more(self) -> bool:
-        """True until it has the requested number of tokens, or one that ends the text."""
+        """True until the draft has the requested number of tokens, or an end token."""
         return not self.ended and len(self.token_ids) < self.request.num_drafts
 
     @property
@@ -42,7 +41,7 @@ class Draft:
 
     @property
     def sequence_id(self) -> int:
-        """The sequence's id."""
+        """The id of the sequence that is drafted for."""
         return self.request.sequence_id
 
     def tokens(self, start: int, count: int) -> list[int]:
@@ -51,11 +50,11 @@ class Draft:
 
     @property
     def sampling_row(self) -> SamplingRow:
-        """The sampler's input for the next token."""
+        """The sampler's input for the next draft token."""
         return self._row.after(self.token_ids)
 
     def take(self, sampled: SampledToken) -> None:
-        """Append the next token."""
+        """Append ``sampled`` to the draft, or end the draft if sampling failed."""
         if sampled.failed:
             self.ended = True
             return
@@ -64,7 +63,7 @@ class Draft:
 
 
 def draw(s_worker: SWorker, step: ScheduledStep, drafts: Sequence[Draft]) -> None:
-    """Compute ``step``, which is open, and append to each of ``drafts`` the token sampled from its last row."""
+    """Compute the open ``step``, and append to each draft the token sampled from its last row."""
     sampled = s_worker.run(step, {each.sequence_id: [each.sampling_row] for each in drafts})
     for each in drafts:
         each.take(sampled[each.sequence_id][0])
@@ -72,19 +71,18 @@ def draw(s_worker: SWorker, step: ScheduledStep, drafts: Sequence[Draft]) -> Non
 
 class EarlyExitDrafter:
     """Drafts with the model's own first layers, norm and head.
-
-    Keys and values of those layers are the model's own. A pass is a step in which R-workers see only the first layers.
-    It is abandoned afterwards, so that nothing of it stays. It recomputes the last token and all earlier drafts, over
-    one read of the cache.
+    Keys and values of those layers are the model's own. Each pass is a step in which R-workers see only the first
+    layers. The pass is abandoned afterwards, so that it leaves no tokens in the cache. A pass recomputes the last token
+    and all earlier drafts, over one read of the cache.
     """
 
     def __init__(self, s_worker: SWorker, num_mini_batches: int) -> None:
-        """``s_worker``: of the first layers, over the model's R-workers."""
+        """``s_worker``: runs the model's first layers over the model's R-workers."""
         self.s_worker = s_worker
         self._num_mini_batches = num_mini_batches
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """See ``Drafter``. The next step's report names an R-worker that is lost meanwhile."""
+        """See ``Drafter``. The next step's report names R-workers that are lost while drafting."""
         by_load = sorted(requests, key=lambda each: (each.worker, -each.num_cached))
         drafts = [Draft(each) for each in by_load]
         while growing := [each for each in drafts if each.wants_more]:
@@ -99,7 +97,7 @@ class EarlyExitDrafter:
         """See ``Drafter``."""
 
     def _begin(self, drafts: Sequence[Draft], pending: PendingControls) -> ScheduledStep:
-        """Open a step of the next rows of ``drafts``, after sending ``pending`` controls."""
+        """Send the ``pending`` controls, and open a step with the last token and drafts of each of ``drafts``."""
         decodes = MiniBatch.of(map(_chunk, drafts))
         with interrupts_deferred():
             told = pending.controls_alone()
@@ -113,7 +111,7 @@ class EarlyExitDrafter:
 
 
 def _chunk(draft: Draft) -> Chunk:
-    """Return the chunk of the last token and the drafts so far."""
+    """Return the chunk of the sequence's last output token followed by its drafts."""
     request = draft.request
     tokens = [request.output_token_ids[-1], *draft.token_ids]
     return Chunk(

@@ -1,4 +1,4 @@
-"""Draft tokens by look-up: what followed an earlier occurrence of the last tokens (vLLM's ngram, prompt lookup)."""
+"""Draft tokens by look-up: they followed an earlier occurrence of the last tokens (vLLM's ngram, prompt lookup)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from fastdecode.core.protocols import DraftRequest, PendingControls
 
 LOOK_BACK = 64
-"""Tokens by which earlier places are compared; the longest agreement with the end wins."""
+"""Tokens by which earlier occurrences are compared; the longest match with the last tokens wins."""
 
 
 class NgramDrafter:
     """Drafts from each sequence's own prompt and output."""
 
     def __init__(self, least: int, most: int) -> None:
-        """``least``, ``most``: tokens that must agree; ``most`` is tried first."""
+        """``least``, ``most``: how many last tokens must occur earlier; ``most`` is tried first."""
         self._least, self._most = least, most
         self._histories: dict[int, History] = {}
 
@@ -48,7 +48,7 @@ class History:
         return self._buffer[: self.num_tokens]
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens."""
+        """Append ``token_ids``."""
         end = self.num_tokens + len(token_ids)
         if end > len(self._buffer):
             self._buffer = np.append(self.tokens, np.zeros(end + 16, np.int64))
@@ -58,15 +58,12 @@ class History:
 
 def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[int]:
     """Return ``count`` tokens that followed an earlier occurrence of the last ``least`` to ``most`` of ``tokens``.
-
-    The result is int64 [n].
-
-    The place with the longest agreement wins, and among equal ones the last. A continuation that reaches the end wraps
-    around. The result is empty if fewer than ``least`` tokens agree anywhere.
+    Among occurrences, the longest match wins, then the latest one. A continuation that reaches the end of ``tokens``
+    wraps around to its own start. The result is empty if no match has ``least`` tokens.
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
     agreeing, look_back = 1, max(most, LOOK_BACK)
-    # Places that are compared that far: the last ones, where more than so many agree in ``close`` tokens
+    # At most the ``few`` latest occurrences are compared in full; more are first filtered by ``close`` tokens
     few = 32
     close = 8
     while len(places) > few and agreeing < max(least, close):
@@ -86,8 +83,7 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
 
 
 def _agreeing(tokens: np.ndarray, places: np.ndarray, look_back: int) -> np.ndarray:
-    """Return how many tokens before each of ``places`` agree with the end: int64 [len(places)].
-
+    """Return how many tokens, back from each of ``places``, equal the last ones of ``tokens``: int64 [len(places)].
     The count stops at ``look_back``.
     """
     back = np.arange(look_back)

@@ -1,4 +1,4 @@
-"""Drafting between two steps, as a companion of the cycle, and the drafter for a configuration."""
+"""The cycle's companion that drafts between two steps, and the factory of drafters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Speculation(Companion):
         self._in_flight = in_flight
 
     def prepare(self, cycle: Cycle) -> None:
-        """Draft for the sequences that the scheduler names."""
+        """Draft for the sequences to which the scheduler grants draft tokens."""
         self.s_seconds = self.wait_seconds = 0.0
         scheduler = cycle.scheduler
         wanted = scheduler.drafts.grant()
@@ -53,7 +53,7 @@ class Speculation(Companion):
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy
-        if policy and len(proposed) == len(wanted):  # otherwise some of the time went to prompts
+        if policy and len(proposed) == len(wanted):  # otherwise part of the time went to computing prompts
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:
@@ -78,8 +78,7 @@ class Speculation(Companion):
 
 
 def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
-    """Return how many of a sequence's drafts are accepted: those before the first that differs from ``sampled``.
-
+    """Return how many of ``draft_token_ids`` are accepted: those before the first that differs from ``sampled``.
     ``sampled``: one token more than drafts, each sampled as if the earlier drafts were right.
     """
     for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):
@@ -98,8 +97,7 @@ def make_drafter(
     cleanup: ExitStack,
     lead: Lead | None = None,
 ) -> Drafter:
-    """Return the drafter for ``speculative``; ``cleanup`` frees it.
-
+    """Return the drafter for ``speculative``; ``cleanup`` closes it.
     ``make_backend``: makes the R-worker of a draft model. ``lead``: lets other ranks compute the first layers too.
     Raise ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft.
     """
@@ -117,7 +115,9 @@ def make_drafter(
 
 
 def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model: SModel) -> SModel:
-    """Return the draft model for ``model``, with its dtype and length limit. An error says why it cannot draft."""
+    """Return the draft model for ``model``, with that model's dtype and length limit.
+    Raise a FastDecodeError that says why the draft model cannot be used.
+    """
     own = replace(
         config,
         model=speculative.model,

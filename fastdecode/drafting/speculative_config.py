@@ -1,4 +1,4 @@
-"""``--speculative-config`` in vLLM's names and JSON."""
+"""The setting ``--speculative-config``, with vLLM's names and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 
 LOOKUP_TOKENS = 5
-"""vLLM's prompt_lookup_max and prompt_lookup_min if neither is given."""
+"""The default of vLLM's prompt_lookup_max and prompt_lookup_min."""
 
 _OF_METHOD = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "draft_model": ("model",)} | {
     "early_exit": ("num_layers",)
@@ -34,9 +34,8 @@ class SpeculativeConfig:
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> SpeculativeConfig | None:
-        """Return the checked configuration; None if empty.
-
-        A ConfigError names what is missing, unknown or out of range.
+        """Return ``settings`` as a checked configuration; None if they are empty.
+        Raise ConfigError for a setting that is missing, unknown or out of range.
         """
         if not settings:
             return None
@@ -52,7 +51,7 @@ class SpeculativeConfig:
                 f"speculative_config: method {method} takes {', '.join(sorted(known - {'method'}))}; "
                 f"{unknown[0]!r} {what}"
             )
-        # Draft tokens of a sequence in a step; more is a slip of the finger
+        # Most draft tokens of a sequence in a step; a larger setting is taken for a typing error
         max_speculative_tokens = 64
         count = _whole(settings, "num_speculative_tokens", 1, max_speculative_tokens)
         if method == "ngram":

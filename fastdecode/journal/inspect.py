@@ -14,9 +14,9 @@ from fastdecode.journal.records import Began, read
 
 @dataclass(frozen=True)
 class JournalLook:
-    """A journal file of ``num_bytes``, ``num_whole`` of them complete records; its requests, and those that have ended.
-
-    ``pulse_seconds``: time since the last sign of life of a session's engine; None if there never was one.
+    """A summary of a journal file: its size, its requests, and how many of them have ended.
+    ``num_whole``: bytes of complete records. ``pulse_seconds``: time since the engine's last heartbeat; None without
+    one.
     """
 
     num_bytes: int
@@ -27,7 +27,7 @@ class JournalLook:
 
 
 def look_at(folder: str) -> JournalLook | None:
-    """Return the journal's content; None if there is no journal of this format."""
+    """Return a summary of the journal in ``folder``; None if there is no journal of this format."""
     try:
         data = (Path(folder) / FILE).read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""An engine's journal: its requests, and the tokens of each committed step before they are sent."""
+"""An engine's journal: the engine's requests, and the tokens of each committed step before clients get them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fastdecode.scheduler.names import NO_NOTES, Notes
 
 
 def next_run(folder: str | None) -> Run:
-    """Return the run of the engine that will open the journal in ``folder``."""
+    """Return a new run for an engine that will open the journal in ``folder``, with the name of the previous run."""
     before = ""
-    # At the beginning of a file: more than its first record takes
+    # Bytes read from the beginning of the file: more than its first record takes
     head_bytes = 4096
     if folder is not None:
         with contextlib.suppress(OSError), (Path(folder) / FILE).open("rb") as file:
@@ -29,11 +29,10 @@ def next_run(folder: str | None) -> Run:
 
 
 class Journal:
-    """The journal of an engine without one: nothing is known, and nothing is written.
-
-    ``num_bytes``: of the file. ``write_seconds``: seconds that steps have waited for it. ``before``: the name of the
-    run that wrote what was found; "" if nothing of this model was. ``was_found``: whether anything was. ``kept``: what
-    ``keep`` was given, by name, oldest first.
+    """The journal of an engine without a journal file: it knows no earlier requests and writes nothing.
+    ``num_bytes``: size of the file. ``write_seconds``: seconds that steps have waited for writes. ``before``: name of
+    the run that wrote the journal found; "" if it has another model. ``was_found``: whether a journal was found.
+    ``kept``: the data given to ``keep``, by name, oldest first.
     """
 
     next_sequence_id = 0
@@ -46,7 +45,7 @@ class Journal:
         self.kept: dict[str, Kept] = {}
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
-        """Return what an earlier engine has produced for the same request, once; None if nothing."""
+        """Return an earlier engine's output for the same request; None if there is none, or on a second call."""
         return None
 
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
@@ -57,28 +56,27 @@ class Journal:
         return {}
 
     def enter(self, request: Request) -> None:
-        """Record ``request``, with what was replayed of it."""
+        """Record ``request`` and its replayed tokens."""
 
     def grew(self, requests: Iterable[Request], notes: Notes = NO_NOTES) -> None:
-        """Record a committed step: the new tokens or ends of ``requests``, and in ``notes`` where their caches are."""
+        """Record a committed step: new tokens and ends of ``requests``; cache ids and cached tokens in ``notes``."""
 
     def settle(self) -> None:
-        """Make the records of ``grew`` survive this process, so that the tokens may be sent."""
+        """Make the records of ``grew`` survive this process, so that clients may get the tokens."""
 
     def reached(self, counts: Mapping[int, int]) -> None:
-        """Record how many tokens of the earlier engine's sequences are cached and right.
-
-        Those of this engine are recorded as they are computed.
+        """Record how many tokens of each of the earlier engine's sequences are correctly cached, by sequence id.
+        This engine's own sequences are recorded as they are computed.
         """
 
     def dropped(self, request: Request) -> None:
         """Record that ``request`` was aborted."""
 
     def keep(self, name: str, data: bytes) -> None:
-        """Keep ``data`` for a later engine under ``name``, replacing older data. The engine does not interpret it."""
+        """Keep ``data`` for a later engine under ``name``, replacing older data. The journal does not interpret it."""
 
     def forget(self, name: str) -> None:
         """Drop the data kept under ``name``, if any."""
 
     def close(self) -> None:
-        """Close the journal at an orderly end."""
+        """Close the journal when the engine ends normally."""

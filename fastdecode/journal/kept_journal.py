@@ -36,20 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 class KeptJournal(Journal):
-    """A journal in a place that outlives this process.
-
-    Each step is recorded before its tokens are sent. ``next_sequence_id``: above all ids in it. ``lowest_name``: the
-    lowest cache id of its sequences, or 0.
+    """A journal in a ``Place`` that outlives this process.
+    Each step is recorded before its tokens are sent. ``next_sequence_id``: greater than every recorded sequence id.
+    ``lowest_name``: the lowest recorded cache id, or 0.
     """
 
     def __init__(self, place: Place, fingerprint: str, run: str, epoch: int = 0) -> None:
-        """Read the journal in ``place``, which is closed with this object.
-
-        ``fingerprint``: of all that tokens depend on besides their requests; a journal with another one is not used.
-        ``run``: see ``Run``. ``epoch``: at least that of every lease under which another engine may have written there.
+        """Read the journal in ``place``; ``close`` closes the place too.
+        ``fingerprint``: hash of the model, dtype and seed; a journal with another fingerprint is not used. ``run``: see
+        ``Run``. ``epoch``: at least the epoch of every lease under which another engine may have written.
 
         Raises:
-            ConfigError: the place cannot be read or written.
+          ConfigError: the place cannot be read or written.
         """
         super().__init__()
         self._place = place
@@ -127,8 +125,7 @@ class KeptJournal(Journal):
 
     def close(self) -> None:
         """Close the journal.
-
-        It is emptied if nothing is left to continue: all requests have ended, or there were none.
+        Empty it if no request is left to continue: all have ended, or there were none.
         """
         with contextlib.suppress(OSError, FastDecodeError):
             is_over = not (self._written or self.kept) and (self._was_asked or not self._known)
@@ -138,7 +135,7 @@ class KeptJournal(Journal):
         self._place.close()
 
     def _add(self, completion: Completion, step: Stepped) -> None:
-        """Add to ``step`` what is new of ``completion``."""
+        """Add the unrecorded tokens, and the end, of ``completion`` to ``step``."""
         sequence_id, token_ids = completion.sequence.sequence_id, completion.sequence.output_token_ids
         before = self._written.get(sequence_id)
         if before is None:
@@ -164,7 +161,7 @@ class KeptJournal(Journal):
             self._write_anew(_without_oldest(_pasts(read(self._place.written())[0])))
 
     def _try(self, act: Callable[..., None], *values: Any) -> None:
-        """Call ``act``. If it fails, the engine continues without a journal."""
+        """Call ``act`` with ``values``. If the call fails, the engine continues without a journal."""
         if not self._is_kept:
             return
         start = time.perf_counter()
@@ -177,7 +174,7 @@ class KeptJournal(Journal):
         self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
 
     def _found(self) -> list[Past]:
-        """Return the recorded requests by age; none of another fingerprint. This run then follows the recorded one."""
+        """Return the recorded requests, oldest first; none if the fingerprint differs. Set the previous run's name."""
         records = self._newest()
         if not records:
             return []
@@ -193,12 +190,12 @@ class KeptJournal(Journal):
         return _pasts(records)
 
     def _newest(self) -> list[Record]:
-        """Return the records of the copy that was written last."""
+        """Return the records of the journal copy that was written last."""
         found = [read(data) for data in self._place.copies()]
         return max(found, key=_age, default=([], Chain()))[0]
 
     def _write_anew(self, pasts: list[Past]) -> None:
-        """Rewrite the place with ``pasts`` and kept data; ended ones are dropped if they would fill half of it."""
+        """Rewrite the journal with ``pasts`` and kept data. Drop ended requests if the journal gets too large."""
         self._began = msgspec.structs.replace(self._began, edition=self._began.edition + 1)
         growth, most = self._place.growth_bytes, self._place.most_bytes
         data = self._encoded_anew(pasts)
@@ -208,7 +205,7 @@ class KeptJournal(Journal):
         self._limit = min(2 * len(data) + growth, max(most - growth / 4, len(data) + growth / 4))
 
     def _encoded_anew(self, pasts: Iterable[Past]) -> bytes:
-        """Return a complete journal."""
+        """Return the bytes of a complete journal with ``pasts``, and start its checksum chain."""
         self._chain = Chain()
         return self._chain.encode(
             [self._began, *self.kept.values(), *(record for past in pasts for record in past.records())]
@@ -216,33 +213,32 @@ class KeptJournal(Journal):
 
 
 def _age(found: tuple[list[Record], Chain]) -> tuple[int, int, int]:
-    """Return a sort key of a journal's copy, larger for one written later."""
+    """Return a sort key for a journal copy; a copy that was written later has a larger key."""
     records, chain = found
     began = records[0] if records else None
     return (began.epoch, began.edition, chain.num_bytes) if isinstance(began, Began) else (-1, 0, 0)
 
 
 def _pasts(records: list[Record]) -> list[Past]:
-    """Return the requests in ``records``, by age."""
+    """Return the requests in ``records``, oldest first."""
     return sorted(pasts_of(records).values(), key=lambda past: past.asked.sequence_id)
 
 
 def _placed(notes: Notes) -> list[Record]:
-    """Return the record of ``notes``; none if they are empty."""
+    """Return ``notes`` as a list of one record; an empty list if the notes are empty."""
     return [Placed(*notes)] if notes.named or notes.reached else []
 
 
 def _plain(completion: Completion, start: int) -> TokenLogprobs:
-    """Return the log-probabilities of tokens from ``start`` on, without texts."""
+    """Return the log-probabilities and ranks of output tokens from index ``start`` on, without token texts."""
     return [{token: (each.logprob, each.rank) for token, each in row.items()} for row in completion.logprobs[start:]]
 
 
 def _without_oldest(pasts: list[Past]) -> list[Past]:
-    """Return ``pasts`` without old ended ones: those followed by ``kept_tokens`` tokens of other ended ones."""
+    """Return ``pasts`` without old ended requests, so that the ended ones left have at most ``kept_tokens`` tokens."""
     kept: list[Past] = []
     num_tokens = 0
-    # Tokens of ended requests that are kept when a journal is written anew, the newest first: so many may be asked for
-    # once more
+    # Tokens of ended requests, newest first, that a rewritten journal keeps: clients may ask for these requests again
     kept_tokens = 1 << 20
     for past in reversed(pasts):
         num_tokens += past.num_tokens if past.ended else 0

@@ -1,4 +1,4 @@
-"""A journal's account of requests, and the replay of a request."""
+"""A recorded request, and its replay in a later engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from fastdecode.scheduler import TokenSequence
 from fastdecode.sworker.sampling import SampledToken
 
 Ended = tuple[str, int | str | None]
-"""Finish reason and stop reason."""
+"""The finish reason and stop reason of an output."""
 
 
 @dataclass
 class Sample:
     """One output of a request: tokens, log-probabilities if requested, and how it ended.
-
     ``reached``: cached tokens when its prompt was last computed; None if none were recorded since its last token.
-    ``names``: cache ids that R-workers may have of it, other than its own id.
+    ``names``: its tokens' other cache ids on R-workers, besides its sequence id.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -43,40 +42,39 @@ class Past:
 
     @property
     def num_tokens(self) -> int:
-        """The number of prompt and output tokens."""
+        """The number of prompt tokens plus the output tokens of all samples."""
         return len(self.asked.prompt_token_ids) + sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def ended(self) -> bool:
-        """True if all its outputs have ended."""
+        """True if all outputs of the request have ended."""
         return all(sample.ended for sample in self.samples)
 
     @property
     def end_id(self) -> int:
-        """The first id after those of its sequences."""
+        """The first sequence id after those of the request."""
         return self.asked.sequence_id + len(self.samples)
 
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
-        """Return what R-workers may have cached, by cache id: prompt and output without the last token.
-
+        """Return the tokens that R-workers may have cached, by cache id: prompt and output without the last token.
         The last token's row samples the next one. ``whole_prompts``: include prompts whose progress is not recorded.
-        Anything else on R-workers is a rejected draft token, or a row of an unrecorded step.
+        Other tokens on R-workers are rejected drafts, or rows of an unrecorded step.
         """
         found: dict[int, KnownTokens] = {}
         for sequence_id, sample in enumerate(self.samples, self.asked.sequence_id):
             reached = sample.reached if whole_prompts or sample.token_ids else sample.reached or 0
             reached = None if sample.ended else reached
             tokens = (self.asked.prompt_token_ids + sample.token_ids)[:-1][:reached]
-            if not sample.ended:  # otherwise no sequence will have it again
+            if not sample.ended:  # an ended sequence is never cached under its own id again
                 found[sequence_id] = KnownTokens(sequence_id, 0, tokens)
             found |= {each.cache_id: KnownTokens(sequence_id, each.start, tokens) for each in sample.names.values()}
         return found
 
     def is_of(self, prompt_token_ids: list[int], params: SamplingParams) -> bool:
-        """Return whether this is the same request."""
+        """Return whether the recorded request has this prompt and these parameters."""
         try:
             return self.asked.prompt_token_ids == prompt_token_ids and _params_of(self.asked.params) == params
-        except (ConfigError, TypeError):  # of another version
+        except (ConfigError, TypeError):  # another version wrote these parameters
             return False
 
     def replay(self, request: Request) -> list[TokenSequence]:
@@ -97,7 +95,7 @@ class Past:
         return [each.sequence for each in request.completions if each.finish_reason is None]
 
     def records(self) -> list[Record]:
-        """Return records equivalent to all that was read of it."""
+        """Return records from which ``pasts_of`` makes this request again."""
         ids = range(self.asked.sequence_id, self.end_id)
         by_id = list(zip(ids, self.samples, strict=True))
         step = Stepped(
@@ -139,7 +137,7 @@ def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
 
 
 def _place(record: Record, samples: dict[int, Sample]) -> None:
-    """Add what ``record`` says about caches; ignore it for dropped requests."""
+    """Add the cache ids and cached token counts of ``record`` to ``samples``; ignore those of dropped requests."""
     if isinstance(record, Placed):
         for each in record.named:
             if each.sequence_id in samples:
@@ -150,7 +148,7 @@ def _place(record: Record, samples: dict[int, Sample]) -> None:
 
 
 def asked(request: Request) -> Asked:
-    """Return the record of ``request``."""
+    """Return the journal's record of ``request``."""
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
     defaults = SamplingParams()
     given = {name: value for name, value in params.items() if value != getattr(defaults, name)}

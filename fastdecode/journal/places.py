@@ -1,4 +1,4 @@
-"""Places for a journal: a local folder here; ``fastdecode.cluster.pool.journal_copies`` uses R-workers' memory."""
+"""Places where a journal is kept: a local folder here, R-workers' memory in ``fastdecode.cluster.pool``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """Keeps the bytes of one journal. Raise OSError or CapacityError if it cannot.
-
-    ``name``: for logs. ``growth_bytes``: a journal is rewritten, without what ended long ago, when it has grown by so
-    much and to twice its size. ``most_bytes``: of a journal; math.inf for no limit. ``is_own``: False once another
-    process has taken the place over.
+    """A place that keeps the bytes of one journal. Its methods raise OSError or CapacityError when they fail.
+    ``name``: for logs. ``growth_bytes``: a journal that has grown by this much, and to twice its size, is rewritten
+    without requests that ended long ago. ``most_bytes``: the largest journal; math.inf for no limit. ``is_own``: False
+    once another process has taken the place over.
     """
 
     name: str
@@ -33,22 +32,22 @@ class Place(Protocol):
     def is_own(self) -> bool: ...
 
     def copies(self) -> list[bytes]:
-        """Return the copies found; each may be older or shorter than another, or damaged."""
+        """Return the bytes of each journal copy found; a copy may be outdated, cut off or damaged."""
 
     def written(self) -> bytes:
-        """Return what this process has written."""
+        """Return the bytes of the journal that this process has written."""
 
     def replace(self, data: bytes) -> None:
-        """Replace all content by ``data``."""
+        """Replace the whole journal by ``data``."""
 
     def append(self, data: bytes) -> None:
-        """Append ``data``; it may still be on its way."""
+        """Append ``data`` to the journal; the write may complete later (see ``settle``)."""
 
     def settle(self) -> None:
-        """Wait until what was appended survives this process."""
+        """Wait until all appended data survives the end of this process."""
 
     def end(self, data: bytes) -> None:
-        """Store ``data``, a complete journal that says that nothing is left to continue."""
+        """Replace the journal by ``data``, a complete journal without requests to continue."""
 
     def close(self) -> None:
         """Close the place; may be called twice."""
@@ -61,9 +60,8 @@ class Folder:
     most_bytes: float = math.inf
 
     def __init__(self, folder: str, takes_over: bool = False) -> None:
-        """Open ``folder``, which is made if missing.
-
-        ``takes_over``: the process that writes it, if any, has lost its R-workers to this one.
+        """Open ``folder``, and create it if it is missing.
+        ``takes_over``: the process that writes there, if any, has lost its R-workers to this one.
         """
         self.name = folder
         self._path = Path(folder) / FILE
@@ -99,7 +97,7 @@ class Folder:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, data: bytes) -> None:
-        """Append in one write. It is not synced to the disk, so a power failure may lose some last steps."""
+        """Append ``data`` in one write. It is not synced to the disk, so a power failure may lose the last steps."""
         self._is_used = True
         if (written := os.write(self._fd, data)) < len(data):
             raise OSError(0, f"{written} of {len(data)} bytes were written")
@@ -111,7 +109,7 @@ class Folder:
         self.replace(data)
 
     def close(self) -> None:
-        """Close it; may be called twice. A folder made for a run that recorded nothing is removed."""
+        """Close the folder; may be called twice. Remove the folder if this process made it and recorded nothing."""
         if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # no process has taken it over
             leave_folder(self._path.parent, FILE, "lock", "pulse")
         for fd in (self._fd, self._lock):
@@ -121,9 +119,8 @@ class Folder:
 
 
 def _locked(path: Path, takes_over: bool) -> int:
-    """Open and lock ``path`` for the life of this process; return its descriptor.
-
-    A ConfigError names the process that has the lock, unless this one ``takes_over``.
+    """Open and lock ``path`` until this process ends; return its file descriptor.
+    If another process has the lock, raise ConfigError with its id, unless this process ``takes_over``.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""An engine's sign of life beside its journal. A standby uses it to tell a stopped engine from a busy one."""
+"""An engine's heartbeat file beside its journal. A standby uses it to tell a stopped engine from a busy one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 SILENT_SECONDS = 2.0
-"""Seconds without a beat after which an engine counts as stopped, as long as R-workers wait for its frames."""
+"""Seconds without a heartbeat after which an engine counts as stopped, if R-workers wait for its frames."""
 
 FILE = "pulse"
 
 
 class Pulse:
-    """Touches a file in ``folder`` from its own thread, until ``close``."""
+    """Touches the heartbeat file in ``folder`` from its own thread, until ``close``."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / FILE
@@ -23,7 +23,7 @@ class Pulse:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the beats."""
+        """Stop the heartbeat."""
         self._ended.set()
         self._thread.join(SILENT_SECONDS)
 
@@ -35,14 +35,14 @@ class Pulse:
 
 
 class Listening:
-    """Watches the pulse in ``folder``, by this machine's clock alone."""
+    """Watches the heartbeat file in ``folder``, by this machine's clock alone."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / FILE
         self._last, self._heard = self._beat(), time.monotonic()
 
     def is_silent(self) -> bool:
-        """Return whether there was no beat for ``SILENT_SECONDS``. Call it repeatedly."""
+        """Return whether the heartbeat has paused for over ``SILENT_SECONDS``. Call it repeatedly."""
         beat = self._beat()
         if beat != self._last:
             self._last, self._heard = beat, time.monotonic()

@@ -23,15 +23,15 @@ _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
 
 Tokens = list[tuple[int, list[int]]]
-"""Sequence ids, each with token ids."""
+"""Pairs of a sequence id and its token ids."""
 
 TokenLogprobs = list[dict[int, tuple[float, int]]]
-"""For each token its requested log-probabilities and ranks, by token id."""
+"""For each output token: candidate token ids with their log-probability and rank."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One engine's run with a journal, with a unique name, and the run ``before`` it ("" for none)."""
+    """One engine run that writes a journal. ``name`` is unique; ``before``: the previous run's name ("" for none)."""
 
     name: str
     before: str
@@ -39,10 +39,8 @@ class Run:
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """The first record.
-
-    ``fingerprint``: of all that tokens depend on besides their requests. ``run``: the name of the run that wrote last.
-    Among copies, the one with the highest ``epoch`` of a session wins, then the one with the highest ``edition``, which
-    counts rewrites.
+    ``fingerprint``: hash of the model, dtype and seed. ``run``: the name of the run that wrote last. Among copies, the
+    one with the highest ``epoch`` of a session wins, then the one with the highest ``edition``, which counts rewrites.
     """
 
     fingerprint: str
@@ -52,8 +50,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """A new request, whose samples are the sequences from ``sequence_id`` on.
-
+    """A new request. Its samples have consecutive sequence ids from ``sequence_id`` on.
     ``params``: fields of ``SamplingParams`` that differ from the default.
     """
 
@@ -65,9 +62,8 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """A committed step: output tokens by sequence, and log-probabilities if requested.
-
-    ``ended``: sequences that have ended, with finish reason and stop reason.
+    """A committed step: output token ids by sequence id, and log-probabilities if requested.
+    ``ended``: ids of sequences that have ended, with finish reason and stop reason.
     """
 
     tokens: Tokens
@@ -82,15 +78,14 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="dropped"):
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
-    """Cache ids that differ from their sequence's id, and how much of each prompt is cached and right."""
+    """Cache ids that differ from their sequence's id, and how many tokens of each prompt are correctly cached."""
 
     named: list[Named]
     reached: list[Reached]
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
-    """``data`` that outlives the engine under ``name``, which it does not interpret.
-
+    """Data that the journal keeps for a later engine under ``name``, without interpreting it.
     ``seconds``: Unix time of writing.
     """
 
@@ -112,13 +107,13 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class Chain:
-    """Writes records. ``checksum``: of the last one. ``num_bytes``: the length of all so far, with ``MAGIC``."""
+    """The checksum chain of a journal. ``checksum``: of the last record. ``num_bytes``: length with ``MAGIC``."""
 
     def __init__(self, num_bytes: int = 0, checksum: int = 0) -> None:
         self.num_bytes, self.checksum = num_bytes, checksum
 
     def encode(self, records: Iterable[Record]) -> bytes:
-        """Return the bytes to append for ``records``."""
+        """Return the encoded ``records`` to append to the journal, with ``MAGIC`` first if the journal is empty."""
         parts = [] if self.num_bytes else [MAGIC]
         for record in records:
             body = _encoder.encode(record)
@@ -130,7 +125,7 @@ class Chain:
 
 
 def read(data: bytes) -> tuple[list[Record], Chain]:
-    """Return the valid records at the beginning of ``data``, and the chain that continues after them."""
+    """Return the valid records at the beginning of ``data``, and the ``Chain`` with which to append more."""
     records, chain = [], Chain()
     if data.startswith(MAGIC):
         chain.num_bytes = len(MAGIC)
@@ -152,7 +147,7 @@ def kept_in(records: Iterable[Record]) -> dict[str, Kept]:
 
 
 def _whole(data: memoryview) -> Iterator[tuple[Record, int, int]]:
-    """Yield each record with its checksum and end, up to the first damaged one."""
+    """Yield each record of a journal file, its checksum and end offset, up to the first damaged record."""
     start, checksum = len(MAGIC), 0
     while start + _HEAD.size <= len(data):
         length, expected = _HEAD.unpack_from(data, start)
@@ -163,7 +158,7 @@ def _whole(data: memoryview) -> Iterator[tuple[Record, int, int]]:
             return
         try:
             record = _decoder.decode(body)
-        except msgspec.DecodeError:  # of a later version of this format
+        except msgspec.DecodeError:  # a later version of this format wrote this record
             return
         start += length
         yield record, checksum, start

@@ -1,1 +1,1 @@
-"""Prompts on prefill workers: the engine's side and the worker's side."""
+"""Prompts on prefill workers: the engine's side and the prefill worker's side."""

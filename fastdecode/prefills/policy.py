@@ -1,4 +1,4 @@
-"""The policy that decides which prompts prefill workers compute, and its step times."""
+"""The policy that decides which prompts prefill workers compute, and the step times that it uses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def make_prefill_policy(
     """
     here = timed_prefill_model(config, model, s_worker, r_workers, make_cache)
     profile = load_profile(config.profile) if config.profile else None
-    # Of keys and values to prefill workers, where no profile knows better: so that few tokens after a long prefix stay
-    # with the S-worker, whose R-worker has that prefix
+    # The assumed link from R-workers to prefill workers without a measured profile. With it, a few tokens after a long
+    # prefix stay with the S-worker, whose R-worker has that prefix.
     unmeasured_link = PrefillLink(1e9)
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel, config.kv_cache_dtype)
@@ -48,10 +48,10 @@ def make_prefill_policy(
 def timed_prefill_model(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], make_cache: MakeCache
 ) -> PrefillTimes:
-    """Return times of the S-worker as a prefill worker: its products for a short prompt, and its attention."""
+    """Return step times of the S-worker as if it were a prefill worker, measured with a short prompt."""
     layout = model.layout
     room = max(worker.room_tokens for worker in r_workers)
-    # Of the prompts that are timed at the start, on the S-worker
+    # Tokens of the prompt that is timed on the S-worker at the start
     timed_tokens = 256
     num_tokens = min(timed_tokens, model.max_model_len, room, config.max_num_batched_tokens)
     seconds = profile_steps(s_worker, r_workers, num_tokens)(num_tokens, 0) / len(layout.layers)
@@ -66,7 +66,7 @@ def timed_prefill_model(
 
 
 def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
-    """Return the attention seconds of a prompt part per pair of query and key."""
+    """Return the attention seconds of a prompt part per pair of a query and a key."""
     layout = model.layout.absorbed
     attention = (TorchAttention if model.on_gpu else StoredAttention)(layout, make_cache)
     try:
@@ -76,10 +76,9 @@ def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
 
 
 def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
-    """Return the times with the threads of spawned prefill workers.
-
-    Each of these has the whole model, and not a rank's part. Remote ones count as equal to a rank's process until they
-    have computed.
+    """Return ``model`` scaled from the S-worker's threads to those of spawned prefill workers.
+    Each prefill worker has the whole model, not a rank's part. Remote prefill workers count as equal to a rank's
+    process until they have computed a prompt.
     """
     spec = config.prefill_worker_spec
     slower = s_thread_count(config) / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
@@ -87,8 +86,7 @@ def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
 
 
 def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:
-    """Return the seconds of a prompt on the S-worker.
-
-    Over a prefix the R-worker attends, which is assumed to be as fast.
+    """Return a function that gives the seconds of a prompt on the S-worker.
+    The prompt's cached prefix is attended on the R-worker, which is assumed to be as fast.
     """
     return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

@@ -1,4 +1,4 @@
-"""The engine's prompts at prefill workers: handed out after a plan, taken back when computed, dropped when lost."""
+"""The engine's prompts at prefill workers: handed out, received when computed, dropped when lost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePrefills(Companion):
-    """The companion for prefill workers. The scheduler decides which prompts are theirs.
-
+    """The companion for prefill workers. The scheduler decides which prompts they compute.
     ``on_prefilled``: called with each computed prompt. ``method`` may change between prompts.
     """
 
@@ -32,11 +31,11 @@ class RemotePrefills(Companion):
 
     @property
     def num_under_way(self) -> int:
-        """Prompts in computation."""
+        """The number of prompts that prefill workers are computing."""
         return len(self.backend.jobs)
 
     def before(self, cycle: Cycle) -> None:
-        """Tell the scheduler the state of its prompts."""
+        """Report computed and failed prompts, and joined and lost prefill workers, to the scheduler."""
         scheduler, now = cycle.scheduler, cycle.world.now()
         policy = scheduler.remote_prompts.policy
         outcomes = self.backend.outcomes()
@@ -59,23 +58,25 @@ class RemotePrefills(Companion):
     def begun(self, step: ScheduledStep) -> None:
         """Hand out the prompts of this step, for which R-workers have reserved blocks."""
         for each in step.prefills:
-            method = "kvr" if each.context_len else self.method  # workers that gather everything cannot read a prefix
+            method = (
+                "kvr" if each.context_len else self.method
+            )  # with method "tsp" prefill workers cannot read a prefix
             self.backend.submit(replace(each, method=method), self._r_workers)
 
     def cancel_unwanted(self, scheduler: Scheduler) -> None:
-        """Cancel prompts that ``scheduler`` does not wait for any more; prefill workers stop within a layer."""
+        """Cancel prompts that ``scheduler`` no longer waits for; prefill workers stop within a layer."""
         for job_id in self.backend.jobs:
             if scheduler.remote_prompts.end_if_left(job_id):
                 self.backend.cancel(job_id)
 
     def ended(self, cycle: Cycle, report: StepReport) -> None:
-        """Drop the logits of arrived prompts, which are sampled now."""
+        """Drop the logits of arrived prompts, which this step has sampled."""
         self._logits.clear()
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return the logits of arrived prompts: [vocab_size] each, in the model's dtype; kept until a step ends."""
+        """Return the logits of arrived prompts by sequence id: [vocab_size], in the model's dtype."""
         return {sequence_id: self._logits[sequence_id] for sequence_id in sequence_ids}
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until the state of a prompt changes."""
+        """Wait until a prompt is computed or fails, at most ``timeout_seconds``."""
         self.backend.wait(timeout_seconds)

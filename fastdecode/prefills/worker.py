@@ -23,13 +23,13 @@ from fastdecode.sworker.part.prefill_part import compute_part
 from fastdecode.sworker.part.states import PartStates
 
 TICK_SECONDS = 0.2
-"""Seconds of a wait for a prompt before signals and the S-worker's connection are checked."""
+"""Seconds to wait for a prompt before checking for signals and a closed S-worker connection."""
 
 logger = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One model, which computes parts of prompts from S-workers, one after another."""
+    """Computes parts of prompts from S-workers with one model, one part after another."""
 
     def __init__(self, config: EngineConfig, num_threads: int, cores: tuple[int, ...], security: Security) -> None:
         """Load the model in ``config``. The process must already be bound to ``cores``."""
@@ -53,11 +53,14 @@ class PrefillWorker:
         )
 
     def listen(self, host: str, port: int) -> str:
-        """Accept S-workers; return the address, "host:port". Raise OSError if that is impossible."""
+        """Accept S-workers; return the address listened at, "host:port". Raise OSError if that is impossible."""
         return self._server.listen(host, port)
 
     def run(self, between_prompts: Callable[[bool], None] = lambda is_free: None) -> None:
-        """Compute prompts until an exception ends it. ``between_prompts`` is told whether no S-worker is served."""
+        """Compute prompts until an exception ends the loop.
+
+        ``between_prompts`` is called with True while no S-worker is served.
+        """
         try:
             while True:
                 job = self._server.next_job(TICK_SECONDS)
@@ -84,14 +87,13 @@ class PrefillWorker:
             self._server.finish(job, time.perf_counter() - start, logits)
         except JobCancelledError:
             return
-        except (RuntimeError, MemoryError, ConnectionError) as error:  # torch raises RuntimeError without memory
+        except (RuntimeError, MemoryError, ConnectionError) as error:  # torch raises RuntimeError when memory runs out
             logger.warning("job %d failed: %s", prompt.job_id, error)
             self._server.fail(job, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     def _means_for(self, job: PromptJob) -> tuple[PartAttention, PartStates]:
-        """Return attention and states for ``job``, over keys and values as the S-worker's R-workers store them.
-
-        torch is used on a GPU, and if all parts gather all, which compares with code that cannot use causality.
+        """Return attention and states for ``job``, with keys and values in the R-workers' format.
+        Use torch on a GPU, and for method "tsp", which stands for systems that cannot use causality.
         """
         wanted = job.layout, self._s_model.on_gpu or job.prompt.method == "tsp"
         if self._means is None or self._attends_as != wanted:

@@ -100,7 +100,7 @@ def read_rows(message: Message) -> list[WeighedRow]:
 def mean_weights(ranks: Sequence[Message]) -> list[np.ndarray | None]:
     """Return each row's block weights, averaged over all ranks; None for a row that one rank could not weigh."""
     several = zip(*(message.arrays for message in ranks), strict=True)
-    return [sum(parts).astype(np.float32) / len(parts) if all(map(len, parts)) else None for parts in several]
+    return [np.mean(parts, axis=0).astype(np.float32) if all(map(len, parts)) else None for parts in several]
 
 
 def report_message(report: StepReport, now: float) -> Message:

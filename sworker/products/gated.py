@@ -76,7 +76,7 @@ class GatedLayers:
 
     def _proven(self, module: Any, first: IntegerProduct, second: IntegerProduct) -> str | None:
         """Return the activation for which two calls equal the module's own code; None if none does."""
-        function = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+        function: Any = getattr(module, "act_fn", getattr(module, "activation_fn", None))
         rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(first.dtype)
         try:
             with torch.inference_mode():

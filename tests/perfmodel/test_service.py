@@ -53,6 +53,36 @@ def test_a_plan_keeps_to_the_time_per_token_and_is_the_best_that_does(
     assert "ms per token for each of" in lines[0] and lines[0] == found["verdict"]
 
 
+CLUSTER = ["--model", "llama-3.3-70b", "--gpu", "h100", "--cpu", "epyc-9965", "--tensor-parallel-size", "4"]
+CLUSTER += ["--seq-len", "131072"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*CLUSTER, "--gpu-price", "3", "--cpu-price", "1"],
+        [*CLUSTER, "--tpot", "200"],
+        [*CLUSTER, "--ttft", "1"],
+        ["--model", "llama-3-8b", "--gpu", "a100", "--cpu", "epyc-9654", "--seq-len", "16384", "--tpot", "60"],
+        ["--model", "qwen3-32b", "--gpu", "h200", "--cpu", "epyc-9654", "--seq-len", "32768", "--prompt-len", "30000"],
+    ],
+)
+def test_no_fewer_r_workers_serve_the_same_users_as_fast_within_the_limit(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither rows of the plan's own table, nor one R-worker less for the same mini-batch."""
+    found, _ = answer(tmp_path, capsys, *words)
+    assert found["keeps_limits"]
+    limit, rate, number = found["limits"]["tpot_seconds"], found["output_tokens_per_second"], found["num_r_workers"]
+    fewer = [row for row in found["candidates"] if row["num_r_workers"] < number and row["fits_memory"]]
+    assert fewer and not [
+        row for row in fewer if row["step_seconds"] <= limit and row["output_tokens_per_second"] >= rate
+    ]
+    batch = ["--mini-batch-size", str(found["mini_batch_size"]), "--num-mini-batches", str(found["num_mini_batches"])]
+    one_less, _ = answer(tmp_path, capsys, *words, *batch, "--num-r-workers", str(number - 1))
+    assert one_less["step_seconds"] > limit or one_less["output_tokens_per_second"] < rate
+
+
 def test_what_a_limit_costs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, lines = answer(tmp_path, capsys, *NAMES, "--seq-len", "1024")
     without = found["without_limits"]

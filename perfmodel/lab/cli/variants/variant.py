@@ -25,7 +25,7 @@ USUAL_MINI_BATCHES = 2
 """The paper's number of mini-batches, kept unless another gives clearly more."""
 
 BY_LIMITS = "limits"
-"""The reason of a plan's number of R-workers if users' times need more than keep up with the S-worker."""
+"""The reason of a plan's number of R-workers if users' times, not the S-worker's speed, determine it."""
 
 
 Line = tuple[str, str]
@@ -69,7 +69,7 @@ class PlanCase:
         case = PlanCase._planned(args, inputs, limits)
         if limits == NO_LIMITS or inputs.planner.num_r_workers or args.mini_batch_size is not None:
             return case
-        return case._with_more_r_workers()
+        return case._with_more_r_workers()._with_fewest_r_workers()
 
     @staticmethod
     def _planned(args: argparse.Namespace, inputs: PlanInputs, limits: ServiceLimits) -> PlanCase:
@@ -92,6 +92,25 @@ class PlanCase:
             if not _helps(more, best):
                 return best
             best = replace(more, plan=replace(more.plan, r_workers_set_by=BY_LIMITS))
+
+    def _with_fewest_r_workers(self) -> PlanCase:
+        """Return the plan with the fewest R-workers that serve the same users within the limits at the same speed.
+
+        Doubling overshoots, and R-workers without a sequence only add to what a step waits for.
+        """
+        plan, planner = self.plan, self.planner
+        # Part of the tokens per second that fewer R-workers must still give
+        as_fast = 0.99
+        least = max(planner.memory_r_workers(plan.in_flight), planner.placing.copies, plan.num_r_workers // 2)
+        for count in range(least, plan.num_r_workers):
+            row = planner.candidate(plan.mini_batch_size, count)
+            first = planner.first_token_seconds(plan.in_flight, count)
+            keeps = self.limits.kept_by(row.step_seconds, first) or not self.keeps_limits
+            if keeps and row.output_tokens_per_second >= as_fast * plan.output_tokens_per_second:
+                fewer = replace(planner, num_r_workers=count)
+                found = replace(fewer.plan(plan.mini_batch_size), r_workers_set_by=BY_LIMITS)
+                return PlanCase(self.args, replace(self.inputs, planner=fewer), found, self.limits)
+        return self
 
     @property
     def keeps_limits(self) -> bool:
